@@ -1,0 +1,65 @@
+"""One training step, run on one device, on all devices of a machine, or on simulated ones, by changing one line.
+
+A *strategy* runs an ordinary PyTorch step in several *replicas* and makes of their work what one device would have made of
+the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorch, and replaces `torch.nn.DataParallel`.
+
+    replica           one copy of the step, with an id from 0 to n - 1, on a device
+    cross-replica     speaking for all replicas at once: in a `scope()`, in a merge function
+    per-replica       a value with one component for each replica, which may differ
+    mirrored          a value with one component for each replica, known to be equal
+    present, absent   a replica that was dealt no rows sits the step out: it is absent
+    share             how much a replica's gradient counts: its rows, of all the rows of the batch
+    owner             a parameter of the user's own module, which the optimizer updates
+    local             a replica's own: its copy of a module, its parameter, its gradient
+    meeting           where every replica brings something and all go on together
+
+To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then `_values`,
+`_context`, `_replicas` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`, `_stand_ins`.
+"""
+
+from torchstrategy import experimental
+from torchstrategy._context import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    set_default,
+)
+from torchstrategy._extended import single_context
+from torchstrategy._input import DistributedDataset
+from torchstrategy._options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._replica_context import ReplicaContext
+from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy
+from torchstrategy._strategy import Strategy, StrategyExtended
+from torchstrategy._values import DistributedValues
+
+__all__ = [
+    "CentralStorageStrategy",
+    "DistributedDataset",
+    "DistributedValues",
+    "OneDeviceStrategy",
+    "ReduceOp",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "ValueContext",
+    "experimental",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+__version__ = "0.1.0"
+
+# The one fact that looks up: what `_context` answers where nothing was entered stands on a floor above it.
+_default_strategy = DefaultStrategy()
+set_default(_default_strategy, single_context(_default_strategy))
+
+for _name in __all__:
+    if getattr(globals()[_name], "__module__", "").startswith("torchstrategy._"):
+        globals()[_name].__module__ = "torchstrategy"
+del _name, DefaultStrategy, set_default, single_context

@@ -1,0 +1,113 @@
+"""What a thread wears: torch's thread-local state, taken from the caller of `run` and put on in its replicas' threads.
+
+A new thread has none of it: no grad mode, no autocast, no modes, no default device, no context variables. Default dtype
+and the deterministic flag belong to the process and need nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from torchstrategy._devices import is_accelerator, needs_device_context
+from torchstrategy._torch import (
+    dispatch_modes,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks,
+)
+from torchstrategy._types import Device, Tree
+
+
+@final
+@dataclass(frozen=True)
+class CallerState:
+    """The state of one thread at one moment. Take it on the caller's thread, `run_in` it on the replica's."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # a device type, on or off, and to which dtype
+    autocast_cache: bool
+    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
+    function_modes: tuple[Any, ...]  # the default device is one of them
+    dispatch_modes: tuple[Any, ...]
+    streams: dict[Device, torch.Stream]  # the caller's current stream of each accelerator in use
+    variables: contextvars.Context
+
+    @classmethod
+    def take(cls, devices: tuple[Device, ...]) -> CallerState:
+        """The state of the current thread, as far as replicas on `devices` are concerned."""
+        types = dict.fromkeys(["cpu", *(device.type for device in devices)])
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_tensors=saved_tensors_hooks(),
+            function_modes=tuple(function_modes()),
+            dispatch_modes=tuple(dispatch_modes()),
+            streams={d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)},
+            variables=contextvars.copy_context(),
+        )
+
+    def run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        """Calls `fn` on this thread, for a replica on `device`, in the state that was taken.
+
+        Each call gets context variables of its own: what a replica sets, no other sees.
+        """
+        return self.variables.copy().run(self._run_in, device, fn)
+
+    def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        with ExitStack() as stack:
+            if device in self.streams:
+                torch.accelerator.set_device_index(device)
+                torch.accelerator.set_stream(self.streams[device])
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(self._autocast_on())
+            # The backward of this replica runs on this thread, where its context is, also on an accelerator.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.saved_tensors is not None:
+                push_saved_tensors_hooks(*self.saved_tensors)
+                stack.callback(pop_saved_tensors_hooks)
+            for mode in self.function_modes:
+                push_function_mode(mode)
+                stack.callback(pop_function_mode)
+            if needs_device_context(device):
+                stack.enter_context(device)
+            for mode in self.dispatch_modes:
+                push_dispatch_mode(mode)
+                stack.callback(pop_dispatch_mode)
+            return fn()
+
+    @contextmanager
+    def _autocast_on(self) -> Iterator[None]:
+        # These threads are ours and between runs they wear nothing, so leaving resets only what was put on.
+        torch.autocast_increment_nesting()
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        usual = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.autocast]
+        _set_autocast(self.autocast)
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            _set_autocast(usual)
+            torch.set_autocast_cache_enabled(before)
+
+
+def _set_autocast(settings: Any) -> None:
+    for device_type, enabled, dtype in settings:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)

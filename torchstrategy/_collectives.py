@@ -1,0 +1,247 @@
+"""Reductions and gathers among replicas, from inside the step; gradients flow through them.
+
+A gradient in replica i is the gradient of the whole step, over the share w_i of that replica: w_i times it, summed over the
+replicas, is what the parameters get. So where replica j's output depends on replica i's input, what arrives from j is
+scaled by w_j / w_i on its way. With equal shares, and for SUM, that is a plain sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from torchstrategy._comm import added, concatenated
+from torchstrategy._devices import is_accelerator, place
+from torchstrategy._replicas import Replica
+from torchstrategy._types import Device, Tree
+
+_Columns = list[tuple[torch.Tensor, ...]]  # tensor by tensor: what each replica brings, in replica order
+
+
+@final
+class Collective:
+    """The replicas that a replica meets, as seen from it.
+
+    Args:
+        replica: This replica.
+        present: The replicas of the run, in order.
+        weights: The share of each replica of the strategy in the gradient.
+        devices: The device of each replica of the strategy.
+    """
+
+    def __init__(
+        self, replica: Replica, present: Sequence[int], weights: Sequence[float], devices: Sequence[Device]
+    ) -> None:
+        self._replica = replica
+        self._present = tuple(present)
+        self._weights = tuple(weights)
+        self._devices = tuple(devices)
+
+    @property
+    def size(self) -> int:
+        """How many replicas take part."""
+        return len(self._present)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of what all replicas bring, tensor by tensor, on this replica's device.
+
+        Raises:
+            ValueError: From `run`, if the shapes or dtypes of what they bring differ.
+        """
+
+        def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
+            for column in columns:
+                check_addable(column)
+            return [added(column, self._devices[r]) for column in columns]
+
+        outputs, wants_grad = self._exchange("all_reduce", tensors, sums)
+        return self._differentiable("all_reduce", tensors, outputs) if wants_grad else outputs
+
+    def all_gather(self, tensors: Sequence[torch.Tensor], axis: int) -> list[torch.Tensor]:
+        """What all replicas bring, one after the other along `axis`, on this replica's device.
+
+        Raises:
+            ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
+        """
+
+        def gathered(r: int, columns: _Columns) -> list[tuple[torch.Tensor, list[int]]]:
+            for column in columns:
+                check_gatherable(column, axis)
+            return [(concatenated(c, axis, self._devices[r]), [tensor.shape[axis] for tensor in c]) for c in columns]
+
+        pairs, wants_grad = self._exchange("all_gather", tensors, gathered)
+        outputs = [output for output, _ in pairs]
+        sizes = [size for _, size in pairs]
+        return self._differentiable("all_gather", tensors, outputs, axis, sizes) if wants_grad else outputs
+
+    def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of what all replicas bring, each contribution scaled by its share over the receiver's."""
+
+        def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
+            return [self._scaled_sum_for(r, column) for column in columns]
+
+        return self._exchange("the backward of a collective", grads, sums)[0]
+
+    def _scaled_sum_for(self, r: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self._weights[r]:
+            return torch.zeros_like(column[self._present.index(r)])  # this replica's gradient will be dropped
+        ratios = [self._weights[j] / self._weights[r] for j in self._present]
+        # A replica without a share may bring NaN, which zero times does not remove.
+        terms = [t if ratio == 1 else t * ratio for t, ratio in zip(column, ratios, strict=True) if ratio]
+        return added(terms, self._devices[r])
+
+    def _exchange(
+        self, name: str, tensors: Sequence[torch.Tensor], given: Callable[[int, _Columns], list[Any]]
+    ) -> tuple[list[Any], bool]:
+        """One meeting: what `given` makes for this replica of what all bring, and whether any of them wants gradients.
+
+        One replica's output depends on the inputs of all; so all of them take part in the backward, or none.
+        """
+
+        def combine(brought: Sequence[tuple[list[torch.Tensor], bool]]) -> list[tuple[list[Any], bool]]:
+            if len({len(tensors) for tensors, _ in brought}) > 1:
+                raise ValueError(f"The replicas brought different numbers of tensors to one {name}.")
+            columns = list(zip(*(tensors for tensors, _ in brought), strict=True))
+            wants_grad = any(wants for _, wants in brought)
+            return [(given(r, columns), wants_grad) for r in self._present]
+
+        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        answer: tuple[list[Any], bool] = self._replica.meet(name, combine, ([t.detach() for t in tensors], wants_grad))
+        return answer
+
+    def _differentiable(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        axis: int | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+    ) -> list[torch.Tensor]:
+        self._refuse_on_shared_accelerator(name)
+        gate = torch.ones((), requires_grad=True)  # so that outputs require grad where only another's inputs do
+        return list(_Backward.apply(self, axis, sizes, outputs, gate, *inputs))
+
+    def _refuse_on_shared_accelerator(self, name: str) -> None:
+        here = place(self._replica.device)
+        sharing = sum(place(self._devices[r]) == here for r in self._present)
+        if is_accelerator(here) and sharing > 1:
+            raise RuntimeError(
+                f"{name} of a tensor that requires grad, on {here}, which {sharing} replicas share: its backward would "
+                "wait for the other replicas inside that device's one backward thread. Use one replica per accelerator, "
+                "or detach the tensor."
+            )
+
+    def received(self, grads: Sequence[torch.Tensor], axis: int | None, sizes: Sequence[Sequence[int]]) -> list[Any]:
+        """The gradients of this replica's inputs, from those of its outputs. A meeting."""
+        totals = _Scaled.apply(self, *grads)
+        if axis is None:
+            return list(totals)
+        position = self._present.index(self._replica.index)
+        return [
+            total.narrow(axis, sum(column[:position]), column[position])
+            for total, column in zip(totals, sizes, strict=True)
+        ]
+
+
+class _Backward(torch.autograd.Function):
+    """Gives outputs that were computed at a meeting their backward: another meeting."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        collective: Collective,
+        axis: int | None,
+        sizes: Sequence[Sequence[int]],
+        outputs: Sequence[torch.Tensor],
+        gate: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.collective, ctx.axis, ctx.sizes = collective, axis, sizes
+        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output)))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, None, None, None, None, *ctx.collective.received(grads, ctx.axis, ctx.sizes))
+
+
+class _Scaled(torch.autograd.Function):
+    """The sum of the replicas' gradients, each scaled by its share over the receiver's; differentiable once more."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Collective, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.collective = collective
+        return tuple(collective.scaled_sum(grads))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # What is linear with the coefficients w_j / w_i has, under the same scaling, the plain sum as its backward.
+        return (None, *ctx.collective.all_reduce(grads))
+
+
+def as_tensor(value: Tree) -> torch.Tensor:
+    """A leaf of a reduction as a tensor: numbers and arrays are converted.
+
+    Raises:
+        TypeError: If it has no numbers.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"Only tensors, arrays and numbers can be combined across replicas; got {value!r}.") from None
+
+
+def check_addable(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses to add tensors that only broadcasting could.
+
+    Raises:
+        ValueError: If their shapes or dtypes differ.
+    """
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            raise ValueError(
+                f"The replicas' values cannot be added: {_described(tensors)}. They must be of one shape and dtype; with "
+                "`axis=0`, Strategy.reduce also reduces each replica's rows, whose numbers may differ."
+            )
+
+
+def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
+    """Refuses to put together what does not fit along `axis`.
+
+    Raises:
+        ValueError: If the values are scalars, or differ in rank, dtype or another dimension; or have no such axis.
+        TypeError: If `axis` is no integer.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"The axis to gather along is an integer; got {axis!r}.")
+    first = tensors[0]
+    if first.dim() == 0:
+        raise ValueError("Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the step, and gather along 0.")
+    if not -first.dim() <= axis < first.dim():
+        raise ValueError(f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions.")
+    for tensor in tensors[1:]:
+        fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
+        if not fits or _without(tensor.shape, axis) != _without(first.shape, axis):
+            raise ValueError(
+                f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ only in "
+                "the size of that axis."
+            )
+
+
+def _without(shape: torch.Size, axis: int) -> list[int]:
+    sizes = list(shape)
+    del sizes[axis]
+    return sizes
+
+
+def _described(tensors: Sequence[torch.Tensor]) -> str:
+    return " and ".join(dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors))
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,195 @@
+"""Where am I? Each thread is outside any scope, in the cross-replica context, or in a replica.
+
+A thread keeps a stack of frames; its top answers. Entering `Strategy.scope` or a merge function pushes a cross-replica
+frame, `Strategy.run` pushes a replica's frame on whichever thread the replica runs. A new thread starts outside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torchstrategy._replica_context import ReplicaContext
+    from torchstrategy._strategy import Strategy
+
+_NOTHING: Mapping[int, object] = {}
+
+
+class Frame(NamedTuple):
+    """One entry of a thread's stack."""
+
+    strategy: Strategy
+    replica_context: ReplicaContext | None  # None: cross-replica
+    local_objects: Mapping[int, object] = _NOTHING  # what a distributed object, by id, is in this replica
+
+
+class _Here(threading.local):
+    """This thread's stack, and the strategy that `experimental_set_strategy` put below it."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.set_frame: Frame | None = None
+
+
+_here = _Here()
+_default: list[Any] = []  # the default strategy and its replica context; filled once, when the package is imported
+
+
+def set_default(strategy: Strategy, replica_context: ReplicaContext) -> None:
+    """Says what holds where nothing was entered."""
+    _default[:] = [strategy, replica_context]
+
+
+def current_frame() -> Frame | None:
+    """The top of this thread's stack; None outside everything."""
+    frames = _here.frames
+    return frames[-1] if frames else _here.set_frame
+
+
+@contextmanager
+def entered(frame: Frame) -> Iterator[None]:
+    """Runs a block with `frame` on top."""
+    frames = _here.frames
+    frames.append(frame)
+    try:
+        yield
+    finally:
+        frames.pop()
+
+
+def local_object(central: Any) -> Any:
+    """What `central` is in the replica that this thread is in: its local counterpart, or itself."""
+    frames = _here.frames
+    return frames[-1].local_objects.get(id(central), central) if frames else central
+
+
+def get_strategy() -> Strategy:
+    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.get_strategy() is strategy
+        False
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
+    """
+    frame = current_frame()
+    strategy: Strategy = frame.strategy if frame else _default[0]
+    return strategy
+
+
+def has_strategy() -> bool:
+    """Whether the current strategy is one that somebody chose, and not the default one.
+
+    Example:
+        >>> torchstrategy.has_strategy()
+        False
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/has_strategy
+    """
+    return get_strategy() is not _default[0]
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the caller speaks for all replicas: in a scope or a merge function, and not in a replica.
+
+    Example:
+        >>> with torchstrategy.OneDeviceStrategy("cpu").scope():
+        ...     torchstrategy.in_cross_replica_context()
+        True
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/in_cross_replica_context
+    """
+    frame = current_frame()
+    return frame is not None and frame.replica_context is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica that the caller is in; None exactly when `in_cross_replica_context()`.
+
+    Outside everything it is replica 0 of the one replica of the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> ids = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group)
+        >>> strategy.experimental_local_results(ids)
+        (0, 1)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_replica_context
+    """
+    frame = current_frame()
+    context: ReplicaContext | None = frame.replica_context if frame else _default[1]
+    return context
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
+
+    Only what `get_strategy` and its kin answer changes: modules and optimizers are distributed where they are created in a
+    `with strategy.scope():` block. Calling it again replaces the strategy; `None` takes it away.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> torchstrategy.experimental_set_strategy(strategy)
+        >>> torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.experimental_set_strategy(None)
+
+    Raises:
+        RuntimeError: If called in a `scope()` block or in a replica.
+        TypeError: If `strategy` is not a strategy.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
+    """
+    frames = _here.frames
+    taking_away = strategy is None and _here.set_frame is not None and in_cross_replica_context()
+    if frames and not taking_away:
+        raise RuntimeError(
+            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy sets "
+            "what holds outside of them. Leave the block first."
+        )
+    if strategy is not None and not hasattr(strategy, "extended"):
+        raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
+    is_default = strategy is None or strategy is _default[0]
+    _here.set_frame = None if strategy is None or is_default else Frame(strategy, None)
+
+
+def require_cross_replica(strategy: Strategy, what: str) -> None:
+    """Refuses to go on unless the caller may speak for all replicas of `strategy`.
+
+    That is so in the strategy's own cross-replica context, and where nothing, or only the default strategy, was entered.
+
+    Raises:
+        RuntimeError: In a replica of `strategy`, or in the context of another strategy.
+    """
+    frame = current_frame()
+    if frame is None:
+        return
+    if frame.strategy is strategy:
+        if frame.replica_context is not None:
+            raise RuntimeError(
+                f"Method requires being in cross-replica context: {what} speaks for all replicas, and was called inside "
+                f"replica {frame.replica_context.replica_id_in_sync_group}. Call it outside of strategy.run, or from a "
+                "merge function: get_replica_context().merge_call(lambda strategy: ...)."
+            )
+    elif frame.strategy is not _default[0]:
+        raise RuntimeError(mixing(strategy, frame.strategy, what))
+
+
+def mixing(strategy: Strategy, current: Strategy, what: str) -> str:
+    """The message for `what`, of `strategy`, in the context of `current`."""
+    return (
+        f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was called in the context of "
+        f"{current!r}. Leave that strategy's scope, or use the strategy that torchstrategy.get_strategy() returns."
+    )
+
+
+def is_default(strategy: Strategy) -> bool:
+    """Whether `strategy` is the default one."""
+    return bool(_default) and strategy is _default[0]

@@ -1,0 +1,262 @@
+"""The two kinds of strategies on one machine: a single replica on the user's own objects, and replicas that meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._collectives import Collective, as_tensor
+from torchstrategy._context import Frame, entered
+from torchstrategy._devices import canonical, in_use, place
+from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
+from torchstrategy._options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._reductions import combined, combined_along, gathered
+from torchstrategy._replica_context import Meetings, ReplicaContext, running_context
+from torchstrategy._replicas import InlineReplica, Replica, Replicas
+from torchstrategy._shares import Shares
+from torchstrategy._storage import Loan, Storage, has_owner
+from torchstrategy._strategy import Strategy, StrategyExtended
+from torchstrategy._tree import tree_flatten
+from torchstrategy._types import Device, ReplicaFn, Tree
+from torchstrategy._values import (
+    ABSENT,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    check_component_counts,
+    regroup,
+    select,
+)
+
+
+@final
+class SingleExtended(StrategyExtended):
+    """One replica, on the caller's thread, on the user's own objects. Nothing is wrapped, and nothing is put together.
+
+    Args:
+        device: Where it runs. None: wherever the caller is, as outside of every strategy.
+        storage: To whom modules that are created in its scope belong; None: to nobody.
+    """
+
+    def __init__(self, device: Device | None, storage: Storage | None) -> None:
+        super().__init__()
+        self._device = device
+        self._storage = storage
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        if self._device is None:
+            raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
+        return (self._device,)
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.worker_devices
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        _require_variable(v)
+        return not has_owner(v) if self._storage is None else self._storage.owns(v)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1
+
+    def _call_for_each_replica(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree:
+        distributed = [value for value in (*args, *kwargs.values()) if isinstance(value, DistributedValues)]
+        if distributed:
+            check_component_counts(distributed, 1)
+            args, kwargs = select((args, kwargs), 0)
+        if options.examples is not None:
+            Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
+        with entered(Frame(self._strategy, single_context(self._strategy))):
+            if self._device is None:
+                return fn(*args, **kwargs)
+            with in_use(self._device):
+                return fn(*args, **kwargs)
+
+    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
+        return value
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        tensor = as_tensor(value)
+        return combined_along(op, [tensor], axis, tensor.device)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        return value
+
+    def _distribute_dataset(self, dataset: Any) -> Any:
+        if self._device is None:
+            return dataset
+        check_is_dataset(dataset, 1)
+        device = place(self._device)
+        return DistributedDataset(dataset, lambda batch: moved(batch, device))
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        return value_fn(ValueContext())
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        if self._storage is None:
+            return module
+        self._storage.take_module(module)
+        return module.to(place(self._storage.parameter_device))
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        if self._storage is not None:
+            self._storage.take_optimizer(optimizer)
+
+    def _creation_scope(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._storage is None else _creating_in(self._storage)
+
+    def _device_of(self, replica: int) -> Device:
+        return canonical(None) if self._device is None else self._device
+
+    def _copy(self) -> StrategyExtended:
+        return SingleExtended(self._device, None if self._storage is None else self._storage.like())
+
+
+@final
+class ReplicatedExtended(StrategyExtended):
+    """Replicas that meet: their values are put together, and a batch is dealt out to them. There may be only one.
+
+    Args:
+        replicas: Where they run.
+        storage: Where parameters live.
+        gradient_reduction: How the gradients of the replicas become one, where a run does not say.
+    """
+
+    def __init__(self, replicas: Replicas, storage: Storage, gradient_reduction: ReduceOp) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._storage = storage
+        self._gradient_reduction = gradient_reduction
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        return self._replicas.devices
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return (self._storage.parameter_device,)
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        _require_variable(v)
+        return self._storage.owns(v)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._replicas.devices)
+
+    def _call_for_each_replica(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree:
+        if not callable(fn):
+            raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+        strategy, count = self._strategy, self._num_replicas_in_sync
+        leaves, _ = tree_flatten((args, kwargs))
+        check_component_counts(leaves, count)
+        shares = Shares.of(leaves, count, options, self._gradient_reduction)
+        with self._storage.lend(shares, lambda: entered(Frame(strategy, None))) as loan:
+
+            def call(replica: Replica) -> Tree:
+                local_args, local_kwargs = select((args, kwargs), replica.index)
+                with self._in_replica(strategy, replica, shares, loan):
+                    return fn(*local_args, **local_kwargs)
+
+            results = self._replicas.run(call, shares.present)
+            if any(_requires_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
+                loan.results_require_grad()
+            return regroup([results.get(r, ABSENT) for r in range(count)])
+
+    def _in_replica(
+        self, strategy: Strategy, replica: Replica, shares: Shares, loan: Loan
+    ) -> AbstractContextManager[object]:
+        """Makes this thread, for the length of a block, that of the replica."""
+        collective = Collective(replica, shares.present, shares.weights, self._replicas.devices)
+        meetings = Meetings(replica, collective, shares.present, self._num_replicas_in_sync, loan.published)
+        context = running_context(strategy, meetings)
+        stack = ExitStack()
+        stack.enter_context(in_use(replica.device))
+        stack.enter_context(entered(Frame(strategy, context, loan.local_objects(replica))))
+        stack.callback(context._ends)
+        return stack
+
+    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
+        if isinstance(value, Mirrored) and op is ReduceOp.MEAN:
+            return value.values[0]
+        if isinstance(value, DistributedValues):
+            return combined(op, value.values, self._storage.parameter_device)
+        if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
+            return value
+        if self._num_replicas_in_sync > 1:
+            raise ValueError(
+                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} replicas: it "
+                "is not known whether each of them has it. Return it from strategy.run, or multiply it."
+            )
+        return as_tensor(value).clone()
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        # A plain value counts as the same in every replica.
+        values = value.values if isinstance(value, DistributedValues) else [value] * self._num_replicas_in_sync
+        return combined_along(op, values, axis, self._storage.parameter_device)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        if not isinstance(value, DistributedValues):
+            return value
+        return gathered(value.values, axis, self._storage.parameter_device)
+
+    def _distribute_dataset(self, dataset: Any) -> Any:
+        check_is_dataset(dataset, self._num_replicas_in_sync)
+        devices = [place(device) for device in self._replicas.devices]
+        if len(devices) == 1:
+            return DistributedDataset(dataset, lambda batch: moved(batch, devices[0]))
+        return DistributedDataset(dataset, lambda batch: dealt(batch, devices))
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        count = self._num_replicas_in_sync
+        return regroup([value_fn(ValueContext(r, count)) for r in range(count)], always_wrap=True)
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        self._storage.take_module(module)
+        return module.to(place(self._storage.parameter_device))
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        self._storage.take_optimizer(optimizer)
+
+    def _creation_scope(self) -> AbstractContextManager[Any]:
+        return _creating_in(self._storage)
+
+    def _device_of(self, replica: int) -> Device:
+        return self._replicas.devices[replica]
+
+    def _copy(self) -> StrategyExtended:
+        return ReplicatedExtended(Replicas(self._replicas.devices), self._storage.like(), self._gradient_reduction)
+
+
+def single_context(strategy: Strategy) -> ReplicaContext:
+    """The context of a lone replica of `strategy`: it meets itself, and nothing is lent to it."""
+    device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
+    replica = InlineReplica(0, device)
+    collective = Collective(replica, (0,), (1.0,), (device,))
+    return running_context(strategy, Meetings(replica, collective, (0,), 1, nullcontext))
+
+
+def _requires_grad(value: Tree) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _require_variable(v: object) -> None:
+    if not isinstance(v, (nn.Module, torch.Tensor)):
+        raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+
+
+@contextmanager
+def _creating_in(storage: Storage) -> Any:
+    with in_use(storage.parameter_device), storage.watching():
+        yield

@@ -1,0 +1,122 @@
+"""An optimizer as it is in a replica: the parameters are the replica's own, and a step is taken once for all replicas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._gradients import ReplicaLedger
+from torchstrategy._replicas import Replica
+from torchstrategy import _stand_ins
+
+_STAND_INS = _stand_ins.__file__
+
+Update = Callable[[Optimizer, dict[str, Any]], Any]
+"""Takes one step of an optimizer on the owners' parameters, with these keyword arguments."""
+
+
+@final
+class LocalOptimizer:
+    """One optimizer in one replica, for one run.
+
+    Args:
+        optimizer: The user's own.
+        replica: The replica.
+        ledger: Its gradients.
+        index_of: The position in the ledger of each owner, by its id.
+        update: What happens at the meeting.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, replica: Replica, ledger: ReplicaLedger, index_of: dict[int, int], update: Update
+    ) -> None:
+        self._optimizer = optimizer
+        self._replica = replica
+        self._ledger = ledger
+        self._index_of = index_of
+        self._update = update
+        self._groups: list[dict[str, Any]] | None = None  # made when the step asks
+        self._shown: list[dict[str, Any]] | None = None  # the same, as they were when the step asked
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups with this replica's parameters. What the step writes on them holds from the next update on."""
+        _refuse_once_per_step_callers()
+        if self._groups is None:
+            groups = self._central_groups
+            self._groups = [{**group, "params": [self._local(p) for p in group["params"]]} for group in groups]
+            self._shown = [dict(group) for group in self._groups]
+        return self._groups
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The state of each of this replica's parameters, to be read."""
+        return {self._local(owner): state for owner, state in vars(self._optimizer)["state"].items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears this replica's gradients, and what was accumulated before. No meeting."""
+        indices = [self._index_of[id(p)] for g in self._central_groups for p in g["params"] if id(p) in self._index_of]
+        self._ledger.clear(indices, set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """A meeting: the gradients of all replicas are combined and the optimizer takes one step.
+
+        Raises:
+            RuntimeError: If there is a closure: it would have to be run in every replica at once.
+        """
+        _refuse_once_per_step_callers()
+        if closure is not None:
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}.step(closure) was called in a replica: the optimizer, which is one for "
+                "all replicas, cannot call the closures of all. Call the closure in the step and then optimizer.step()."
+            )
+
+        def combine(brought: Sequence[None]) -> list[Any]:
+            self.return_settings()
+            result = self._update(self._optimizer, kwargs)
+            return [result] * len(brought)
+
+        result = self._replica.meet("optimizer.step()", combine, None)
+        self._groups = self._shown = None  # the optimizer may have changed its settings
+        return result
+
+    def return_settings(self) -> None:
+        """Brings to the user's own optimizer what the step wrote on the groups, such as a learning rate."""
+        if self._groups is None or self._shown is None:
+            return  # the step has not asked for them
+        for group, shown, central in zip(self._groups, self._shown, self._central_groups, strict=True):
+            central.update((k, v) for k, v in group.items() if k != "params" and v is not shown.get(k))
+
+    @property
+    def _central_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = vars(self._optimizer)["param_groups"]
+        return groups
+
+    def _local(self, owner: torch.Tensor) -> torch.Tensor:
+        index = self._index_of.get(id(owner))
+        return owner if index is None else self._ledger.parameters[index]
+
+
+def _refuse_once_per_step_callers() -> None:
+    """Refuses what may act on an optimizer once a step, and would act once in each replica.
+
+    Schedulers count their own steps and GradScaler its updates, in objects that all replicas share. They are known by
+    who asks: they need not have been made in a scope, and not all of them run the constructor of their base class.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == _STAND_INS:
+        frame = frame.f_back  # type: ignore[assignment]
+    caller = frame.f_locals.get("self") if frame is not None else None
+    if isinstance(caller, (LRScheduler, torch.amp.GradScaler)):
+        lines = "scheduler.step()"
+        if isinstance(caller, torch.amp.GradScaler):
+            lines = "scaler.step(optimizer)\n    scaler.update()"
+        raise RuntimeError(
+            f"{type(caller).__name__} was stepped in a replica: it would count one step for each of them. Do it after the "
+            f"run, where gradients are those of the whole batch:\n    strategy.run(step, ...)\n    {lines}"
+        )

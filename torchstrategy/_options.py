@@ -1,0 +1,126 @@
+"""What a person may say about one `run`, and what a value function is told."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one. Wherever one is taken, its name in any case will do: `"sum"`.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> value = strategy.run(lambda: torch.tensor([1.0, 3.0]) * 1)
+        >>> strategy.reduce(torchstrategy.ReduceOp.SUM, value, axis=None)
+        tensor([2., 6.])
+        >>> strategy.reduce("mean", value, axis=0)
+        tensor(2.)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReduceOp
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, op: ReduceOp | str) -> ReduceOp:
+        """The member that `op` is or names.
+
+        Raises:
+            ValueError: If it is a string that names none.
+            TypeError: If it is neither a member nor a string.
+        """
+        if isinstance(op, ReduceOp):
+            return op
+        if not isinstance(op, str):
+            raise TypeError(f"Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'; got {op!r}.")
+        try:
+            return cls(op.upper())
+        except ValueError:
+            raise ValueError(f"{op!r} is not one of the reductions 'SUM', 'MEAN'.") from None
+
+
+@final
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of one `Strategy.run`.
+
+    Args:
+        experimental_enable_dynamic_batch_size: Of TPUs. Only its default is accepted.
+        experimental_bucketizing_dynamic_shape: Of TPUs. Only its default is accepted.
+        experimental_xla_options: Of TPUs. Only its default is accepted.
+        run_empty_replicas: Call the step also on replicas that were dealt no rows, with zero-row tensors. By default
+            they sit the step out. The gradient of such a replica is dropped.
+        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighing as many examples as it has,
+            which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for a loss that
+            was already divided by the global batch size. None: what the strategy was made with.
+        examples: How many examples each replica has, for `MEAN`: one number a replica. None: the rows that the
+            distributed dataset dealt, and without such a record the same for each.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> options = torchstrategy.RunOptions(gradient_reduction="sum")
+        >>> strategy.run(lambda: None, options=options)
+
+    Differs from tf.distribute:
+        TensorFlow ignores the TPU options on other strategies; here they are refused. The last three are ours.
+
+    Raises:
+        ValueError: If a TPU option is set, or an example count is negative.
+        TypeError: If `gradient_reduction` is no reduction.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/RunOptions
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: None = None
+    run_empty_replicas: bool = False
+    gradient_reduction: ReduceOp | str | None = None
+    examples: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in _TPU_ONLY:
+            if getattr(self, name) != RunOptions.__dataclass_fields__[name].default:
+                raise ValueError(f"RunOptions({name}={getattr(self, name)!r}) is an option of TPUs and has no meaning here.")
+        if self.gradient_reduction is not None:
+            object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
+        if self.examples is not None:
+            examples = tuple(self.examples)
+            if not all(count >= 0 for count in examples):
+                raise ValueError(f"RunOptions(examples={examples}) counts examples: no number of them is negative.")
+            object.__setattr__(self, "examples", examples)
+
+
+_TPU_ONLY = (
+    "experimental_enable_dynamic_batch_size",
+    "experimental_bucketizing_dynamic_shape",
+    "experimental_xla_options",
+)
+
+
+@final
+@dataclass(frozen=True)
+class ValueContext:
+    """What `Strategy.experimental_distribute_values_from_function` tells its function: for which replica it is asked.
+
+    Example:
+        >>> context = torchstrategy.experimental.ValueContext(1, 4)
+        >>> print(context)
+        torchstrategy.ValueContext(replica id 1, total replicas in sync: 4)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/ValueContext
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"torchstrategy.ValueContext(replica id {self.replica_id_in_sync_group}, "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )

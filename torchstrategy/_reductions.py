@@ -1,0 +1,69 @@
+"""How per-replica values become one: the arithmetic of `Strategy.reduce` and `Strategy.gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchstrategy._collectives import as_tensor, check_addable, check_gatherable
+from torchstrategy._comm import added, concatenated
+from torchstrategy._options import ReduceOp
+from torchstrategy._types import Device, Tree
+
+
+def combined(op: ReduceOp, values: Sequence[Tree], device: Device) -> torch.Tensor:
+    """The element-wise sum or mean of values of one shape, on `device`.
+
+    Raises:
+        ValueError: If shapes or dtypes differ.
+        TypeError: If a value cannot be added.
+    """
+    tensors = [as_tensor(value) for value in values]
+    check_addable(tensors)
+    total = added(tensors, device)
+    return total / len(tensors) if op is ReduceOp.MEAN else total
+
+
+def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, ...], device: Device) -> torch.Tensor:
+    """Values whose sizes along `axis` may differ, each summed along it, and then all of them, on `device`.
+
+    The mean divides by the sizes of all of them: it is the mean over all rows.
+
+    Raises:
+        ValueError: If there is no such axis, or the sums differ in shape.
+        TypeError: If `axis` is neither an integer nor a tuple of them.
+    """
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if not all(isinstance(a, int) for a in axes):
+        raise TypeError(f"The axis to reduce along is an integer or a tuple of them; got {axis!r}.")
+    tensors = [as_tensor(value) for value in values]
+    for tensor in tensors:
+        for a in axes:
+            if not -tensor.dim() <= a < tensor.dim():
+                raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
+    sums = [tensor.sum(dim=axes, dtype=tensor.dtype) if tensor.dtype != torch.bool else tensor.sum(dim=axes) for tensor in tensors]
+    check_addable(sums)
+    total = added(sums, device)
+    if op is ReduceOp.SUM:
+        return total
+    count = sum(_rows(tensor, axes) for tensor in tensors)
+    return total / torch.tensor(count, device=total.device)
+
+
+def gathered(values: Sequence[Tree], axis: int, device: Device) -> torch.Tensor:
+    """Values one after the other along `axis`, on `device`.
+
+    Raises:
+        ValueError: If they are scalars, there is no such axis, or they differ elsewhere than along it.
+    """
+    tensors = [as_tensor(value) for value in values]
+    check_gatherable(tensors, axis)
+    return concatenated(tensors, axis, device)
+
+
+def _rows(tensor: torch.Tensor, axes: tuple[int, ...]) -> int:
+    count = 1
+    for axis in axes:
+        count *= tensor.shape[axis]
+    return count

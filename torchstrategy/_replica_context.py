@@ -1,0 +1,247 @@
+"""What a replica can ask and do: who it is, and the meetings with the other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from typing_extensions import Self
+
+from torchstrategy._collectives import Collective, as_tensor
+from torchstrategy._context import Frame, current_frame, entered, get_replica_context
+from torchstrategy._options import ReduceOp
+from torchstrategy._replicas import Replica
+from torchstrategy._tree import tree_flatten, unflatten_like
+from torchstrategy._types import Device, Tree
+from torchstrategy._values import ABSENT, regroup, select
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torchstrategy._strategy import Strategy
+
+
+@final
+class ReplicaContext:
+    """The replica that a step runs in. Ask for it with `torchstrategy.get_replica_context()`.
+
+    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more.
+
+    Args:
+        strategy: The strategy whose replica it is.
+        replica_id_in_sync_group: Which of its replicas, from 0.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> def step():
+        ...     context = torchstrategy.get_replica_context()
+        ...     mine = torch.tensor(float(context.replica_id_in_sync_group + 1))
+        ...     return context.all_reduce("sum", mine)
+        >>> strategy.run(step)
+        PerReplica:{
+          0: 3.0,
+          1: 3.0
+        }
+
+    Differs from tf.distribute:
+        `replica_id_in_sync_group` is an int, not a tensor; `devices` is a tuple of one `torch.device`.
+
+    Raises:
+        ValueError: If `replica_id_in_sync_group` is not an integer.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReplicaContext
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+        try:
+            self._replica_id = replica_id_in_sync_group.__index__()
+        except AttributeError:
+            raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
+        self._strategy = strategy
+        self._meetings: Meetings | None = None
+        self._entries: list[AbstractContextManager[None]] = []
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Which replica this is, from 0."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas the strategy has, those that sit this step out included."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of this replica, in a tuple.
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in.
+        """
+        self._require_active("devices")
+        return (self._strategy.extended._device_of(self._replica_id),)
+
+    def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
+        """Meets the other replicas, calls `merge_fn(strategy, *args, **kwargs)` once for all of them, and returns the result.
+
+        It runs in the cross-replica context, on the thread that called `run`, with the arguments of all replicas put
+        together as `run` puts results together. A distributed value in its result comes back as this replica's component.
+
+        Args:
+            merge_fn: What to call. Replicas that pass different functions get that of the lowest.
+            args: Its positional arguments after the strategy.
+            kwargs: Its keyword arguments.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> def step(value):
+            ...     context = torchstrategy.get_replica_context()
+            ...     return context.merge_call(lambda strategy, v: strategy.reduce("sum", v, axis=None), args=(value,))
+            >>> strategy.run(lambda: step(torch.tensor(1.0) * 1))
+            tensor(2.)
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the call.
+            ValueError: If the replicas' arguments differ in structure.
+        """
+        meetings = self._require_active("merge_call")
+        kwargs = kwargs or {}
+
+        def combine(brought: Sequence[Tree]) -> list[Tree]:
+            merged_args, merged_kwargs = meetings.regroup(brought)
+            with entered(Frame(self._strategy, None)), meetings.published():
+                result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+            return [select(result, r) for r in meetings.present]
+
+        return meetings.replica.meet("merge_call", combine, (tuple(args), dict(kwargs)))
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: None = None) -> Tree:
+        """Meets the other replicas and returns the sum or mean of their values, of any nesting, each as its own tensor.
+
+        Gradients flow through it, scaled by the replicas' shares in the gradient: see `RunOptions`.
+
+        Args:
+            reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default dtype.
+            value: A tensor or number, or containers of them: in every replica of the same shapes and dtypes.
+            options: None.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.run(lambda: torchstrategy.get_replica_context().all_reduce("mean", {"x": torch.ones(2)})["x"])
+            PerReplica:{
+              0: tensor([1., 1.]),
+              1: tensor([1., 1.])
+            }
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the call.
+            ValueError: If shapes or dtypes differ, or `reduce_op` names no reduction.
+            TypeError: If a value cannot be added.
+        """
+        meetings = self._require_active("all_reduce")
+        op = ReduceOp.of(reduce_op)
+        refuse_options("all_reduce", options)
+        leaves, spec = tree_flatten(value)
+        if not leaves:
+            return value
+        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves])
+        if op is ReduceOp.MEAN and meetings.collective.size > 1:
+            sums = [total / meetings.collective.size for total in sums]
+        return unflatten_like(list(sums), spec)
+
+    def all_gather(self, value: Tree, axis: int, options: None = None) -> Tree:
+        """Meets the other replicas and returns their values, of any nesting, one after the other along `axis`.
+
+        Sizes along `axis` may differ. Gradients flow through it.
+
+        Args:
+            value: A tensor of at least one dimension, or containers of them.
+            axis: Along which dimension; negative ones count from the end.
+            options: None.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.run(lambda: torchstrategy.get_replica_context().all_gather(torch.ones(1, 2), axis=0).shape)
+            PerReplica:{
+              0: torch.Size([2, 2]),
+              1: torch.Size([2, 2])
+            }
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the call.
+            ValueError: If a value is a scalar, or two differ elsewhere than along `axis`, or there is no such axis.
+        """
+        meetings = self._require_active("all_gather")
+        refuse_options("all_gather", options)
+        leaves, spec = tree_flatten(value)
+        return unflatten_like(list(meetings.collective.all_gather([as_tensor(leaf) for leaf in leaves], axis)), spec)
+
+    def __enter__(self) -> Self:
+        entry = entered(Frame(self._strategy, self))
+        entry.__enter__()
+        self._entries.append(entry)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entries.pop().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return f"<torchstrategy.ReplicaContext {self._replica_id} of {self.num_replicas_in_sync}>"
+
+    def _ends(self) -> None:
+        """The call of the step is over, and with it every meeting."""
+        self._meetings = None
+
+    def _require_active(self, what: str) -> Meetings:
+        if get_replica_context() is not self or self._meetings is None:
+            frame = current_frame()
+            where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
+            raise RuntimeError(
+                f"Mismatching replica context: {what} was called on replica {self._replica_id}, which is not the one that "
+                f"runs here: the caller is {where}. A replica context is good for one call of the step; ask for it inside "
+                "with torchstrategy.get_replica_context()."
+            )
+        return self._meetings
+
+
+@final
+class Meetings:
+    """How a replica that runs meets the others. Made by the strategy, for one call of the step."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        collective: Collective,
+        present: Sequence[int],
+        num_replicas: int,
+        published: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.replica = replica
+        self.collective = collective
+        self.present = tuple(present)
+        self.published = published  # for the length of a merge function, the owner's gradients are up to date
+        self._num_replicas = num_replicas
+
+    def regroup(self, brought: Sequence[Tree]) -> Tree:
+        by_replica: list[Tree] = [ABSENT] * self._num_replicas
+        for r, tree in zip(self.present, brought, strict=True):
+            by_replica[r] = tree
+        return regroup(by_replica)
+
+
+def running_context(strategy: Strategy, meetings: Meetings) -> ReplicaContext:
+    """The context of a replica that runs."""
+    context = ReplicaContext(strategy, meetings.replica.index)
+    context._meetings = meetings
+    return context
+
+
+def refuse_options(method: str, options: object) -> None:
+    """Refuses options that nothing here has a use for, rather than ignore them."""
+    if options is not None:
+        raise ValueError(f"{method}(options={options!r}): there is one way of communicating here; leave options out.")

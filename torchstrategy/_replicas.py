@@ -1,0 +1,365 @@
+"""Who runs when: the replicas of one run, and where they meet.
+
+Replicas that share a physical device run one at a time, in replica order, and hand over only where they meet or end;
+replicas on different accelerators run at the same time. A lone replica runs on the caller's thread.
+
+    caller's thread      give turn ......... give turn ......... combine ... give turn ...
+                              \\           /     \\           /                 \\
+    replica 0's thread         run to meeting      |           |                continue
+                                                   \\          /
+    replica 1's thread                              run to meeting
+
+A meeting is where every replica brings something and gets something back: `combine` runs once, on the caller's thread,
+while all of them stand still. `merge_call`, `all_reduce` and `optimizer.step` are meetings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, final
+
+from torchstrategy._caller_state import CallerState
+from torchstrategy._devices import place
+from torchstrategy._errors import add_note, plural
+from torchstrategy._randomness import RandomStreams
+from torchstrategy._types import Device, Tree
+
+Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
+"""What happens at a meeting: from what each replica brought, in replica order, to what each gets."""
+
+
+class ReplicaStopped(BaseException):
+    """Unwinds a replica because another one failed. Not an `Exception`: no step should catch it and go on."""
+
+
+class Replica(ABC):
+    """One replica of one run, as the code that runs in it sees it."""
+
+    def __init__(self, index: int, device: Device) -> None:
+        self.index = index
+        self.device = device
+
+    @abstractmethod
+    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        """Waits until every replica of the run is at a meeting of this name, and returns this replica's share of it.
+
+        Args:
+            name: What the meeting is, in the words of the caller of the step: `"optimizer.step()"`.
+            combine: Called once, on the thread that called `run`. That of the lowest replica is taken.
+            brought: What this replica brings.
+
+        Raises:
+            RuntimeError: From `run`, if the replicas are at meetings of different names, or some have ended.
+        """
+
+
+@final
+class InlineReplica(Replica):
+    """The one replica of a run, on the caller's thread: it meets itself."""
+
+    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        return combine([brought])[0]
+
+
+@final
+class _ThreadReplica(Replica):
+    """One of several replicas, on a thread of its own."""
+
+    def __init__(self, index: int, device: Device, inbox: SimpleQueue[Any], reports: SimpleQueue[_Report]) -> None:
+        super().__init__(index, device)
+        self._inbox = inbox
+        self._reports = reports
+
+    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        self._reports.put(_Met(self.index, name, combine, brought))
+        answer = self._inbox.get()
+        if answer is _STOP:
+            raise ReplicaStopped
+        return answer.value
+
+
+class _Met(NamedTuple):
+    index: int
+    name: str
+    combine: Combine
+    brought: Tree
+
+
+class _Ended(NamedTuple):
+    index: int
+    result: Tree
+
+
+class _Failed(NamedTuple):
+    index: int
+    error: BaseException
+
+
+_Report = _Met | _Ended | _Failed
+
+
+class _Answer(NamedTuple):
+    value: Tree
+
+
+_STOP = object()
+
+
+@final
+class _Task:
+    """One call of the step in one replica. Runs on the replica's thread."""
+
+    def __init__(self, call: Callable[[], Tree], index: int, reports: SimpleQueue[_Report]) -> None:
+        self._call = call
+        self._index = index
+        self._reports = reports
+        self._outcome: _Report | None = None
+        self.reported = False
+
+    def run(self) -> None:
+        """Calls the step, once, and reports how it ended. May be called again if it was interrupted between the two."""
+        if self._outcome is None:
+            self._outcome = _Failed(self._index, ReplicaStopped())  # until there is another
+            try:
+                self._outcome = _Ended(self._index, self._call())
+            except BaseException as error:
+                self._outcome = _Failed(self._index, error)
+        self._reports.put(self._outcome)
+        self.reported = True
+        self._outcome = None  # an error's traceback holds this frame, and so this task
+
+
+def _serve(inbox: SimpleQueue[Any]) -> None:
+    """The life of a replica's thread: one task after another, until it is sent None."""
+    while True:
+        task = inbox.get()
+        if task is None:
+            return
+        while task is not _STOP and not task.reported:
+            try:
+                task.run()
+            except ReplicaStopped:
+                continue  # sent from outside by `_interrupt`, too late to reach the step
+        del task  # it holds the step's arguments
+
+
+@final
+class Team:
+    """Long-lived threads, one for each of several replicas, for one run at a time.
+
+    The threads hold nothing between runs and do not keep the team alive; they end when it is gone.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._threads = [
+            threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
+            for r, inbox in enumerate(self._inboxes)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
+        self._finalizer.atexit = False  # they are daemons: at the interpreter's exit they need no word
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it can run: not dismissed, and not a copy that a fork made, which has no threads."""
+        return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
+
+    def run(self, call: Callable[[Replica], Tree], replicas: Sequence[int]) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas that are named, and returns what each returned.
+
+        Raises:
+            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
+            RuntimeError: If the replicas met a different number of times, or at different meetings.
+        """
+        state = CallerState.take(self._devices)
+        reports: SimpleQueue[_Report] = SimpleQueue()
+        calls: dict[int, Any] = {}
+        for r in replicas:
+            replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
+            calls[r] = _Task(_bind(state, replica, call), r, reports)
+        return _Run(self, calls, reports).result()
+
+    def send(self, replica: int, message: Any) -> None:
+        self._inboxes[replica].put(message)
+
+    def device(self, replica: int) -> Device:
+        return self._devices[replica]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return self._devices
+
+    def interrupt(self, replica: int) -> None:
+        """Makes the step of `replica`, which runs, raise `ReplicaStopped` at its next line of Python."""
+        thread_id = ctypes.c_ulong(self._threads[replica].ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
+
+    def dismiss(self) -> None:
+        """Lets the threads end, each after what it is doing. The team cannot run again."""
+        self._finalizer()
+
+
+def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+def _bind(state: CallerState, replica: Replica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
+    return lambda: state.run_in(replica.device, lambda: call(replica))
+
+
+@final
+class Replicas:
+    """The replicas of a strategy: where each of them runs.
+
+    A run borrows a team, so runs at the same time, of several threads or from a merge function, do not wait for each other.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self._idle: list[Team] = []
+
+    def run(self, call: Callable[[Replica], Tree], present: Sequence[int]) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas `present`, and returns what each returned; see `Team.run`."""
+        if len(self.devices) == 1:
+            return {0: call(InlineReplica(0, self.devices[0]))}
+        team = self._borrow()
+        try:
+            return team.run(call, present)
+        finally:
+            if team.is_fit:
+                self._idle.append(team)
+
+    def _borrow(self) -> Team:
+        while self._idle:
+            team = self._idle.pop()
+            if team.is_fit:
+                return team
+        return Team(self.devices)
+
+
+@final
+class _Run:
+    """One run of a team. All of it happens on the thread that called `run`."""
+
+    def __init__(self, team: Team, tasks: Mapping[int, _Task], reports: SimpleQueue[_Report]) -> None:
+        self._team = team
+        self._reports = reports
+        self._to_send: dict[int, Any] = dict(tasks)  # what wakes each replica that stands still
+        self._running: set[int] = set()
+        self._met: dict[int, _Met] = {}
+        self._results: dict[int, Tree] = {}
+        self._errors: dict[int, BaseException] = {}
+        places = {place(team.device(r)) for r in tasks}
+        self._streams = RandomStreams(team.devices, one_at_a_time=len(places) == 1)
+
+    def result(self) -> dict[int, Tree]:
+        try:
+            while self._to_send:
+                self._let_run()
+                if self._errors:
+                    self._stop_all()
+                    raise self._error()
+                if self._met:
+                    self._hold_meeting()
+            return self._results
+        except BaseException:
+            self._stop_all()
+            raise
+        finally:
+            self._streams.give_back()
+            self._errors.clear()  # their tracebacks hold this frame
+
+    def _let_run(self) -> None:
+        """Lets every replica run until it meets or ends: those in one place one after another, else at once."""
+        queues: dict[Device, deque[int]] = {}
+        for r in sorted(self._to_send):
+            queues.setdefault(place(self._team.device(r)), deque()).append(r)
+        for queue in queues.values():
+            self._wake(queue.popleft())
+        while self._running:
+            r = self._receive()
+            queue = queues[place(self._team.device(r))]
+            if queue and not self._errors:
+                self._wake(queue.popleft())
+
+    def _wake(self, r: int) -> None:
+        self._streams.put_in_force(r)
+        self._running.add(r)
+        self._team.send(r, self._to_send.pop(r))
+
+    def _receive(self) -> int:
+        report = self._reports.get()
+        self._running.discard(report.index)
+        if isinstance(report, _Met):
+            self._met[report.index] = report
+        elif isinstance(report, _Ended):
+            self._results[report.index] = report.result
+        elif not isinstance(report.error, ReplicaStopped):
+            self._errors[report.index] = report.error
+        return report.index
+
+    def _hold_meeting(self) -> None:
+        meetings = [self._met[r] for r in sorted(self._met)]
+        if self._results or any(meeting.name != meetings[0].name for meeting in meetings):
+            raise RuntimeError(self._unequal())
+        self._streams.put_in_force(0)
+        answers = meetings[0].combine([meeting.brought for meeting in meetings])
+        self._met.clear()
+        self._to_send = {m.index: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
+
+    def _stop_all(self) -> None:
+        """Unwinds every replica that has begun, and leaves those that have not."""
+        self._to_send.clear()
+        try:
+            for r in self._running:
+                self._team.interrupt(r)
+            if self._running:
+                self._team.dismiss()  # the interruption may reach a thread late, so no later run may find it there
+            while self._running:
+                self._receive()
+            while self._met:
+                r = min(self._met)
+                del self._met[r]
+                self._running.add(r)
+                self._team.send(r, _STOP)
+                while self._running:
+                    self._receive()
+        except BaseException:  # interrupted a second time: let the threads end on their own, later
+            self._team.dismiss()
+            raise
+
+    def _error(self) -> BaseException:
+        first = min(self._errors)
+        error = self._errors[first]
+        note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.device(first)}"
+        for r, other in self._errors.items():
+            if r != first:
+                note += f"; replica {r} also failed: {type(other).__name__}: {other}"
+        add_note(error, note)
+        return error
+
+    def _unequal(self) -> str:
+        waiting = ", ".join(f"replica {r} is at {met.name}" for r, met in sorted(self._met.items()))
+        ended = ", ".join(str(r) for r in sorted(self._results))
+        return (
+            "The replicas met a different number of times or in a different order: "
+            + "; ".join(filter(None, [waiting, f"{plural(len(self._results), 'replica')} ended ({ended})" if ended else ""]))
+            + ". Every replica must reach the same meetings (merge_call, all_reduce, all_gather, optimizer.step, the first "
+            "read of a gradient after backward) in the same order; let no such call depend on the replica or on its data."
+        )

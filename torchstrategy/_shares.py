@@ -1,0 +1,79 @@
+"""How much does each replica of one run count, and which of them take part?
+
+The loss of a step is, as a rule, a mean over the rows that it saw. The mean over all rows is the mean of the replicas'
+means, each weighing its share of the rows; so the share is what a replica's gradient is multiplied by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torchstrategy._options import ReduceOp, RunOptions
+from torchstrategy._types import Tree
+from torchstrategy._values import ABSENT, DistributedValues, PerReplica
+
+
+@final
+@dataclass(frozen=True)
+class Shares:
+    """The replicas that take part in one run, and what the gradient of each is multiplied by.
+
+    Args:
+        present: The replicas that take part, in order.
+        weights: One for every replica of the strategy; 0 where its gradient is dropped.
+        reduction: `MEAN`: the weights of those present add up to 1. `SUM`: they are 1.
+    """
+
+    present: tuple[int, ...]
+    weights: tuple[float, ...]
+    reduction: ReduceOp
+
+    @classmethod
+    def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> Shares:
+        """The shares for one run whose arguments have these leaves.
+
+        Raises:
+            ValueError: If the arguments were dealt with different row counts, or `options.examples` does not fit.
+        """
+        everyone = tuple(range(num_replicas))
+        rows = _rows(leaves)
+        examples = rows
+        if options.examples is not None:
+            examples = tuple(options.examples)
+            if len(examples) != num_replicas:
+                raise ValueError(
+                    f"RunOptions(examples={examples}) has {len(examples)} numbers; the strategy has {num_replicas} replicas."
+                )
+        absent = {r for leaf in leaves for r in _absent(leaf)}
+        if rows is not None and any(rows) and not options.run_empty_replicas:
+            absent.update(r for r in everyone if not rows[r])
+        present = tuple(r for r in everyone if r not in absent)
+        reduction = ReduceOp.of(options.gradient_reduction or default)
+        counts = [1.0 if examples is None else float(examples[r]) for r in everyone]
+        total = sum(counts[r] for r in present)
+        if not total:
+            counts, total = [1.0] * num_replicas, float(len(present))
+        if reduction is ReduceOp.SUM:
+            weights = [1.0 if counts[r] else 0.0 for r in everyone]
+        else:
+            weights = [counts[r] / total for r in everyone]
+        return cls(present, tuple(w if r in present else 0.0 for r, w in enumerate(weights)), reduction)
+
+
+def _rows(leaves: Sequence[Tree]) -> tuple[int, ...] | None:
+    records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    if len(records) > 1:
+        first, second = sorted(records)[:2]
+        raise ValueError(
+            f"The arguments of this run were dealt with different numbers of rows, {first} and {second} by replica, so "
+            "the share of each replica in the gradient is not known. Say it: RunOptions(examples=[...])."
+        )
+    return records.pop() if records else None
+
+
+def _absent(leaf: Tree) -> list[int]:
+    if not isinstance(leaf, DistributedValues):
+        return []
+    return [r for r, value in enumerate(leaf._components) if value is ABSENT]

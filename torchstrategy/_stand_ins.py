@@ -1,0 +1,164 @@
+"""How a name in the step comes to mean the replica's own object.
+
+A step closes over `model` and `optimizer`: the originals. While a run is under way, their class is exchanged for a
+subclass that asks, at each attribute, which replica the thread is in, and answers with that replica's copy. Outside of
+replicas it answers with the original, and when no run is under way the class is the user's own again: between runs there
+is nothing of ours in the objects.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import threading
+from collections.abc import Iterable
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._context import local_object
+
+_classes: dict[type, type] = {}  # the user's class -> its stand-in
+_lock = threading.Lock()
+
+
+class _StandIn:
+    """What all stand-ins have: they pickle and copy as what they stand for.
+
+    No `__slots__` here or below: with them, CPython would find the layout of stand-in and original to differ.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, arguments, *rest = super().__reduce_ex__(protocol)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            arguments = (plain_class(type(self)), *arguments[1:])
+        return function, arguments, *rest
+
+
+class _ModuleStandIn(_StandIn):
+    """A module that is, in a replica, that replica's copy."""
+
+    def __getattribute__(self, name: str) -> Any:
+        local = local_object(self)
+        if local is self:
+            return super().__getattribute__(name)
+        return getattr(local, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        local = local_object(self)
+        if local is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(local, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        local = local_object(self)
+        if local is self:
+            super().__delattr__(name)
+        else:
+            delattr(local, name)
+
+
+class _OptimizerStandIn(_StandIn):
+    """An optimizer that is, in a replica, that replica's `LocalOptimizer`."""
+
+    @property
+    def param_groups(self) -> Any:
+        local: Any = local_object(self)
+        return vars(self)["param_groups"] if local is self else local.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        _only_outside(self, "param_groups = ...")
+        vars(self)["param_groups"] = value
+
+    @property
+    def state(self) -> Any:
+        local: Any = local_object(self)
+        return vars(self)["state"] if local is self else local.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        _only_outside(self, "state = ...")
+        vars(self)["state"] = value
+
+    @property
+    def step(self) -> Any:
+        local: Any = local_object(self)
+        if local is not self:
+            return local.step
+        # A learning-rate scheduler puts a `step` of its own on the instance.
+        return vars(self).get("step") or super().step  # type: ignore[misc]
+
+    @step.setter
+    def step(self, value: Any) -> None:
+        _only_outside(self, "step = ...")
+        vars(self)["step"] = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        local: Any = local_object(self)
+        if local is self:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+        else:
+            local.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Any) -> None:
+        _only_outside(self, "add_param_group()")
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        _only_outside(self, "load_state_dict()")
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+
+def _only_outside(optimizer: Any, what: str) -> None:
+    if local_object(optimizer) is not optimizer:
+        name = plain_class(type(optimizer)).__name__
+        raise RuntimeError(
+            f"{name}.{what} was called in a replica, which shares the optimizer with the others. Call it outside of "
+            "strategy.run, or from a merge function: get_replica_context().merge_call(...)."
+        )
+
+
+@final
+class StandIns:
+    """Counts the runs that are under way with each object, and exchanges its class at the first and after the last."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, int] = {}
+
+    def put_up(self, objects: Iterable[object]) -> None:
+        """From here on the objects answer, in a replica, as that replica's."""
+        with _lock:
+            for thing in objects:
+                runs = self._runs.get(id(thing), 0)
+                self._runs[id(thing)] = runs + 1
+                if runs == 0:
+                    object.__setattr__(thing, "__class__", _stand_in_class(type(thing)))
+
+    def take_down(self, objects: Iterable[object]) -> None:
+        """The reverse of `put_up`."""
+        with _lock:
+            for thing in objects:
+                self._runs[id(thing)] -= 1
+                if self._runs[id(thing)] == 0:
+                    del self._runs[id(thing)]
+                    object.__setattr__(thing, "__class__", plain_class(type(thing)))
+
+
+def plain_class(cls: type) -> type:
+    """The user's class, of which `cls` may be the stand-in."""
+    return cls.__bases__[1] if issubclass(cls, _StandIn) else cls
+
+
+def _stand_in_class(cls: type) -> type:
+    known = _classes.get(cls)
+    if known is None:
+        kind = _ModuleStandIn if issubclass(cls, nn.Module) else _OptimizerStandIn
+        assert issubclass(cls, (nn.Module, Optimizer))
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        known = _classes[cls] = type(cls.__name__, (kind, cls), body)
+    return known

@@ -1,0 +1,69 @@
+"""Parameters on one device, replicas on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torchstrategy._devices import canonical, local_accelerators, place
+from torchstrategy._extended import ReplicatedExtended
+from torchstrategy._options import ReduceOp
+from torchstrategy._replicas import Replicas
+from torchstrategy._storage import CentralStorage, InPlaceStorage, Storage
+from torchstrategy._strategy import Strategy
+from torchstrategy._types import DeviceLike
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Keeps parameters on one device, and runs the step on each of several with copies of them.
+
+    Gradients are brought together on the parameter device, where the optimizer takes one step for all replicas. Each replica
+    computes the loss of its own rows, so nothing but gradients is gathered.
+
+    Args:
+        compute_devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
+            one CPU. None: all accelerators of this machine, or one CPU where there is none.
+        parameter_device: Where parameters live. None: the compute device if there is one, else the CPU.
+        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
+        >>> strategy.num_replicas_in_sync
+        3
+        >>> strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group * 1000)
+        PerReplica:{
+          0: 0,
+          1: 1000,
+          2: 2000
+        }
+
+    Differs from tf.distribute:
+        A device that is not there is refused. An empty list of devices is an error. `gradient_reduction` is ours.
+
+    Raises:
+        ValueError: If a device is none, or one that this machine does not have; or if there is no compute device.
+        TypeError: If a device, or the list of them, is of the wrong kind.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[DeviceLike] | None = None,
+        parameter_device: DeviceLike = None,
+        *,
+        gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
+    ) -> None:
+        if isinstance(compute_devices, str):
+            raise ValueError(f"compute_devices is a list of devices, one for each replica: write [{compute_devices!r}].")
+        if compute_devices is None:
+            devices = local_accelerators() or [canonical("cpu:0")]
+        else:
+            devices = [canonical(device) for device in compute_devices]
+        if not devices:
+            raise ValueError("compute_devices=[] names no device to run on. Leave it out for all devices of this machine.")
+        owner = canonical(parameter_device or (devices[0] if len(devices) == 1 else "cpu:0"))
+        is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
+        storage: Storage = InPlaceStorage(devices, owner) if is_in_place else CentralStorage(devices, owner)
+        super().__init__(ReplicatedExtended(Replicas(devices), storage, ReduceOp.of(gradient_reduction)))

@@ -1,0 +1,620 @@
+"""Strategy: where replicas run, where parameters live, how values become one and how data is dealt, put together.
+
+The public names are TensorFlow's; this file is the dictionary from them to what is below it. A concrete strategy is a
+constructor that picks the parts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from torchstrategy._context import (
+    Frame,
+    current_frame,
+    entered,
+    is_default,
+    mixing,
+    require_cross_replica,
+)
+from torchstrategy._devices import canonical, place
+from torchstrategy._options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._replica_context import refuse_options
+from torchstrategy._tree import map_leaves
+from torchstrategy._types import Device, DeviceLike, ReplicaFn, Tree
+from torchstrategy._values import DistributedValues, Mirrored, local_results
+
+
+class Strategy:
+    """Runs one ordinary training step in every replica, on one device or on many.
+
+    Make one of its subclasses; this class is what they have in common.
+
+    Args:
+        extended: How this strategy does it.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(batch):
+        ...     optimizer.zero_grad()
+        ...     losses = (model(batch[0]) - batch[1]).square().mean(1)
+        ...     losses.mean().backward()
+        ...     optimizer.step()
+        ...     return losses.detach()
+        >>> loader = torch.utils.data.DataLoader([(torch.ones(2), torch.ones(1))] * 5, batch_size=4)
+        >>> for batch in strategy.experimental_distribute_dataset(loader):
+        ...     losses = strategy.run(step, args=(batch,))
+        ...     mean = strategy.reduce("mean", losses, axis=0)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+        extended._bind(self)
+
+    def __copy__(self) -> Self:
+        raise RuntimeError("Must only deepcopy a Strategy: a shallow copy would share the replicas of the first.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if is_default(self):
+            raise RuntimeError("There is one default strategy; torchstrategy.get_strategy() returns it outside any scope.")
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        Strategy.__init__(copied, self._extended._copy())
+        return copied
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What a library that is built on strategies needs, beyond what a training script does."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas a step is run in."""
+        return self._extended._num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: the replicas of this strategy are all in this process."""
+        return None
+
+    def scope(self) -> StrategyScope:
+        """A context manager: what is created in it belongs to this strategy, which is the current one in it.
+
+        Modules and optimizers that are created in it can be used in the step as they are. It may be entered again, also
+        within itself.
+
+        Example:
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> with strategy.scope() as current:
+            ...     current is strategy is torchstrategy.get_strategy()
+            True
+
+        Raises:
+            RuntimeError: When it is entered in the scope of another strategy, or in a replica.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#scope
+        """
+        return StrategyScope(self)
+
+    def run(
+        self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None, options: RunOptions | None = None
+    ) -> Tree:
+        """Calls `fn` once in each replica and returns what the calls returned.
+
+        A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return is put
+        together leaf by leaf: the same object from all of them is that object, anything else a `DistributedValues`. With
+        one replica there is nothing to put together, and plain values come back.
+
+        In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters' `.grad`
+        hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas' gradients are
+        averaged, each weighing the rows that it was dealt, and added to what was there. `optimizer.step()` in the step is
+        taken once for all replicas, when each of them has come to it.
+
+        Replicas that share a device run one after the other, in order, and hand over only where they meet; so a run with
+        the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each from a
+        stream derived from it.
+
+        A replica that was dealt no rows sits the step out: it has no component in the result.
+
+        If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that names
+        the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then what they were
+        before; a completed update stays, and one that fails halfway leaves what it leaves in plain PyTorch.
+
+        Args:
+            fn: The step.
+            args: Its positional arguments: a tuple or list.
+            kwargs: Its keyword arguments.
+            options: See `RunOptions`.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> def value_fn(context):
+            ...     return torch.tensor(10.0 * context.replica_id_in_sync_group)
+            >>> values = strategy.experimental_distribute_values_from_function(value_fn)
+            >>> strategy.run(lambda x, y: x + y, args=(values, 1))
+            PerReplica:{
+              0: 1.0,
+              1: 11.0
+            }
+
+        Differs from tf.distribute:
+            Gradients arrive in the parameters. An empty replica sits out (`RunOptions(run_empty_replicas=True)` runs it). A
+            value with more components than there are replicas is refused.
+
+        Raises:
+            ValueError: If `args` is neither a tuple nor a list, the replicas return different structures, or a value has
+                another number of components than there are replicas.
+            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas meet a different number
+                of times.
+            TypeError: If `fn` cannot be called.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
+        """
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"positional args must be a list or tuple, as in args=(batch,); got a {type(args).__name__}.")
+        if not isinstance(options, (RunOptions, type(None))):
+            raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+        require_cross_replica(self, "Strategy.run")
+        return self._extended._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), options or _NO_OPTIONS)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
+        """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
+
+        `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all examples, also of an uneven batch.
+        With `axis=None`, `MEAN` is the unweighted mean over the replicas that are present: of per-replica means of an
+        uneven batch it is not the mean over the examples.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default floating dtype.
+            value: What `run` returned; containers are reduced leaf by leaf. A plain tensor counts as the same in every
+                replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
+            axis: None, or along which dimension (or dimensions) of each component, whose sizes may differ.
+
+        Returns:
+            Tensors on the parameter device.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=6)
+            >>> batch = next(iter(strategy.experimental_distribute_dataset(loader)))
+            >>> strategy.reduce("sum", batch, axis=None)
+            tensor([3., 5., 7.])
+            >>> strategy.reduce("mean", batch, axis=0)
+            tensor(2.5000)
+
+        Differs from tf.distribute:
+            Containers are mapped. The mean of integers is float32, not float64.
+
+        Raises:
+            ValueError: If shapes do not fit, there is no such axis, the reduction is unknown, or a value that is not
+                distributed is summed over several replicas.
+            TypeError: If `reduce_op` or `axis` is of the wrong kind.
+            RuntimeError: If called in a replica or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
+        """
+        require_cross_replica(self, "Strategy.reduce")
+        op = ReduceOp.of(reduce_op)
+        if axis is None:
+            return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
+        return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+
+    def gather(self, value: Tree, axis: int) -> Tree:
+        """The components of a value one after the other along `axis`, in replica order, as one tensor.
+
+        Args:
+            value: What `run` returned, with components of at least one dimension; containers are gathered leaf by leaf. A
+                value that is not distributed is returned as it is.
+            axis: Along which dimension; sizes along it may differ. Negative ones count from the end.
+
+        Returns:
+            Tensors on the parameter device.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(1, 2) * 3)
+            >>> strategy.gather(value, axis=0)
+            tensor([[3., 3.],
+                    [3., 3.]])
+
+        Raises:
+            ValueError: If components are scalars, differ elsewhere than along `axis`, or have no such axis.
+            RuntimeError: If called in a replica (use `ReplicaContext.all_gather` there) or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
+        """
+        require_cross_replica(self, "Strategy.gather (inside a replica use get_replica_context().all_gather())")
+        return map_leaves(lambda leaf: self._extended._gather(leaf, axis), value)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: None = None) -> Any:
+        """Deals each batch of `dataset` out to the replicas.
+
+        A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order; the last
+        ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed.
+
+        Args:
+            dataset: A `torch.utils.data.DataLoader`, or another iterable of batches, made for the global batch size.
+            options: None.
+
+        Returns:
+            An iterable that deals the batches each time it is iterated over: containers as the loader makes them, with a
+            `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain tensors. The default
+            strategy returns `dataset` itself.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> loader = torch.utils.data.DataLoader(torch.arange(3), batch_size=3)
+            >>> for batch in strategy.experimental_distribute_dataset(loader):
+            ...     print(batch)
+            PerReplica:{
+              0: tensor([0, 1]),
+              1: tensor([2])
+            }
+
+        Differs from tf.distribute:
+            Tensors of one batch must have the same number of rows.
+
+        Raises:
+            TypeError: If `dataset` cannot be iterated over.
+            ValueError: While iterating, if a batch has no rows or tensors of different numbers of rows.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
+        """
+        refuse_options("experimental_distribute_dataset", options)
+        return self._extended._distribute_dataset(dataset)
+
+    def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
+        """The components of a value, in replica order, of the replicas that are present.
+
+        Args:
+            value: A `DistributedValues`, or containers of them, of which each replica gives one. Anything else is the only
+                result.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.experimental_local_results(strategy.run(lambda: torch.ones(1)))
+            (tensor([1.]), tensor([1.]))
+            >>> strategy.experimental_local_results(3)
+            (3,)
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_local_results
+        """
+        return local_results(value)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        """A distributed value whose component in each replica is what `value_fn` returns for it.
+
+        Args:
+            value_fn: Called with a `ValueContext` once for each replica, in order, on the caller's thread. May return
+                anything; containers have to be alike for all replicas.
+
+        Returns:
+            A `DistributedValues`, or containers of them; with `OneDeviceStrategy` and the default strategy what `value_fn`
+            returned.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group * 2)
+            PerReplica:{
+              0: 0,
+              1: 2
+            }
+
+        Raises:
+            TypeError: If `value_fn` cannot be called.
+            ValueError: If it returns different structures.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
+        """
+        if not callable(value_fn):
+            raise TypeError(f"value_fn is called with a ValueContext for each replica; {value_fn!r} cannot be called.")
+        return self._extended._distribute_values(value_fn)
+
+    def distribute_module(self, module: nn.Module) -> nn.Module:
+        """Gives this strategy a module that was created outside of its scope. It stays the same object.
+
+        Its parameters and buffers are moved to the parameter device.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
+
+        Raises:
+            TypeError: If it is not a module.
+            RuntimeError: If it belongs to another strategy, or if called in a replica or in another strategy's scope.
+        """
+        require_cross_replica(self, "Strategy.distribute_module")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"distribute_module takes a torch.nn.Module; got a {type(module).__name__}.")
+        return self._extended._distribute_module(module)
+
+    def distribute_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Gives this strategy an optimizer that was created outside of its scope, so that the step can use it.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
+            >>> optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        Raises:
+            TypeError: If it is not an optimizer.
+            RuntimeError: If called in a replica or in another strategy's scope.
+        """
+        require_cross_replica(self, "Strategy.distribute_optimizer")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"distribute_optimizer takes a torch.optim.Optimizer; got a {type(optimizer).__name__}.")
+        self._extended._distribute_optimizer(optimizer)
+        return optimizer
+
+    def experimental_assign_to_logical_device(self, tensor: torch.Tensor, logical_device_id: int) -> torch.Tensor:
+        """Places a tensor on one of the logical devices of its replica. A replica here has one: the tensor is returned.
+
+        Example:
+            >>> torchstrategy.OneDeviceStrategy("cpu").experimental_assign_to_logical_device(torch.ones(2), 0)
+            tensor([1., 1.])
+
+        Differs from tf.distribute:
+            TensorFlow raises NotImplementedError for every strategy but TPUStrategy.
+
+        Raises:
+            ValueError: If `logical_device_id` is not 0.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_assign_to_logical_device
+        """
+        if logical_device_id != 0:
+            raise ValueError(f"There is no logical device {logical_device_id}: each replica has 1 logical device, number 0.")
+        return tensor
+
+    def experimental_split_to_logical_devices(
+        self, tensor: torch.Tensor, partition_dimensions: Sequence[int]
+    ) -> torch.Tensor:
+        """Splits a tensor over the logical devices of its replica. A replica here has one: the tensor is returned.
+
+        Args:
+            tensor: Any tensor.
+            partition_dimensions: For each dimension of the tensor, in how many parts it is split.
+
+        Example:
+            >>> torchstrategy.OneDeviceStrategy("cpu").experimental_split_to_logical_devices(torch.ones(2), [1])
+            tensor([1., 1.])
+
+        Differs from tf.distribute:
+            TensorFlow raises NotImplementedError for every strategy but TPUStrategy.
+
+        Raises:
+            ValueError: If there is not one number for each dimension, one does not divide its dimension, or they ask for more
+                than one part in all.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
+        """
+        parts, shape = list(partition_dimensions), tuple(tensor.shape)
+        if len(parts) != len(shape):
+            raise ValueError(f"partition_dimensions={parts} has {len(parts)} numbers for a tensor of {len(shape)} dimensions.")
+        product = 1
+        for size, part in zip(shape, parts, strict=True):
+            if part < 1 or size % part:
+                raise ValueError(f"partition_dimensions={parts} does not divide a tensor of shape {shape}.")
+            product *= part
+        if product != 1:
+            raise ValueError(f"partition_dimensions={parts} asks for {product} parts: each replica has 1 logical device.")
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
+
+        Example:
+            >>> torchstrategy.OneDeviceStrategy("cpu").experimental_replicate_to_logical_devices(torch.ones(2))
+            tensor([1., 1.])
+
+        Differs from tf.distribute:
+            TensorFlow raises NotImplementedError for every strategy but TPUStrategy.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_replicate_to_logical_devices
+        """
+        return tensor
+
+
+_NO_OPTIONS = RunOptions()
+
+
+@final
+class StrategyScope:
+    """What `Strategy.scope` returns. May be entered several times, also within itself."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entries: list[tuple[Frame | None, ExitStack]] = []
+
+    def __enter__(self) -> Strategy:
+        strategy, current = self._strategy, current_frame()
+        if current is not None and current.strategy is not strategy and not is_default(current.strategy):
+            if is_default(strategy):
+                raise RuntimeError(
+                    f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that scope: "
+                    "outside of scopes the default strategy is the current one."
+                )
+            raise RuntimeError(mixing(strategy, current.strategy, "scope()"))
+        with ExitStack() as stack:
+            if not is_default(strategy):  # whose scope is what holds without it: entering it changes nothing
+                require_cross_replica(strategy, "Strategy.scope")
+                stack.enter_context(entered(Frame(strategy, None)))
+                stack.enter_context(strategy.extended._creation_scope())
+            self._entries.append((current_frame(), stack.pop_all()))
+        return strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        if not self._entries or current_frame() is not self._entries[-1][0]:
+            raise RuntimeError(
+                f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was entered last "
+                "on this thread. Leave scopes in the reverse order of entering them; `with` does."
+            )
+        self._entries.pop()[1].__exit__(*exception)
+
+
+class StrategyExtended(ABC):
+    """What `Strategy.extended` offers, for libraries that are built on strategies.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended
+    """
+
+    def __init__(self) -> None:
+        self._strategy_reference: weakref.ref[Strategy] | None = None
+
+    @property
+    @abstractmethod
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The device of each replica."""
+
+    @property
+    @abstractmethod
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """Where parameters live."""
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: batches may be of any size."""
+        return False
+
+    def call_for_each_replica(
+        self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None
+    ) -> Tree:
+        """Does what `Strategy.run` does.
+
+        Example:
+            >>> torchstrategy.CentralStorageStrategy(["cpu"]).extended.call_for_each_replica(lambda x: x + 1, (1,))
+            2
+        """
+        require_cross_replica(self._strategy, "call_for_each_replica")
+        return self._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), _NO_OPTIONS)
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Tree, destinations: DeviceLike | DistributedValues, options: None = None
+    ) -> Tree:
+        """The sum or mean of a value over the replicas, on the devices of one's choice.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`.
+            value: What `run` returned; containers are reduced leaf by leaf.
+            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device of each
+                of its components.
+            options: None.
+
+        Returns:
+            A tensor, or a mirrored value for a distributed destination.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(2) * 2)
+            >>> strategy.extended.reduce_to("sum", value, "cpu:0")
+            tensor([4., 4.])
+
+        Raises:
+            ValueError: If shapes differ, or the destination is not there.
+            TypeError: If the destination is a list or tuple.
+            RuntimeError: If called in a replica or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
+        """
+        require_cross_replica(self._strategy, "reduce_to")
+        refuse_options("reduce_to", options)
+        op = ReduceOp.of(reduce_op)
+        if isinstance(destinations, (list, tuple)):
+            raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
+        if destinations is None:
+            raise ValueError("destinations says where the result goes: a device, a tensor or a distributed value; got None.")
+        reduced = map_leaves(lambda leaf: self._reduce(op, leaf), value)
+        if isinstance(destinations, DistributedValues):
+            devices = [component.device for component in destinations.values]
+            return map_leaves(lambda leaf: Mirrored([leaf.to(device) for device in devices]), reduced)
+        device = destinations.device if isinstance(destinations, torch.Tensor) else place(canonical(destinations))
+        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, reduced)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Tree, Any]], options: None = None
+    ) -> list[Tree]:
+        """`reduce_to` for each of several (value, destinations) pairs.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(1) * 2)
+            >>> strategy.extended.batch_reduce_to("mean", [(value, "cpu:0")])
+            [tensor([2.])]
+
+        Raises:
+            ValueError: If an entry is no pair; and as `reduce_to`.
+        """
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
+        return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
+
+    @abstractmethod
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        """Whether a module, or a parameter, was created in a scope of this strategy.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+
+    @property
+    def _strategy(self) -> Strategy:
+        strategy = self._strategy_reference() if self._strategy_reference is not None else None
+        if strategy is None:
+            raise RuntimeError("The strategy of this `extended` is gone. Keep the strategy, not only its `extended`.")
+        return strategy
+
+    def _bind(self, strategy: Strategy) -> None:
+        self._strategy_reference = weakref.ref(strategy)
+
+    @property
+    @abstractmethod
+    def _num_replicas_in_sync(self) -> int: ...
+
+    @abstractmethod
+    def _call_for_each_replica(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree: ...
+
+    @abstractmethod
+    def _reduce(self, op: ReduceOp, value: Tree) -> Tree: ...
+
+    @abstractmethod
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree: ...
+
+    @abstractmethod
+    def _gather(self, value: Tree, axis: int) -> Tree: ...
+
+    @abstractmethod
+    def _distribute_dataset(self, dataset: Any) -> Any: ...
+
+    @abstractmethod
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree: ...
+
+    @abstractmethod
+    def _distribute_module(self, module: nn.Module) -> nn.Module: ...
+
+    @abstractmethod
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def _creation_scope(self) -> AbstractContextManager[Any]: ...
+
+    @abstractmethod
+    def _device_of(self, replica: int) -> Device: ...
+
+    @abstractmethod
+    def _copy(self) -> StrategyExtended: ...

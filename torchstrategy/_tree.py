@@ -1,0 +1,69 @@
+"""Walking nested containers: lists, tuples, named tuples, dicts, and whatever else is registered with torch's pytree.
+
+Anything else, a tensor, a string, a set, an object of one's own, is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchstrategy._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torchstrategy._types import Tree
+
+__all__ = ["differing_path", "leaves_with_names", "map_leaves", "tree_flatten", "unflatten_like", "zip_leaves"]
+
+
+def map_leaves(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """`tree` with every leaf replaced by `fn(leaf)`."""
+    return tree_map(fn, tree)
+
+
+def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
+    """The tree of the shape `spec` that holds `leaves`."""
+    return tree_unflatten(leaves, spec)
+
+
+def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:
+    """Every leaf with its path as one would write it: `"['mask'][0]"`; the path of a bare leaf is `""`."""
+    return [("".join(str(key) for key in path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
+
+
+def zip_leaves(trees: Sequence[Tree]) -> tuple[list[list[Tree]], TreeSpec]:
+    """The leaves of several trees of one shape, side by side, and that shape.
+
+    Dicts with the same keys in another order have the same shape.
+
+    Raises:
+        ValueError: If the shapes differ; `differing_path` says where.
+    """
+    first, spec = tree_flatten(trees[0])
+    columns = [first] + [spec.flatten_up_to(tree) for tree in trees[1:]]
+    if any(tree_flatten(leaf)[1] != tree_flatten(column[0])[1] for column in zip(*columns, strict=True) for leaf in column[1:]):
+        raise ValueError("the trees differ in depth")
+    return [list(column) for column in zip(*columns, strict=True)], spec
+
+
+def differing_path(first: Tree, other: Tree) -> str:
+    """The first path at which two trees of different shapes part, and how: `"['a']: a list of 2, a list of 3"`."""
+    return _difference("", first, other) or "the containers"
+
+
+def _difference(path: str, first: Tree, other: Tree) -> str | None:
+    if type(first) is not type(other):
+        return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
+    if isinstance(first, dict):
+        if first.keys() != other.keys():
+            return f"{path or 'the result'}: keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
+        pairs = [(f"{path}[{key!r}]", first[key], other[key]) for key in first]
+    elif isinstance(first, (list, tuple)):
+        if len(first) != len(other):
+            return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, other, strict=True))]
+    else:
+        return None
+    return next(filter(None, (_difference(*pair) for pair in pairs)), None)
+
+
+def _describe(value: Tree) -> str:
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"a {kind}"

@@ -1,0 +1,218 @@
+"""One value per replica: how such values are made, taken apart and printed.
+
+A replica that was dealt no rows sits a step out, and then has no value: its place holds `ABSENT`, and everything here
+deals with the replicas that are present.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from torchstrategy._tree import differing_path, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._types import Tree
+
+
+@final
+class _Absent:
+    """The class of `ABSENT`. `None` would not do: it is a value that a step may return."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+"""Stands in for the value of a replica that sat the step out."""
+
+
+class DistributedValues:
+    """Values of several replicas, held together: what `Strategy.run` returns and takes, one component a replica.
+
+    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that is run with it sees its own
+    replica's component; outside, `Strategy.reduce`, `Strategy.gather` and `Strategy.experimental_local_results` take it
+    apart.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> value = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group + 10)
+        >>> isinstance(value, torchstrategy.DistributedValues)
+        True
+        >>> value
+        PerReplica:{
+          0: 10,
+          1: 11
+        }
+        >>> value.values
+        (10, 11)
+
+    Differs from tf.distribute:
+        A replica that was dealt no rows sits the step out and has no component; see `RunOptions`.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
+    """
+
+    __slots__ = ("_components", "__weakref__")
+
+    def __init__(self, components: Sequence[Tree]) -> None:
+        if type(self) is DistributedValues:
+            raise TypeError(
+                "DistributedValues is only the common type of such values. Make one with "
+                "strategy.experimental_distribute_values_from_function(value_fn)."
+            )
+        self._components = tuple(components)
+
+    @property
+    def values(self) -> tuple[Tree, ...]:
+        """The components of the replicas that are present, in replica order."""
+        return tuple(value for value in self._components if value is not ABSENT)
+
+    def __repr__(self) -> str:
+        lines = ",\n".join(f"  {r}: {value}" for r, value in self._present())
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+    def _present(self) -> Iterator[tuple[int, Tree]]:
+        return ((r, value) for r, value in enumerate(self._components) if value is not ABSENT)
+
+
+@final
+class PerReplica(DistributedValues):
+    """Components that may differ from replica to replica.
+
+    `rows` is the record of the distributor that dealt the value: how many rows of the global batch each replica got. It
+    is what makes the gradient of an uneven batch exact. None: nobody dealt it, and every replica weighs the same.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, components: Sequence[Tree], rows: tuple[int, ...] | None = None) -> None:
+        super().__init__(components)
+        self.rows = rows
+
+
+@final
+class Mirrored(DistributedValues):
+    """Components that are known to be equal, such as a reduction sent to several devices.
+
+    Unlike a per-replica value it can be used as the tensor that it is on every replica: it stands for the component of
+    the first one.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = map_leaves(_first_of_mirrored, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._components[0], name)
+
+    def __float__(self) -> float:
+        return float(self._components[0])
+
+
+def _forward_operator(name: str) -> None:
+    operation: Callable[..., Any] = getattr(operator, name)
+
+    def forward(self: Mirrored, other: Any) -> Any:
+        return operation(_first_of_mirrored(self), _first_of_mirrored(other))
+
+    def reflected(self: Mirrored, other: Any) -> Any:
+        return operation(other, _first_of_mirrored(self))
+
+    setattr(Mirrored, f"__{name}__", forward)
+    setattr(Mirrored, f"__r{name}__", reflected)
+
+
+def _first_of_mirrored(value: Any) -> Any:
+    return value._components[0] if isinstance(value, Mirrored) else value
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    _forward_operator(_name)
+
+
+def local_results(value: Tree) -> tuple[Tree, ...]:
+    """The components of `value` that are present; of a container, one container a replica; else `(value,)`.
+
+    The containers are told apart by what they hold: with no distributed value inside, there is one result.
+    """
+    if isinstance(value, DistributedValues):
+        return value.values
+    leaves, spec = tree_flatten(value)
+    distributed = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+    if not distributed:
+        return (value,)
+    replicas = [r for r, _ in distributed[0]._present()]
+    return tuple(unflatten_like([component(leaf, r) for leaf in leaves], spec) for r in replicas)
+
+
+def component(value: Tree, replica: int) -> Tree:
+    """What replica `replica` has of one leaf."""
+    return value._components[replica] if isinstance(value, DistributedValues) else value
+
+
+def select(tree: Tree, replica: int) -> Tree:
+    """`tree` as replica `replica` sees it: every distributed value replaced by its component there."""
+    return map_leaves(lambda leaf: component(leaf, replica), tree)
+
+
+def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
+    """Refuses values that were made for another number of replicas.
+
+    Raises:
+        ValueError: If one has more or fewer components than there are replicas.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, DistributedValues) and len(leaf._components) != num_replicas:
+            raise ValueError(
+                f"A value with {len(leaf._components)} components was given to a strategy with {num_replicas} replicas: "
+                "there must be one for each. It was probably made by another strategy."
+            )
+
+
+def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
+    """One tree out of the trees of all replicas, with a `PerReplica` at every leaf.
+
+    A leaf that is one and the same object on every replica is that object, and a lone replica's leaf is bare, unless
+    `always_wrap`. Equal is not the same: two equal tensors stay two components. `None` is always bare.
+
+    Args:
+        by_replica: One tree a replica; `ABSENT` for those that sat the step out.
+        always_wrap: Keep a `PerReplica` at every leaf.
+
+    Raises:
+        ValueError: If the containers of two replicas differ in type, length or keys.
+    """
+    present = [r for r, tree in enumerate(by_replica) if tree is not ABSENT]
+    trees = [by_replica[r] for r in present]
+    try:
+        columns, spec = zip_leaves(trees)
+    except ValueError:
+        for r, tree in zip(present[1:], trees[1:], strict=True):
+            try:
+                zip_leaves([trees[0], tree])
+            except ValueError:
+                raise ValueError(
+                    f"Replicas {present[0]} and {r} returned values of different structure, which cannot be put "
+                    f"together: {differing_path(trees[0], tree)}. Return the same containers from every replica."
+                ) from None
+        raise
+
+    def leaf(column: list[Tree]) -> Tree:
+        first = column[0]
+        shared = all(value is first for value in column) and (len(column) > 1 or len(by_replica) == 1 or first is None)
+        if shared and not always_wrap:
+            return first
+        components: list[Tree] = [ABSENT] * len(by_replica)
+        for r, value in zip(present, column, strict=True):
+            components[r] = value
+        return PerReplica(components)
+
+    return unflatten_like([leaf(column) for column in columns], spec)
+
