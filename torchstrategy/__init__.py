@@ -1,7 +1,8 @@
 """One training step, run on one device, on all devices of a machine, or on simulated ones, by changing one line.
 
-A *strategy* runs an ordinary PyTorch step in several *replicas* and makes of their work what one device would have made of
-the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorch, and replaces `torch.nn.DataParallel`.
+A *strategy* runs an ordinary PyTorch step in several *replicas* and makes of their work what one device would have
+made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorch, and replaces
+`torch.nn.DataParallel`.
 
     replica           one copy of the step, with an id from 0 to n - 1, on a device
     cross-replica     speaking for all replicas at once: in a `scope()`, in a merge function
@@ -13,8 +14,9 @@ the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorch, and r
     local             a replica's own: its copy of a module, its parameter, its gradient
     meeting           where every replica brings something and all go on together
 
-To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then `_values`,
-`_context`, `_replicas` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`, `_stand_ins`.
+To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then
+`_values`, `_context`, `_replicas` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
+`_stand_ins`.
 """
 
 from torchstrategy import experimental

@@ -1,8 +1,8 @@
 """Reductions and gathers among replicas, from inside the step; gradients flow through them.
 
-A gradient in replica i is the gradient of the whole step, over the share w_i of that replica: w_i times it, summed over the
-replicas, is what the parameters get. So where replica j's output depends on replica i's input, what arrives from j is
-scaled by w_j / w_i on its way. With equal shares, and for SUM, that is a plain sum.
+A gradient in replica i is the gradient of the whole step, over the share w_i of that replica: w_i times it, summed
+over the replicas, is what the parameters get. So where replica j's output depends on replica i's input, what arrives
+from j is scaled by w_j / w_i on its way. With equal shares, and for SUM, that is a plain sum.
 """
 
 from __future__ import annotations
@@ -120,22 +120,23 @@ class Collective:
         sizes: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
         self._refuse_on_shared_accelerator(name)
-        gate = torch.ones((), requires_grad=True)  # so that outputs require grad where only another's inputs do
-        return list(_Backward.apply(self, axis, sizes, outputs, gate, *inputs))
+        # Outputs have to require grad also where only another replica's inputs do.
+        gate = torch.ones((), device=inputs[0].device, requires_grad=True)
+        return list(_apply_backward(self, axis, sizes, outputs, gate, *inputs))
 
     def _refuse_on_shared_accelerator(self, name: str) -> None:
         here = place(self._replica.device)
         sharing = sum(place(self._devices[r]) == here for r in self._present)
         if is_accelerator(here) and sharing > 1:
             raise RuntimeError(
-                f"{name} of a tensor that requires grad, on {here}, which {sharing} replicas share: its backward would "
-                "wait for the other replicas inside that device's one backward thread. Use one replica per accelerator, "
-                "or detach the tensor."
+                f"{name} of a tensor that requires grad, on {here}, which {sharing} replicas share: its backward "
+                "would wait for the other replicas inside that device's one backward thread. Use one replica per "
+                "accelerator, or detach the tensor."
             )
 
     def received(self, grads: Sequence[torch.Tensor], axis: int | None, sizes: Sequence[Sequence[int]]) -> list[Any]:
         """The gradients of this replica's inputs, from those of its outputs. A meeting."""
-        totals = _Scaled.apply(self, *grads)
+        totals = _apply_scaled(self, *grads)
         if axis is None:
             return list(totals)
         position = self._present.index(self._replica.index)
@@ -181,6 +182,10 @@ class _Scaled(torch.autograd.Function):
         return (None, *ctx.collective.all_reduce(grads))
 
 
+_apply_backward: Callable[..., Any] = _Backward.apply
+_apply_scaled: Callable[..., Any] = _Scaled.apply
+
+
 def as_tensor(value: Tree) -> torch.Tensor:
     """A leaf of a reduction as a tensor: numbers and arrays are converted.
 
@@ -205,8 +210,8 @@ def check_addable(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ValueError(
-                f"The replicas' values cannot be added: {_described(tensors)}. They must be of one shape and dtype; with "
-                "`axis=0`, Strategy.reduce also reduces each replica's rows, whose numbers may differ."
+                f"The replicas' values cannot be added: {_described(tensors)}. They must be of one shape and dtype; "
+                "with `axis=0`, Strategy.reduce also reduces each replica's rows, whose numbers may differ."
             )
 
 
@@ -221,15 +226,17 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
         raise TypeError(f"The axis to gather along is an integer; got {axis!r}.")
     first = tensors[0]
     if first.dim() == 0:
-        raise ValueError("Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the step, and gather along 0.")
+        raise ValueError(
+            "Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the step, and gather along 0."
+        )
     if not -first.dim() <= axis < first.dim():
         raise ValueError(f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions.")
     for tensor in tensors[1:]:
         fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
         if not fits or _without(tensor.shape, axis) != _without(first.shape, axis):
             raise ValueError(
-                f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ only in "
-                "the size of that axis."
+                f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ "
+                "only in the size of that axis."
             )
 
 

@@ -1,7 +1,7 @@
 """Copies and sums between devices: the only caller of `torch.nn.parallel`.
 
-Its primitives know only CUDA devices, each at most once; there they move many tensors in few transfers. Everywhere else,
-the CPU included, plain copies do the same.
+Its primitives know only CUDA devices, each at most once; there they move many tensors in few transfers. Everywhere
+else, the CPU included, plain copies do the same.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
-    """The sum of tensors of one shape on any devices, on `device`; never one of the tensors themselves. Differentiable."""
+    """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
     target = place(device)
     if len(tensors) > 1 and _are_distinct_cuda([t.device for t in tensors]) and not _any_requires_grad(tensors):
-        return comm.reduce_add(list(tensors), target.index if target.type == "cuda" else None).to(target)
+        total: torch.Tensor = comm.reduce_add(list(tensors), target.index if target.type == "cuda" else None)
+        return total.to(target)
     total = tensors[0].to(target)
     for tensor in tensors[1:]:
         total = total + tensor.to(target)

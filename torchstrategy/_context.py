@@ -131,8 +131,8 @@ def get_replica_context() -> ReplicaContext | None:
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
 
-    Only what `get_strategy` and its kin answer changes: modules and optimizers are distributed where they are created in a
-    `with strategy.scope():` block. Calling it again replaces the strategy; `None` takes it away.
+    Only what `get_strategy` and its kin answer changes: modules and optimizers are distributed where they are created
+    in a `with strategy.scope():` block. Calling it again replaces the strategy; `None` takes it away.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -151,8 +151,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     taking_away = strategy is None and _here.set_frame is not None and in_cross_replica_context()
     if frames and not taking_away:
         raise RuntimeError(
-            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy sets "
-            "what holds outside of them. Leave the block first."
+            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
+            "sets what holds outside of them. Leave the block first."
         )
     if strategy is not None and not hasattr(strategy, "extended"):
         raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
@@ -163,7 +163,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Refuses to go on unless the caller may speak for all replicas of `strategy`.
 
-    That is so in the strategy's own cross-replica context, and where nothing, or only the default strategy, was entered.
+    That is so in the strategy's own cross-replica context, and where nothing, or only the default strategy, was
+    entered.
 
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
@@ -174,9 +175,9 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
     if frame.strategy is strategy:
         if frame.replica_context is not None:
             raise RuntimeError(
-                f"Method requires being in cross-replica context: {what} speaks for all replicas, and was called inside "
-                f"replica {frame.replica_context.replica_id_in_sync_group}. Call it outside of strategy.run, or from a "
-                "merge function: get_replica_context().merge_call(lambda strategy: ...)."
+                f"Method requires being in cross-replica context: {what} speaks for all replicas, and was called "
+                f"inside replica {frame.replica_context.replica_id_in_sync_group}. Call it outside of strategy.run, "
+                "or from a merge function: get_replica_context().merge_call(lambda strategy: ...)."
             )
     elif frame.strategy is not _default[0]:
         raise RuntimeError(mixing(strategy, frame.strategy, what))

@@ -26,8 +26,8 @@ def watched(
 ) -> Iterator[None]:
     """For the length of the block, tells of each module, parameter and optimizer that this thread creates.
 
-    A module is told of whenever it is given a parameter, buffer or child; one that is never given any holds nothing that a
-    replica would need a copy of. A parameter is told of when a module is given it.
+    A module is told of whenever it is given a parameter, buffer or child; one that is never given any holds nothing
+    that a replica would need a copy of. A parameter is told of when a module is given it.
     """
     thread = threading.get_ident()
 

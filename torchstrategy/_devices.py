@@ -14,7 +14,9 @@ import torch
 
 from torchstrategy._types import Device, DeviceLike
 
-_TENSORFLOW_PARTS = re.compile(r"(?i)^(?:job:(?P<job>\w+)|replica:(?P<replica>\d+)|task:(?P<task>\d+)|device:(?P<device>.+))$")
+_TENSORFLOW_PARTS = re.compile(
+    r"(?i)^(?:job:(?P<job>\w+)|replica:(?P<replica>\d+)|task:(?P<task>\d+)|device:(?P<device>.+))$"
+)
 
 
 def canonical(name: DeviceLike) -> Device:

@@ -4,11 +4,13 @@
     ValueError      something the caller can change: a size, a device, an option
     TypeError       a thing of the wrong kind
 
-An exception of the user's own, raised in a replica, comes out of `Strategy.run` as the same object; `add_note` writes on
-it where it came from.
+An exception of the user's own, raised in a replica, comes out of `Strategy.run` as the same object; `add_note` writes
+on it where it came from.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -16,13 +18,6 @@ def add_note(error: BaseException, note: str) -> None:
     notes = getattr(error, "__notes__", [])
     if note in notes:
         return  # a module that raises one prepared exception object would collect a note at every step
-    try:
-        # On Python 3.10, tracebacks do not print notes, but debuggers and loggers can read them.
-        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        pass  # an exception class that refuses attributes goes without
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 replica`, `3 replicas`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    with suppress(AttributeError, TypeError):  # an exception class that refuses attributes goes without
+        # On Python 3.10 tracebacks do not print notes, but debuggers and loggers can read them.
+        error.__notes__ = [*notes, note]

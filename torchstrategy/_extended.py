@@ -27,7 +27,6 @@ from torchstrategy._values import (
     ABSENT,
     DistributedValues,
     Mirrored,
-    PerReplica,
     check_component_counts,
     regroup,
     select,
@@ -196,8 +195,8 @@ class ReplicatedExtended(StrategyExtended):
             return value
         if self._num_replicas_in_sync > 1:
             raise ValueError(
-                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} replicas: it "
-                "is not known whether each of them has it. Return it from strategy.run, or multiply it."
+                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} "
+                "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
             )
         return as_tensor(value).clone()
 

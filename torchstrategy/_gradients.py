@@ -6,16 +6,17 @@
 
     settle:     so far  =  what the replicas left of it in their views  +  sum over replicas of share * local
 
-Replicas settle at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when the run
-ends. Clearing is no meeting: it empties the replica's local gradient and its view.
+Replicas settle at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when the
+run ends. Clearing is no meeting: it empties the replica's local gradient and its view.
 
-Nothing is written to the owner's gradients before an update begins, so a run that fails before leaves them as they were.
+Nothing is written to the owner's gradients before an update begins, so a run that fails before leaves them as they
+were.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -24,11 +25,11 @@ import torch
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replica
 from torchstrategy._shares import Shares
-from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, make_parameter, version
+from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, make_parameter, on_gradient, version
 
-_GRAD = torch.Tensor.grad
-_slot = _GRAD.__get__  # the slot that autograd itself writes
-_set_slot = _GRAD.__set__
+_GRAD: Any = torch.Tensor.grad
+_slot: Callable[[torch.Tensor], torch.Tensor | None] = _GRAD.__get__  # the slot that autograd itself writes
+_set_slot: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
 
 READING = "the first read of a gradient (.grad) after backward"
 
@@ -37,12 +38,13 @@ READING = "the first read of a gradient (.grad) after backward"
 class LocalParameter(torch.nn.Parameter):
     """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole step.
 
-    Autograd writes the replica's own gradient into the slot below `grad`, and operations on the parameter cost what they
-    always cost: nothing but reading, setting and deleting `grad` goes through here. Outside a run it is a plain Parameter.
+    Autograd writes the replica's own gradient into the slot below `grad`, and operations on the parameter cost what
+    they always cost: nothing but reading, setting and deleting `grad` goes through here. Outside a run it is a plain
+    Parameter.
     """
 
     ledger: ReplicaLedger | None = None
-    index: int
+    position: int  # in the ledger
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> LocalParameter:
@@ -52,17 +54,17 @@ class LocalParameter(torch.nn.Parameter):
         return parameter
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         if self.ledger is None or self.ledger.replica is None:
             return _slot(self)
-        return self.ledger.read(self.index)
+        return self.ledger.read(self.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if self.ledger is None or self.ledger.replica is None:
             _set_slot(self, value)
         else:
-            self.ledger.write(self.index, value)
+            self.ledger.write(self.position, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -103,13 +105,14 @@ class ReplicaLedger:
         self.seen: set[int] = set()  # read since the last look at all slots, and not local then
         self.gradients = gradients
         for index, parameter in enumerate(self.parameters):
-            parameter.ledger, parameter.index = self, index
+            parameter.ledger, parameter.position = self, index
 
     def read(self, index: int) -> torch.Tensor | None:
         """The gradient of one parameter, of the whole step. A meeting if this replica has local gradients.
 
-        To know that, all slots would have to be looked at in every read. They are looked at when a parameter is read for
-        the second time, which begins a new pass over the parameters; `Gradients.check_reads` finds what that misses.
+        To know that, all slots would have to be looked at in every read. They are looked at when a parameter is read
+        for the second time, which begins a new pass over the parameters; `Gradients.check_reads` finds what that
+        misses.
         """
         assert self.replica is not None
         has_local = _slot(self.parameters[index]) is not None
@@ -198,7 +201,7 @@ class Gradients:
 
     def __init__(
         self,
-        owners: Sequence[torch.nn.Parameter],
+        owners: Sequence[torch.Tensor],
         names: Sequence[str],
         parameters: Sequence[Sequence[LocalParameter]],
     ) -> None:
@@ -212,7 +215,7 @@ class Gradients:
         self.is_alone = True  # whether no other run has had the same owners since this one began
 
     def begin(self, shares: Shares) -> None:
-        """Takes the owners' gradients for the length of a run, so that whatever backward adds to an owner stands out."""
+        """Takes the owners' gradients for the length of a run: whatever backward adds to an owner stands out."""
         self._shares = shares
         self._take()
         self._kept = list(self.so_far)
@@ -258,7 +261,7 @@ class Gradients:
         for ledger in self.ledgers:
             for parameter in ledger.parameters:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_deliver)
+                    on_gradient(parameter, _deliver)
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """Adds a gradient to its owner's, as it is: whoever ran the backward has weighed the replicas."""
@@ -301,8 +304,9 @@ class Gradients:
                 missed = (read & local[other]) - local[r]
                 if missed:
                     raise RuntimeError(
-                        f"Replica {r} read the gradient of {self._names[min(missed)]} to which replica {other} still had to "
-                        "add: the parameter was used in one replica and not in the other. Read gradients after strategy.run."
+                        f"Replica {r} read the gradient of {self._names[min(missed)]} to which replica {other} still "
+                        "had to add: the parameter was used in one replica and not in the other. Read gradients "
+                        "after strategy.run."
                     )
 
     def _combined(self) -> dict[int, torch.Tensor]:
@@ -341,8 +345,8 @@ class Gradients:
         cleared = [gradient is None for gradient in left]
         if any(intact) or any(cleared) != all(cleared):
             raise RuntimeError(
-                f"The replicas disagree about the gradient of {self._names[index]} that was accumulated before: some cleared "
-                "or changed it and others did not. Do it in every replica, or outside of strategy.run."
+                f"The replicas disagree about the gradient of {self._names[index]} that was accumulated before: some "
+                "cleared or changed it and others did not. Do it in every replica, or outside of strategy.run."
             )
         if all(cleared):
             return None
@@ -382,10 +386,10 @@ class Gradients:
 def stray_gradient(name: str) -> str:
     """The message for a trainable tensor that a step used as it stands outside of replicas."""
     return (
-        f"Backward in a replica reached {name} itself, and not the replica's own parameter. The step uses a trainable tensor "
-        "that stands outside of any module, or a list of parameters that was made outside of the step: every replica would "
-        "add to one gradient, without its share. Put the tensor into a module that is created in strategy.scope(), or call "
-        "model.parameters() inside the step."
+        f"Backward in a replica reached {name} itself, and not the replica's own parameter. The step uses a "
+        "trainable tensor that stands outside of any module, or a list of parameters that was made outside of the "
+        "step: every replica would add to one gradient, without its share. Put the tensor into a module that is "
+        "created in strategy.scope(), or call model.parameters() inside the step."
     )
 
 
@@ -396,8 +400,9 @@ def _deliver(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, LocalParameter) and parameter.ledger is not None
     if parameter.ledger.replica is None:
         gradient = _slot(parameter)
+        assert gradient is not None
         _set_slot(parameter, None)
-        parameter.ledger.gradients.deliver(parameter.index, gradient)
+        parameter.ledger.gradients.deliver(parameter.position, gradient)
 
 
 def _accumulate(total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float) -> None:

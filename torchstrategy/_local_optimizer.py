@@ -1,4 +1,4 @@
-"""An optimizer as it is in a replica: the parameters are the replica's own, and a step is taken once for all replicas."""
+"""An optimizer as it is in a replica: with the replica's own parameters, and one step for all replicas."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy import _stand_ins
 from torchstrategy._gradients import ReplicaLedger
 from torchstrategy._replicas import Replica
-from torchstrategy import _stand_ins
 
 _STAND_INS = _stand_ins.__file__
 
@@ -72,8 +72,9 @@ class LocalOptimizer:
         _refuse_once_per_step_callers()
         if closure is not None:
             raise RuntimeError(
-                f"{type(self._optimizer).__name__}.step(closure) was called in a replica: the optimizer, which is one for "
-                "all replicas, cannot call the closures of all. Call the closure in the step and then optimizer.step()."
+                f"{type(self._optimizer).__name__}.step(closure) was called in a replica: the optimizer, which is "
+                "one for all replicas, cannot call the closures of all. Call the closure in the step and then "
+                "optimizer.step()."
             )
 
         def combine(brought: Sequence[None]) -> list[Any]:
@@ -117,6 +118,8 @@ def _refuse_once_per_step_callers() -> None:
         if isinstance(caller, torch.amp.GradScaler):
             lines = "scaler.step(optimizer)\n    scaler.update()"
         raise RuntimeError(
-            f"{type(caller).__name__} was stepped in a replica: it would count one step for each of them. Do it after the "
-            f"run, where gradients are those of the whole batch:\n    strategy.run(step, ...)\n    {lines}"
+            f"{type(caller).__name__} was stepped in a replica: it would count one step for each of them. Do it "
+            "after the run, where gradients are those of the whole batch:\n"
+            "    strategy.run(step, ...)\n"
+            f"    {lines}"
         )

@@ -154,7 +154,9 @@ class Mirrors:
             value = values[0]
             if id(original) in self._averaged and original.is_floating_point() and total:
                 weights = [shares.weights[r] / total for r in shares.present]
-                value = torch.stack([v.to(original.device) * w for v, w in zip(values, weights, strict=True) if w]).sum(0)
+                value = torch.stack([v.to(original.device) * w for v, w in zip(values, weights, strict=True) if w]).sum(
+                    0
+                )
             _write_buffer(original, value, self._buffers[index].name)
 
     def _current_structure(self) -> list[object]:
@@ -202,7 +204,9 @@ class _ReplicaModules:
             self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
         copied = _copied(roots, dict(self._memo))
         originals = (m for root in roots for m in root.modules())
-        pairs = {id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)}
+        pairs = {
+            id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
+        }
         self._memo.update(pairs)
         self.by_original: dict[int, nn.Module] = {id(module): pairs[id(module)] for module in modules}
         self._insides = [module.__dict__ for module in self.by_original.values()]
@@ -287,7 +291,9 @@ def _same(first: Sequence[object], second: Sequence[object]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
 
 
-def _slot_of(tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]) -> tuple[dict[str, Any], str]:
+def _slot_of(
+    tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]
+) -> tuple[dict[str, Any], str]:
     """Where the replica's copy of a buffer is held."""
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -299,8 +305,9 @@ def _slot_of(tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int
 def _write_buffer(original: torch.Tensor, value: torch.Tensor, name: str) -> None:
     if original.shape != value.shape or original.dtype != value.dtype:
         raise RuntimeError(
-            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of shape "
-            f"{tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a plain attribute."
+            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of "
+            f"shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a "
+            "plain attribute."
         )
     original.copy_(value)
 
@@ -323,28 +330,31 @@ def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]
     except Exception as error:
         names = ", ".join(type(root).__name__ for root in roots)
         raise TypeError(
-            f"The module {names} cannot be copied for the replicas: {type(error).__name__}: {error}. Every attribute of a "
-            "module must be one that copy.deepcopy can copy; keep files, locks and tensors with a history elsewhere."
+            f"The module {names} cannot be copied for the replicas: {type(error).__name__}: {error}. Every attribute "
+            "of a module must be one that copy.deepcopy can copy; keep files, locks and tensors with a history "
+            "elsewhere."
         ) from error
 
 
 def _refuse_uncopyable(module: nn.Module, path: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{path} is a ScriptModule, which replicas cannot have copies of. Use the Python module it was made from.")
+        raise TypeError(
+            f"{path} is a ScriptModule, which replicas cannot have copies of. Use the Python module it was made from."
+        )
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if parameter is not None and nn.parameter.is_lazy(parameter):
             raise TypeError(
-                f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the module, outside "
-                "of strategy.run, before the first step."
+                f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the module, "
+                "outside of strategy.run, before the first step."
             )
         if parameter is not None and type(parameter) is not nn.Parameter:
             raise TypeError(
-                f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter itself, and not "
-                "of its subclasses."
+                f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "
+                "itself, and not of its subclasses."
             )
     for name, value in module.__dict__.items():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise TypeError(
-                f"{path}.{name} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
-                f"Make it a parameter, self.{name} = torch.nn.Parameter(...), or detach it."
+                f"{path}.{name} is a tensor that requires grad in a plain attribute, so a replica's copy would not "
+                f"learn. Make it a parameter, self.{name} = torch.nn.Parameter(...), or detach it."
             )

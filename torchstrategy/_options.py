@@ -37,7 +37,9 @@ class ReduceOp(enum.Enum):
         if isinstance(op, ReduceOp):
             return op
         if not isinstance(op, str):
-            raise TypeError(f"Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'; got {op!r}.")
+            raise TypeError(
+                f"Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'; got {op!r}."
+            )
         try:
             return cls(op.upper())
         except ValueError:
@@ -55,9 +57,9 @@ class RunOptions:
         experimental_xla_options: Of TPUs. Only its default is accepted.
         run_empty_replicas: Call the step also on replicas that were dealt no rows, with zero-row tensors. By default
             they sit the step out. The gradient of such a replica is dropped.
-        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighing as many examples as it has,
-            which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for a loss that
-            was already divided by the global batch size. None: what the strategy was made with.
+        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighing as many examples as it
+            has, which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for a
+            loss that was already divided by the global batch size. None: what the strategy was made with.
         examples: How many examples each replica has, for `MEAN`: one number a replica. None: the rows that the
             distributed dataset dealt, and without such a record the same for each.
 
@@ -86,7 +88,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         for name in _TPU_ONLY:
             if getattr(self, name) != RunOptions.__dataclass_fields__[name].default:
-                raise ValueError(f"RunOptions({name}={getattr(self, name)!r}) is an option of TPUs and has no meaning here.")
+                raise ValueError(
+                    f"RunOptions({name}={getattr(self, name)!r}) is an option of TPUs and has no meaning here."
+                )
         if self.gradient_reduction is not None:
             object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
         if self.examples is not None:

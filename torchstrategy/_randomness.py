@@ -1,8 +1,8 @@
 """Which random numbers does a replica draw?
 
 Replica 0 draws from the caller's generators, so one replica draws exactly what plain PyTorch draws. Replica i > 0 draws
-from a stream of its own, which starts, at each run, at a seed made from the state of the caller's generators and from i:
-no two replicas draw the same dropout mask, and torch's own random state is all that a checkpoint has to hold.
+from a stream of its own, which starts, at each run, at a seed made from the state of the caller's generators and from
+i: no two replicas draw the same dropout mask, and torch's own random state is all that a checkpoint has to hold.
 
 torch's default generators belong to the process, not to a thread, so a stream is put in force by exchanging their state
 whenever the turn goes to another replica.

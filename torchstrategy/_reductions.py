@@ -42,7 +42,10 @@ def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, 
         for a in axes:
             if not -tensor.dim() <= a < tensor.dim():
                 raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
-    sums = [tensor.sum(dim=axes, dtype=tensor.dtype) if tensor.dtype != torch.bool else tensor.sum(dim=axes) for tensor in tensors]
+    sums = [
+        tensor.sum(dim=axes, dtype=tensor.dtype) if tensor.dtype != torch.bool else tensor.sum(dim=axes)
+        for tensor in tensors
+    ]
     check_addable(sums)
     total = added(sums, device)
     if op is ReduceOp.SUM:

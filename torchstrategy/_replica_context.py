@@ -87,10 +87,11 @@ class ReplicaContext:
         return (self._strategy.extended._device_of(self._replica_id),)
 
     def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
-        """Meets the other replicas, calls `merge_fn(strategy, *args, **kwargs)` once for all of them, and returns the result.
+        """Meets the other replicas, calls `merge_fn(strategy, *args, **kwargs)` once, and returns the result.
 
         It runs in the cross-replica context, on the thread that called `run`, with the arguments of all replicas put
-        together as `run` puts results together. A distributed value in its result comes back as this replica's component.
+        together as `run` puts results together. A distributed value in its result comes back as this replica's
+        component.
 
         Args:
             merge_fn: What to call. Replicas that pass different functions get that of the lowest.
@@ -106,7 +107,8 @@ class ReplicaContext:
             tensor(2.)
 
         Raises:
-            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the call.
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
+                call.
             ValueError: If the replicas' arguments differ in structure.
         """
         meetings = self._require_active("merge_call")
@@ -126,7 +128,8 @@ class ReplicaContext:
         Gradients flow through it, scaled by the replicas' shares in the gradient: see `RunOptions`.
 
         Args:
-            reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default dtype.
+            reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default
+                dtype.
             value: A tensor or number, or containers of them: in every replica of the same shapes and dtypes.
             options: None.
 
@@ -139,7 +142,8 @@ class ReplicaContext:
             }
 
         Raises:
-            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the call.
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
+                call.
             ValueError: If shapes or dtypes differ, or `reduce_op` names no reduction.
             TypeError: If a value cannot be added.
         """
@@ -173,7 +177,8 @@ class ReplicaContext:
             }
 
         Raises:
-            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the call.
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
+                call.
             ValueError: If a value is a scalar, or two differ elsewhere than along `axis`, or there is no such axis.
         """
         meetings = self._require_active("all_gather")
@@ -202,9 +207,9 @@ class ReplicaContext:
             frame = current_frame()
             where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
             raise RuntimeError(
-                f"Mismatching replica context: {what} was called on replica {self._replica_id}, which is not the one that "
-                f"runs here: the caller is {where}. A replica context is good for one call of the step; ask for it inside "
-                "with torchstrategy.get_replica_context()."
+                f"Mismatching replica context: {what} was called on replica {self._replica_id}, which is not the one "
+                f"that runs here: the caller is {where}. A replica context is good for one call of the step; ask for "
+                "it inside with torchstrategy.get_replica_context()."
             )
         return self._meetings
 

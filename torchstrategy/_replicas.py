@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, final
 
 from torchstrategy._caller_state import CallerState
 from torchstrategy._devices import place
-from torchstrategy._errors import add_note, plural
+from torchstrategy._errors import add_note
 from torchstrategy._randomness import RandomStreams
 from torchstrategy._types import Device, Tree
 
@@ -85,19 +85,19 @@ class _ThreadReplica(Replica):
 
 
 class _Met(NamedTuple):
-    index: int
+    replica: int
     name: str
     combine: Combine
     brought: Tree
 
 
 class _Ended(NamedTuple):
-    index: int
+    replica: int
     result: Tree
 
 
 class _Failed(NamedTuple):
-    index: int
+    replica: int
     error: BaseException
 
 
@@ -224,7 +224,8 @@ def _bind(state: CallerState, replica: Replica, call: Callable[[Replica], Tree])
 class Replicas:
     """The replicas of a strategy: where each of them runs.
 
-    A run borrows a team, so runs at the same time, of several threads or from a merge function, do not wait for each other.
+    A run borrows a team, so runs at the same time, of several threads or from a merge function, do not wait for each
+    other.
 
     Args:
         devices: The device of each replica.
@@ -305,14 +306,14 @@ class _Run:
 
     def _receive(self) -> int:
         report = self._reports.get()
-        self._running.discard(report.index)
+        self._running.discard(report.replica)
         if isinstance(report, _Met):
-            self._met[report.index] = report
+            self._met[report.replica] = report
         elif isinstance(report, _Ended):
-            self._results[report.index] = report.result
+            self._results[report.replica] = report.result
         elif not isinstance(report.error, ReplicaStopped):
-            self._errors[report.index] = report.error
-        return report.index
+            self._errors[report.replica] = report.error
+        return report.replica
 
     def _hold_meeting(self) -> None:
         meetings = [self._met[r] for r in sorted(self._met)]
@@ -321,7 +322,7 @@ class _Run:
         self._streams.put_in_force(0)
         answers = meetings[0].combine([meeting.brought for meeting in meetings])
         self._met.clear()
-        self._to_send = {m.index: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
+        self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
 
     def _stop_all(self) -> None:
         """Unwinds every replica that has begun, and leaves those that have not."""
@@ -355,11 +356,11 @@ class _Run:
         return error
 
     def _unequal(self) -> str:
-        waiting = ", ".join(f"replica {r} is at {met.name}" for r, met in sorted(self._met.items()))
-        ended = ", ".join(str(r) for r in sorted(self._results))
+        where = [f"replica {r} is at {met.name}" for r, met in self._met.items()]
+        where += [f"replica {r} has ended" for r in self._results]
         return (
-            "The replicas met a different number of times or in a different order: "
-            + "; ".join(filter(None, [waiting, f"{plural(len(self._results), 'replica')} ended ({ended})" if ended else ""]))
-            + ". Every replica must reach the same meetings (merge_call, all_reduce, all_gather, optimizer.step, the first "
-            "read of a gradient after backward) in the same order; let no such call depend on the replica or on its data."
+            "The replicas met a different number of times, or in a different order: "
+            f"{', '.join(sorted(where))}. Every replica must come to the same meetings (merge_call, all_reduce, "
+            "all_gather, optimizer.step, the first read of a gradient after backward) in the same order: let no such "
+            "call depend on the replica or on its data."
         )

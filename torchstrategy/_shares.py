@@ -39,12 +39,13 @@ class Shares:
         """
         everyone = tuple(range(num_replicas))
         rows = _rows(leaves)
-        examples = rows
+        examples: tuple[float, ...] | None = rows
         if options.examples is not None:
             examples = tuple(options.examples)
             if len(examples) != num_replicas:
                 raise ValueError(
-                    f"RunOptions(examples={examples}) has {len(examples)} numbers; the strategy has {num_replicas} replicas."
+                    f"RunOptions(examples={examples}) has {len(examples)} numbers; the strategy has {num_replicas} "
+                    "replicas."
                 )
         absent = {r for leaf in leaves for r in _absent(leaf)}
         if rows is not None and any(rows) and not options.run_empty_replicas:

@@ -2,8 +2,8 @@
 
 A step closes over `model` and `optimizer`: the originals. While a run is under way, their class is exchanged for a
 subclass that asks, at each attribute, which replica the thread is in, and answers with that replica's copy. Outside of
-replicas it answers with the original, and when no run is under way the class is the user's own again: between runs there
-is nothing of ours in the objects.
+replicas it answers with the original, and when no run is under way the class is the user's own again: between runs
+there is nothing of ours in the objects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class _StandIn:
         """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple):
+            return reduced  # the name of a global object
+        function, arguments, *rest = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (plain_class(type(self)), *arguments[1:])
         return function, arguments, *rest

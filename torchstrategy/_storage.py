@@ -2,9 +2,9 @@
 
 In place: one replica, on the device of the parameters, uses the user's own modules; nothing is done.
 
-Central: parameters live on one device, replicas have copies. Each run borrows a set of copies. One set serves all runs that
-follow one another; runs at the same time, of several threads or from a merge function, get sets of their own, so no two runs
-ever touch one copy.
+Central: parameters live on one device, replicas have copies. Each run borrows a set of copies. One set serves all
+runs that follow one another; runs at the same time, of several threads or from a merge function, get sets of their
+own, so no two runs ever touch one copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Loan(ABC):
 
     @abstractmethod
     def results_require_grad(self) -> None:
-        """The caller of `run` may run a backward through its results; their gradients have to reach the user's parameters."""
+        """The caller may run a backward through the results: its gradients have to reach the user's parameters."""
 
 
 class Storage(ABC):
@@ -90,8 +90,8 @@ class Storage(ABC):
         owner = _owners.get(thing)
         if owner is not None and owner() not in (None, self):
             raise RuntimeError(
-                f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A module "
-                "belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."
+                f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A "
+                "module belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."
             )
         if owner is None:
             _owners[thing] = weakref.ref(self)
@@ -166,8 +166,8 @@ class CentralStorage(Storage):
     Args:
         devices: The device of each replica.
         parameter_device: Where the parameters are.
-        may_alias: Whether a copy on the parameters' own device may share their memory. Without, each replica's copies are
-            real ones, as they are on several accelerators; the numbers are the same.
+        may_alias: Whether a copy on the parameters' own device may share their memory. Without, each replica's copies
+            are real ones, as they are on several accelerators; the numbers are the same.
     """
 
     def __init__(self, devices: Sequence[Device], parameter_device: Device, may_alias: bool = True) -> None:
@@ -366,8 +366,8 @@ class _CentralLoan(Loan):
         if in_this_run:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
-                "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it in the "
-                "scope, or call strategy.distribute_optimizer(optimizer), or step after strategy.run."
+                "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it "
+                "in the scope, or call strategy.distribute_optimizer(optimizer), or step after strategy.run."
             )
         self._copies.gradients.keep()
 

@@ -69,7 +69,9 @@ class Strategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if is_default(self):
-            raise RuntimeError("There is one default strategy; torchstrategy.get_strategy() returns it outside any scope.")
+            raise RuntimeError(
+                "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+            )
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         Strategy.__init__(copied, self._extended._copy())
@@ -110,28 +112,33 @@ class Strategy:
         return StrategyScope(self)
 
     def run(
-        self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None, options: RunOptions | None = None
+        self,
+        fn: ReplicaFn,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
+        options: RunOptions | None = None,
     ) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
-        A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return is put
-        together leaf by leaf: the same object from all of them is that object, anything else a `DistributedValues`. With
-        one replica there is nothing to put together, and plain values come back.
+        A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return
+        is put together leaf by leaf: the same object from all of them is that object, anything else a
+        `DistributedValues`. With one replica there is nothing to put together, and plain values come back.
 
-        In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters' `.grad`
-        hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas' gradients are
-        averaged, each weighing the rows that it was dealt, and added to what was there. `optimizer.step()` in the step is
-        taken once for all replicas, when each of them has come to it.
+        In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters'
+        `.grad` hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas'
+        gradients are averaged, each weighing the rows that it was dealt, and added to what was there.
+        `optimizer.step()` in the step is taken once for all replicas, when each of them has come to it.
 
-        Replicas that share a device run one after the other, in order, and hand over only where they meet; so a run with
-        the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each from a
-        stream derived from it.
+        Replicas that share a device run one after the other, in order, and hand over only where they meet; so a run
+        with the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each
+        from a stream derived from it.
 
         A replica that was dealt no rows sits the step out: it has no component in the result.
 
-        If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that names
-        the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then what they were
-        before; a completed update stays, and one that fails halfway leaves what it leaves in plain PyTorch.
+        If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
+        names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
+        what they were before; a completed update stays, and one that fails halfway leaves what it leaves in plain
+        PyTorch.
 
         Args:
             fn: The step.
@@ -151,20 +158,22 @@ class Strategy:
             }
 
         Differs from tf.distribute:
-            Gradients arrive in the parameters. An empty replica sits out (`RunOptions(run_empty_replicas=True)` runs it). A
-            value with more components than there are replicas is refused.
+            Gradients arrive in the parameters. An empty replica sits out (`RunOptions(run_empty_replicas=True)` runs
+            it). A value with more components than there are replicas is refused.
 
         Raises:
-            ValueError: If `args` is neither a tuple nor a list, the replicas return different structures, or a value has
-                another number of components than there are replicas.
-            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas meet a different number
-                of times.
+            ValueError: If `args` is neither a tuple nor a list, the replicas return different structures, or a value
+                has another number of components than there are replicas.
+            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas meet a different
+                number of times.
             TypeError: If `fn` cannot be called.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
         """
         if not isinstance(args, (list, tuple)):
-            raise ValueError(f"positional args must be a list or tuple, as in args=(batch,); got a {type(args).__name__}.")
+            raise ValueError(
+                f"positional args must be a list or tuple, as in args=(batch,); got a {type(args).__name__}."
+            )
         if not isinstance(options, (RunOptions, type(None))):
             raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
         require_cross_replica(self, "Strategy.run")
@@ -216,8 +225,8 @@ class Strategy:
         """The components of a value one after the other along `axis`, in replica order, as one tensor.
 
         Args:
-            value: What `run` returned, with components of at least one dimension; containers are gathered leaf by leaf. A
-                value that is not distributed is returned as it is.
+            value: What `run` returned, with components of at least one dimension; containers are gathered leaf by
+                leaf. A value that is not distributed is returned as it is.
             axis: Along which dimension; sizes along it may differ. Negative ones count from the end.
 
         Returns:
@@ -242,17 +251,17 @@ class Strategy:
     def experimental_distribute_dataset(self, dataset: Any, options: None = None) -> Any:
         """Deals each batch of `dataset` out to the replicas.
 
-        A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order; the last
-        ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed.
+        A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
+        the last ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed.
 
         Args:
             dataset: A `torch.utils.data.DataLoader`, or another iterable of batches, made for the global batch size.
             options: None.
 
         Returns:
-            An iterable that deals the batches each time it is iterated over: containers as the loader makes them, with a
-            `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain tensors. The default
-            strategy returns `dataset` itself.
+            An iterable that deals the batches each time it is iterated over: containers as the loader makes them,
+            with a `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain tensors. The
+            default strategy returns `dataset` itself.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -280,8 +289,8 @@ class Strategy:
         """The components of a value, in replica order, of the replicas that are present.
 
         Args:
-            value: A `DistributedValues`, or containers of them, of which each replica gives one. Anything else is the only
-                result.
+            value: A `DistributedValues`, or containers of them, of which each replica gives one. Anything else is the
+                only result.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -302,8 +311,8 @@ class Strategy:
                 anything; containers have to be alike for all replicas.
 
         Returns:
-            A `DistributedValues`, or containers of them; with `OneDeviceStrategy` and the default strategy what `value_fn`
-            returned.
+            A `DistributedValues`, or containers of them; with `OneDeviceStrategy` and the default strategy what
+            `value_fn` returned.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -375,7 +384,9 @@ class Strategy:
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_assign_to_logical_device
         """
         if logical_device_id != 0:
-            raise ValueError(f"There is no logical device {logical_device_id}: each replica has 1 logical device, number 0.")
+            raise ValueError(
+                f"There is no logical device {logical_device_id}: each replica has 1 logical device, number 0."
+            )
         return tensor
 
     def experimental_split_to_logical_devices(
@@ -395,21 +406,25 @@ class Strategy:
             TensorFlow raises NotImplementedError for every strategy but TPUStrategy.
 
         Raises:
-            ValueError: If there is not one number for each dimension, one does not divide its dimension, or they ask for more
-                than one part in all.
+            ValueError: If there is not one number for each dimension, one does not divide its dimension, or they ask
+                for more than one part in all.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
         """
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
         if len(parts) != len(shape):
-            raise ValueError(f"partition_dimensions={parts} has {len(parts)} numbers for a tensor of {len(shape)} dimensions.")
+            raise ValueError(
+                f"partition_dimensions={parts} has {len(parts)} numbers for a tensor of {len(shape)} dimensions."
+            )
         product = 1
         for size, part in zip(shape, parts, strict=True):
             if part < 1 or size % part:
                 raise ValueError(f"partition_dimensions={parts} does not divide a tensor of shape {shape}.")
             product *= part
         if product != 1:
-            raise ValueError(f"partition_dimensions={parts} asks for {product} parts: each replica has 1 logical device.")
+            raise ValueError(
+                f"partition_dimensions={parts} asks for {product} parts: each replica has 1 logical device."
+            )
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -443,8 +458,8 @@ class StrategyScope:
         if current is not None and current.strategy is not strategy and not is_default(current.strategy):
             if is_default(strategy):
                 raise RuntimeError(
-                    f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that scope: "
-                    "outside of scopes the default strategy is the current one."
+                    f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
+                    "scope: outside of scopes the default strategy is the current one."
                 )
             raise RuntimeError(mixing(strategy, current.strategy, "scope()"))
         with ExitStack() as stack:
@@ -458,8 +473,8 @@ class StrategyScope:
     def __exit__(self, *exception: Any) -> None:
         if not self._entries or current_frame() is not self._entries[-1][0]:
             raise RuntimeError(
-                f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was entered last "
-                "on this thread. Leave scopes in the reverse order of entering them; `with` does."
+                f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
+                "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
             )
         self._entries.pop()[1].__exit__(*exception)
 
@@ -508,8 +523,8 @@ class StrategyExtended(ABC):
         Args:
             reduce_op: `SUM` or `MEAN`.
             value: What `run` returned; containers are reduced leaf by leaf.
-            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device of each
-                of its components.
+            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device
+                of each of its components.
             options: None.
 
         Returns:
@@ -534,7 +549,9 @@ class StrategyExtended(ABC):
         if isinstance(destinations, (list, tuple)):
             raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
         if destinations is None:
-            raise ValueError("destinations says where the result goes: a device, a tensor or a distributed value; got None.")
+            raise ValueError(
+                "destinations says where the result goes: a device, a tensor or a distributed value; got None."
+            )
         reduced = map_leaves(lambda leaf: self._reduce(op, leaf), value)
         if isinstance(destinations, DistributedValues):
             devices = [component.device for component in destinations.values]

@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-# The walker over nested containers. torch's own tracing, export and DataLoader code stand on it, and libraries
-# register their containers with it; `torch.utils.pytree` is not public yet.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_map_only, tree_unflatten
-
 # `with mode:` would run the mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero).
 # A replica thread has to wear the very mode that the caller has on. No public way to push without entering.
 from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -22,6 +18,10 @@ from torch.overrides import _push_mode as push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+
+# The walker over nested containers. torch's own tracing, export and DataLoader code stand on it, and libraries
+# register their containers with it; `torch.utils.pytree` is not public yet.
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
     "TreeSpec",
@@ -32,6 +32,7 @@ __all__ = [
     "function_modes",
     "has_gradient_hooks",
     "make_parameter",
+    "on_gradient",
     "pop_dispatch_mode",
     "pop_function_mode",
     "pop_saved_tensors_hooks",
@@ -66,8 +67,8 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 def make_parameter(cls: type[torch.nn.Parameter], data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
     """A leaf of the class `cls` over the memory of `data`.
 
-    `torch.nn.Parameter.__new__` asks for a type's `__torch_function__` in ways that differ between classes of data; this
-    is the constructor that it ends in.
+    `torch.nn.Parameter.__new__` asks for a type's `__torch_function__` in ways that differ between classes of data;
+    this is the constructor that it ends in.
     """
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
@@ -75,6 +76,10 @@ def make_parameter(cls: type[torch.nn.Parameter], data: torch.Tensor, requires_g
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place. The autograd engine's own count; no public name."""
     return tensor._version
+
+
+on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
+on_gradient = torch.Tensor.register_post_accumulate_grad_hook  # public, but without annotations
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -38,7 +38,11 @@ def zip_leaves(trees: Sequence[Tree]) -> tuple[list[list[Tree]], TreeSpec]:
     """
     first, spec = tree_flatten(trees[0])
     columns = [first] + [spec.flatten_up_to(tree) for tree in trees[1:]]
-    if any(tree_flatten(leaf)[1] != tree_flatten(column[0])[1] for column in zip(*columns, strict=True) for leaf in column[1:]):
+    if any(
+        tree_flatten(leaf)[1] != tree_flatten(column[0])[1]
+        for column in zip(*columns, strict=True)
+        for leaf in column[1:]
+    ):
         raise ValueError("the trees differ in depth")
     return [list(column) for column in zip(*columns, strict=True)], spec
 

@@ -29,9 +29,9 @@ ABSENT = _Absent()
 class DistributedValues:
     """Values of several replicas, held together: what `Strategy.run` returns and takes, one component a replica.
 
-    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that is run with it sees its own
-    replica's component; outside, `Strategy.reduce`, `Strategy.gather` and `Strategy.experimental_local_results` take it
-    apart.
+    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that is run with it sees its
+    own replica's component; outside, `Strategy.reduce`, `Strategy.gather` and `Strategy.experimental_local_results`
+    take it apart.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -52,7 +52,7 @@ class DistributedValues:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("_components", "__weakref__")
+    __slots__ = ("__weakref__", "_components")
 
     def __init__(self, components: Sequence[Tree]) -> None:
         if type(self) is DistributedValues:
@@ -171,8 +171,8 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
     for leaf in leaves:
         if isinstance(leaf, DistributedValues) and len(leaf._components) != num_replicas:
             raise ValueError(
-                f"A value with {len(leaf._components)} components was given to a strategy with {num_replicas} replicas: "
-                "there must be one for each. It was probably made by another strategy."
+                f"A value with {len(leaf._components)} components was given to a strategy with {num_replicas} "
+                "replicas: there must be one for each. It was probably made by another strategy."
             )
 
 
@@ -215,4 +215,3 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
         return PerReplica(components)
 
     return unflatten_like([leaf(column) for column in columns], spec)
-

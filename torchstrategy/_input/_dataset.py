@@ -14,7 +14,8 @@ from torchstrategy._types import Tree
 class DistributedDataset:
     """What `Strategy.experimental_distribute_dataset` returns: an iterable of batches, dealt out to the replicas.
 
-    Each iteration starts afresh, as the loader does, and reads a batch when it is asked for one. Its length is the loader's.
+    Each iteration starts afresh, as the loader does, and reads a batch when it is asked for one. Its length is the
+    loader's.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -49,8 +50,8 @@ def check_is_dataset(dataset: Any, replicas: int) -> None:
     if _is_unbatched(dataset):
         if replicas > 1:
             raise ValueError(
-                f"{type(dataset).__name__} yields single elements, which cannot be dealt out to {replicas} replicas. Batch it: "
-                "torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
+                f"{type(dataset).__name__} yields single elements, which cannot be dealt out to {replicas} replicas. "
+                "Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
             )
     elif not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes)):
         raise TypeError(

@@ -1,8 +1,8 @@
 """Which rows of a batch go to which replica.
 
-A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of n replicas in order; the last ones may be
-smaller or empty. Rows are along the first dimension, and every leaf of a batch has the same number of them. A tensor
-without dimensions, a number, a string or None has no rows, and every replica gets it whole.
+A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of n replicas in order; the last
+ones may be smaller or empty. Rows are along the first dimension, and every leaf of a batch has the same number of
+them. A tensor without dimensions, a number, a string or None has no rows, and every replica gets it whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def dealt(batch: Tree, devices: Sequence[Device]) -> Tree:
 
 def moved(batch: Tree, device: Device) -> Tree:
     """`batch` with each tensor on `device`."""
-    return map_leaves(lambda value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value, batch)
+    return map_leaves(
+        lambda value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value, batch
+    )
 
 
 def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
@@ -63,21 +65,21 @@ def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
             rows[name] = value.shape[0]
         elif not isinstance(value, (torch.Tensor, np.ndarray, *_WHOLE)):
             raise TypeError(
-                f"batch{name} is a {type(value).__name__}, and it is not known how to deal out its rows to {replicas} replicas. "
-                "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."
+                f"batch{name} is a {type(value).__name__}, and it is not known how to deal out its rows to "
+                f"{replicas} replicas. Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."
             )
     if not rows:
         raise ValueError(
-            f"An element of the dataset has no rows to deal out to {replicas} replicas: it is not batched. Batch the dataset with "
-            "the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
+            f"An element of the dataset has no rows to deal out to {replicas} replicas: it is not batched. Batch the "
+            "dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
     first = next(iter(rows))
     for name, count in rows.items():
         if count != rows[first]:
             raise ValueError(
-                f"The leaves of a batch have different numbers of rows: batch{first} has {rows[first]} and batch{name} has "
-                f"{count}. Cut into pieces they would no longer belong together. Give each as many rows, or make what is not "
-                "per row a tensor without dimensions."
+                f"The leaves of a batch have different numbers of rows: batch{first} has {rows[first]} and "
+                f"batch{name} has {count}. Cut into pieces they would no longer belong together. Give each as many "
+                "rows, or make what is not per row a tensor without dimensions."
             )
     return rows[first]
 

@@ -18,12 +18,12 @@ from torchstrategy._types import DeviceLike
 class CentralStorageStrategy(Strategy):
     """Keeps parameters on one device, and runs the step on each of several with copies of them.
 
-    Gradients are brought together on the parameter device, where the optimizer takes one step for all replicas. Each replica
-    computes the loss of its own rows, so nothing but gradients is gathered.
+    Gradients are brought together on the parameter device, where the optimizer takes one step for all replicas. Each
+    replica computes the loss of its own rows, so nothing but gradients is gathered.
 
     Args:
-        compute_devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
-            one CPU. None: all accelerators of this machine, or one CPU where there is none.
+        compute_devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four
+            replicas on one CPU. None: all accelerators of this machine, or one CPU where there is none.
         parameter_device: Where parameters live. None: the compute device if there is one, else the CPU.
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
 
@@ -56,13 +56,17 @@ class CentralStorageStrategy(Strategy):
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
     ) -> None:
         if isinstance(compute_devices, str):
-            raise ValueError(f"compute_devices is a list of devices, one for each replica: write [{compute_devices!r}].")
+            raise ValueError(
+                f"compute_devices is a list of devices, one for each replica: write [{compute_devices!r}]."
+            )
         if compute_devices is None:
             devices = local_accelerators() or [canonical("cpu:0")]
         else:
             devices = [canonical(device) for device in compute_devices]
         if not devices:
-            raise ValueError("compute_devices=[] names no device to run on. Leave it out for all devices of this machine.")
+            raise ValueError(
+                "compute_devices=[] names no device to run on. Leave it out for all devices of this machine."
+            )
         owner = canonical(parameter_device or (devices[0] if len(devices) == 1 else "cpu:0"))
         is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
         storage: Storage = InPlaceStorage(devices, owner) if is_in_place else CentralStorage(devices, owner)

@@ -20,6 +20,8 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         if DefaultStrategy._made:
-            raise RuntimeError("There is one default strategy; torchstrategy.get_strategy() returns it outside any scope.")
+            raise RuntimeError(
+                "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+            )
         DefaultStrategy._made = True
         super().__init__(SingleExtended(None, None))

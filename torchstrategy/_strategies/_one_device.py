@@ -15,8 +15,8 @@ from torchstrategy._types import DeviceLike
 class OneDeviceStrategy(Strategy):
     """Runs the step on one device, on the caller's thread.
 
-    What is created in its scope is created on the device, batches are moved to it, and the step costs what it costs without
-    a strategy. It is the strategy to write and debug a script with, before more devices are given to it.
+    What is created in its scope is created on the device, batches are moved to it, and the step costs what it costs
+    without a strategy. It is the strategy to write and debug a script with, before more devices are given to it.
 
     Args:
         device: `"cpu"`, `"cuda:0"`, `"/gpu:0"`, a `torch.device`, or the index of an accelerator.
