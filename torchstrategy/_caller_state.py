@@ -41,6 +41,7 @@ class CallerState:
     saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
     function_modes: tuple[Any, ...]  # the default device is one of them
     dispatch_modes: tuple[Any, ...]
+    num_threads: int  # of one operation on the CPU; the libraries below torch count them for each thread
     streams: dict[Device, torch.Stream]  # the caller's current stream of each accelerator in use
     variables: contextvars.Context
 
@@ -56,6 +57,7 @@ class CallerState:
             saved_tensors=saved_tensors_hooks(),
             function_modes=tuple(function_modes()),
             dispatch_modes=tuple(dispatch_modes()),
+            num_threads=torch.get_num_threads(),
             streams={d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)},
             variables=contextvars.copy_context(),
         )
@@ -69,6 +71,7 @@ class CallerState:
 
     def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         with ExitStack() as stack:
+            torch.set_num_threads(self.num_threads)
             if device in self.streams:
                 torch.accelerator.set_device_index(device)
                 torch.accelerator.set_stream(self.streams[device])

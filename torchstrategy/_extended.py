@@ -161,7 +161,7 @@ class ReplicatedExtended(StrategyExtended):
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
-        with self._storage.lend(shares, lambda: entered(Frame(strategy, None))) as loan:
+        with self._storage.lend(shares, (fn, leaves), lambda: entered(Frame(strategy, None))) as loan:
 
             def call(replica: Replica) -> Tree:
                 local_args, local_kwargs = select((args, kwargs), replica.index)

@@ -16,7 +16,7 @@ were.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -45,6 +45,7 @@ class LocalParameter(torch.nn.Parameter):
 
     ledger: ReplicaLedger | None = None
     position: int  # in the ledger
+    delivers = False  # whether a gradient that comes between runs goes on to the owner
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> LocalParameter:
@@ -87,6 +88,9 @@ class _View(NamedTuple):
     @property
     def is_as_shown(self) -> bool:
         return self.gradient is not None and version(self.gradient) == self.written
+
+
+_CLEARED = _View(None, -1)
 
 
 @final
@@ -142,38 +146,37 @@ class ReplicaLedger:
             self.views[index] = _View(value, -1)
             _set_slot(self.parameters[index], None)
         else:
-            self.views[index] = _View(None, -1)
+            self.views[index] = _CLEARED
             _set_slot(self.parameters[index], value)
 
-    def clear(self, indices: Iterable[int], set_to_none: bool) -> None:
+    def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
+        zeroed = [] if set_to_none else [index for index in indices if self._has_gradient(index)]
+        self.views.update(dict.fromkeys(indices, _CLEARED))
+        for index in zeroed:
+            self.views[index] = _View(torch.zeros_like(self.parameters[index]), -1)
         for index in indices:
-            parameter = self.parameters[index]
-            local = _slot(parameter)
-            if not set_to_none and (local is not None or self._is_shown_something(index)):
-                self.views[index] = _View(torch.zeros_like(parameter), -1)
-            else:
-                self.views[index] = _View(None, -1)
-            if local is not None:
-                _set_slot(parameter, None)
+            if _slot(self.parameters[index]) is not None:
+                _set_slot(self.parameters[index], None)
 
     def take_local(self) -> dict[int, torch.Tensor]:
         """The local gradients, by parameter; the slots are empty afterwards."""
-        taken = {}
-        for index, parameter in enumerate(self.parameters):
-            local = _slot(parameter)
-            if local is not None:
+        slots = [_slot(parameter) for parameter in self.parameters]
+        taken = {index: local for index, local in enumerate(slots) if local is not None}
+        for index, local in taken.items():
+            _set_slot(self.parameters[index], None)
+            if local.requires_grad:  # of a backward with create_graph=True
                 taken[index] = local.detach()
-                _set_slot(parameter, None)
         return taken
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
         return {index for index, parameter in enumerate(self.parameters) if _slot(parameter) is not None}
 
-    def _is_shown_something(self, index: int) -> bool:
+    def _has_gradient(self, index: int) -> bool:
         view = self.views.get(index)
-        return (self.gradients.so_far[index] if view is None else view.gradient) is not None
+        shown = self.gradients.so_far[index] if view is None else view.gradient
+        return shown is not None or _slot(self.parameters[index]) is not None
 
     def _view(self, index: int) -> torch.Tensor | None:
         view = self.views.get(index)
@@ -205,18 +208,28 @@ class Gradients:
         names: Sequence[str],
         parameters: Sequence[Sequence[LocalParameter]],
     ) -> None:
+        self._own = list(zip(owners, names, strict=True))
         self.owners = list(owners)
         self.so_far: list[torch.Tensor | None] = []
         self.ledgers = [ReplicaLedger(self, local) for local in parameters]
+        self._is_remote = [
+            any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
+        ]
         self._names = list(names)
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
-        self._delivers = False
         self.is_alone = True  # whether no other run has had the same owners since this one began
 
-    def begin(self, shares: Shares) -> None:
-        """Takes the owners' gradients for the length of a run: whatever backward adds to an owner stands out."""
+    def begin(self, shares: Shares, outsiders: Sequence[tuple[torch.Tensor, str]]) -> None:
+        """Takes the owners' gradients for the length of a run: whatever backward adds to an owner stands out.
+
+        Args:
+            shares: How much each replica counts.
+            outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
+        """
         self._shares = shares
+        self.owners = [owner for owner, _ in (*self._own, *outsiders)]
+        self._names = [name for _, name in (*self._own, *outsiders)]
         self._take()
         self._kept = list(self.so_far)
 
@@ -225,8 +238,7 @@ class Gradients:
         self.ledgers[replica.index].replica = replica
 
     def end(self) -> None:
-        """Settles, and gives the owners the gradient of everything."""
-        self.settle()
+        """Gives the owners the gradient of everything that was settled."""
         if not self.is_alone:  # what a run of another thread has given them meanwhile is kept, as backward would
             for index, owner in enumerate(self.owners):
                 if owner.grad is not None:
@@ -255,12 +267,10 @@ class Gradients:
 
     def deliver_late_ones(self) -> None:
         """From here on, what a backward between runs adds to the replicas' parameters goes on to the owners at once."""
-        if self._delivers:
-            return
-        self._delivers = True
         for ledger in self.ledgers:
             for parameter in ledger.parameters:
-                if parameter.requires_grad:
+                if parameter.requires_grad and not parameter.delivers:
+                    parameter.delivers = True
                     on_gradient(parameter, _deliver)
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
@@ -282,10 +292,7 @@ class Gradients:
             if owner.grad is not None and self.is_alone:
                 raise RuntimeError(stray_gradient(name))
         ledgers = [self.ledgers[r] for r in self._shares.present]
-        for index in {index for ledger in ledgers for index in ledger.views}:
-            self.so_far[index] = self._agreed(index, ledgers)
-        for ledger in ledgers:
-            ledger.views.clear()
+        self._settle_views(ledgers)
         with torch.no_grad():
             for index, gradient in self._combined().items():
                 self._add(index, gradient)
@@ -309,6 +316,17 @@ class Gradients:
                         "after strategy.run."
                     )
 
+    def _settle_views(self, ledgers: Sequence[ReplicaLedger]) -> None:
+        first = ledgers[0].views
+        if all(view is _CLEARED for view in first.values()) and all(other.views == first for other in ledgers[1:]):
+            for index in first:  # as a rule: every replica called zero_grad()
+                self.so_far[index] = None
+        else:
+            for index in {index for ledger in ledgers for index in ledger.views}:
+                self.so_far[index] = self._agreed(index, ledgers)
+        for ledger in ledgers:
+            ledger.views.clear()
+
     def _combined(self) -> dict[int, torch.Tensor]:
         """The local gradients of all replicas, weighted and added up on their owners' devices."""
         assert self._shares is not None
@@ -318,7 +336,9 @@ class Gradients:
         total: dict[int, torch.Tensor] = {}
         for r in weighing:
             weight = self._shares.weights[r]
-            local = {i: g.to(self.owners[i].device) for i, g in self.ledgers[r].take_local().items()}
+            local = self.ledgers[r].take_local()
+            if self._is_remote[r]:
+                local = {index: gradient.to(self.owners[index].device) for index, gradient in local.items()}
             if len(weighing) == 1 and weight == 1:
                 return local
             _accumulate(total, local, weight)
@@ -377,6 +397,7 @@ class Gradients:
 
     def _leave(self) -> None:
         self.so_far, self._kept, self._shares = [], [], None
+        self.owners = [owner for owner, _ in self._own]
         for ledger in self.ledgers:
             ledger.replica = None
             ledger.views.clear()
@@ -386,10 +407,11 @@ class Gradients:
 def stray_gradient(name: str) -> str:
     """The message for a trainable tensor that a step used as it stands outside of replicas."""
     return (
-        f"Backward in a replica reached {name} itself, and not the replica's own parameter. The step uses a "
-        "trainable tensor that stands outside of any module, or a list of parameters that was made outside of the "
-        "step: every replica would add to one gradient, without its share. Put the tensor into a module that is "
-        "created in strategy.scope(), or call model.parameters() inside the step."
+        f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
+        "one gradient, without its share. The step uses a module that was not created in strategy.scope(), a trainable "
+        "tensor that is in no module, or a list of parameters that was made outside of the step. Create the module in "
+        "the scope or give it to strategy.distribute_module(module); put the tensor into such a module; call "
+        "model.parameters() inside the step."
     )
 
 
@@ -409,7 +431,7 @@ def _accumulate(total: dict[int, torch.Tensor], gradients: dict[int, torch.Tenso
     """`total += weight * gradients`, parameter by parameter, in fused loops; `gradients` are not written."""
     fresh = [index for index in gradients if index not in total]
     known = [index for index in gradients if index in total]
-    if any(gradient.layout is not torch.strided for gradient in (*gradients.values(), *total.values())):
+    if {gradient.layout for gradient in (*gradients.values(), *total.values())} != {torch.strided}:
         for index in known:
             total[index] = total[index] + gradients[index] * weight
         total.update((index, gradients[index] * weight) for index in fresh)

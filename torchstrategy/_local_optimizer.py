@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -28,12 +28,12 @@ class LocalOptimizer:
         optimizer: The user's own.
         replica: The replica.
         ledger: Its gradients.
-        index_of: The position in the ledger of each owner, by its id.
+        index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner.
         update: What happens at the meeting.
     """
 
     def __init__(
-        self, optimizer: Optimizer, replica: Replica, ledger: ReplicaLedger, index_of: dict[int, int], update: Update
+        self, optimizer: Optimizer, replica: Replica, ledger: ReplicaLedger, index_of: Mapping[int, int], update: Update
     ) -> None:
         self._optimizer = optimizer
         self._replica = replica
@@ -60,8 +60,7 @@ class LocalOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears this replica's gradients, and what was accumulated before. No meeting."""
-        indices = [self._index_of[id(p)] for g in self._central_groups for p in g["params"] if id(p) in self._index_of]
-        self._ledger.clear(indices, set_to_none)
+        self._ledger.clear(list(self._index_of.values()), set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """A meeting: the gradients of all replicas are combined and the optimizer takes one step.

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any, final
 
 import torch
@@ -35,6 +35,7 @@ _TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MISSING = object()
+_VALUES = methodcaller("values")
 
 
 @final
@@ -46,12 +47,16 @@ class _Original:
     tensor: torch.Tensor
     version: int = -1
     address: int = -1
+    dtype: torch.dtype | None = None
 
     def has_changed(self) -> bool:
-        return version(self.tensor) != self.version or self.tensor.data_ptr() != self.address
+        return version(self.tensor) != self.version or self.has_moved()
+
+    def has_moved(self) -> bool:
+        return self.tensor.data_ptr() != self.address or self.tensor.dtype is not self.dtype
 
     def is_known(self) -> None:
-        self.version, self.address = version(self.tensor), self.tensor.data_ptr()
+        self.version, self.address, self.dtype = version(self.tensor), self.tensor.data_ptr(), self.tensor.dtype
 
 
 @final
@@ -85,6 +90,7 @@ class Mirrors:
         ]
         for original in (*self._parameters, *self._buffers):
             original.is_known()
+        self._tables = [inside[name] for inside in self._insides for name in (*_TENSOR_TABLES, *_HOOK_TABLES)]
         self._structure = self._current_structure()
         self._attributes = [dict(inside) for inside in self._insides]
         self._attribute_values = _values_of(self._insides)
@@ -115,7 +121,7 @@ class Mirrors:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
         if not _same(self._structure, self._current_structure()):
             return False
-        values = _values_of(self._insides)
+        values = _values_of(self._insides)  # the tables are among them
         if not _same(self._attribute_values, values):
             if not self._bring_attributes():
                 return False
@@ -132,11 +138,10 @@ class Mirrors:
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies, and whether they require grad."""
         changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
+        requires_grad = [parameter.tensor.requires_grad for parameter in self._parameters]
         for replica in self._replicas:
-            replica.bring_parameters(changed, [self._parameters[index].tensor for index in changed])
-            for original, local in zip(self._parameters, replica.parameters, strict=True):
-                if local.requires_grad is not original.tensor.requires_grad:
-                    local.requires_grad_(original.tensor.requires_grad)
+            replica.bring_parameters([(index, self._parameters[index]) for index in changed])
+            replica.bring_requires_grad(requires_grad)
         for index in changed:
             self._parameters[index].is_known()
 
@@ -145,23 +150,38 @@ class Mirrors:
 
         The running statistics of normalisation layers are averaged by share; all else is that of the first replica.
         """
-        self._replicas[shares.present[0]].return_attributes(self._insides)
+        lead = self._replicas[shares.present[0]]
+        values = self._buffer_values(shares)  # which may refuse; after it nothing does
+        lead.return_attributes(self._insides)
+        for original, local in zip(self._parameters, lead.parameters, strict=True):
+            if original.tensor.requires_grad is not local.requires_grad:
+                original.tensor.requires_grad_(local.requires_grad)
+        for index, value in values.items():
+            self._buffers[index].tensor.copy_(value)
+
+    def _buffer_values(self, shares: Shares) -> dict[int, torch.Tensor]:
+        """What becomes of the buffers that a replica wrote.
+
+        Raises:
+            RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
+        """
         present = [self._replicas[r] for r in shares.present]
         total = sum(shares.weights)
-        for index in sorted(set().union(*(replica.written_buffers() for replica in present))):
-            original = self._buffers[index].tensor
+        combined = {}
+        for index in set().union(*(replica.written_buffers() for replica in present)):
+            original = self._buffers[index]
             values = [replica.buffer(index).detach() for replica in present]
-            value = values[0]
-            if id(original) in self._averaged and original.is_floating_point() and total:
+            for value in values:
+                _check_fits(original, value)
+            combined[index] = values[0]
+            if id(original.tensor) in self._averaged and original.tensor.is_floating_point() and total:
                 weights = [shares.weights[r] / total for r in shares.present]
-                value = torch.stack([v.to(original.device) * w for v, w in zip(values, weights, strict=True) if w]).sum(
-                    0
-                )
-            _write_buffer(original, value, self._buffers[index].name)
+                here = [v.to(original.tensor.device) * w for v, w in zip(values, weights, strict=True) if w]
+                combined[index] = torch.stack(here).sum(0)
+        return combined
 
     def _current_structure(self) -> list[object]:
-        tables = (inside[name] for inside in self._insides for name in (*_TENSOR_TABLES, *_HOOK_TABLES))
-        return list(chain.from_iterable(table.values() for table in tables))
+        return list(chain.from_iterable(map(_VALUES, self._tables)))
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
@@ -214,21 +234,27 @@ class _ReplicaModules:
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._attribute_values = _values_of(self._insides)
 
-    def bring_parameters(self, indices: Sequence[int], owners: Sequence[torch.Tensor]) -> None:
+    def bring_parameters(self, changed: Sequence[tuple[int, _Original]]) -> None:
         targets, sources = [], []
-        for index, owner in zip(indices, owners, strict=True):
-            local = self.parameters[index]
+        for index, original in changed:
+            if self._aliased[index] and not original.has_moved():
+                continue  # it was written in place, in the memory that is shared
+            local, owner = self.parameters[index], original.tensor.detach()
             if self._aliased[index] and owner.device == local.device:
-                if local.data_ptr() != owner.data_ptr() or local.dtype != owner.dtype:
-                    local.data = owner.detach()
-            elif local.shape != owner.shape or local.dtype != owner.dtype or self._aliased[index]:
-                local.data = owner.detach().to(local.device, copy=True)
+                local.data = owner
+            elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
+                local.data = owner.to(local.device, copy=True)
                 self._aliased[index] = False
             else:
                 targets.append(local.detach())
-                sources.append(owner.detach())
+                sources.append(owner)
         if targets:
             foreach_copy_(targets, sources)
+
+    def bring_requires_grad(self, flags: Sequence[bool]) -> None:
+        if [parameter.requires_grad for parameter in self.parameters] != flags:
+            for parameter, flag in zip(self.parameters, flags, strict=True):
+                parameter.requires_grad_(flag)
 
     def bring_buffers(self, indices: Sequence[int], originals: Sequence[torch.Tensor]) -> None:
         for index, original in zip(indices, originals, strict=True):
@@ -283,7 +309,7 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
 
 
 def _values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
-    return list(chain.from_iterable(inside.values() for inside in insides))
+    return list(chain.from_iterable(map(_VALUES, insides)))
 
 
 def _same(first: Sequence[object], second: Sequence[object]) -> bool:
@@ -302,14 +328,13 @@ def _slot_of(
     raise AssertionError("a buffer of no module")
 
 
-def _write_buffer(original: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    if original.shape != value.shape or original.dtype != value.dtype:
+def _check_fits(original: _Original, value: torch.Tensor) -> None:
+    if original.tensor.shape != value.shape or original.tensor.dtype != value.dtype:
         raise RuntimeError(
-            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of "
-            f"shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a "
-            "plain attribute."
+            f"A replica replaced the buffer {original.name}, of shape {tuple(original.tensor.shape)} and "
+            f"{original.tensor.dtype}, by one of shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, "
+            "or keep such a value in a plain attribute."
         )
-    original.copy_(value)
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchstrategy._captured import captured
 from torchstrategy._context import current_frame
 from torchstrategy._creation import watched
 from torchstrategy._gradients import Gradients, LocalParameter
@@ -34,6 +35,10 @@ from torchstrategy._types import Device
 
 CrossReplica = Callable[[], AbstractContextManager[None]]
 """Enters the strategy's cross-replica context."""
+
+
+Step = tuple[Callable[..., Any], Sequence[Any]]
+"""What is run, and the leaves of its arguments."""
 
 
 class Loan(ABC):
@@ -114,8 +119,14 @@ class Storage(ABC):
         """Takes in an optimizer."""
 
     @abstractmethod
-    def lend(self, shares: Shares, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
-        """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed."""
+    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
+        """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed.
+
+        Args:
+            shares: How much each replica counts.
+            step: What is run, with the leaves of its arguments.
+            cross_replica: Enters the cross-replica context.
+        """
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and parameters -> a weak reference to their storage
@@ -140,7 +151,7 @@ class InPlaceStorage(Storage):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         pass  # the replica uses it as it is
 
-    def lend(self, shares: Shares, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
+    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
         return _IN_PLACE
 
 
@@ -186,12 +197,12 @@ class CentralStorage(Storage):
         self._optimizers[id(optimizer)] = weakref.ref(optimizer, self._forget)
 
     @contextmanager
-    def lend(self, shares: Shares, cross_replica: CrossReplica) -> Iterator[Loan]:
+    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
         copies = self._borrow()
         loan = _CentralLoan(copies, shares, cross_replica)
         hook = register_optimizer_step_pre_hook(loan.before_any_step)
         originals = copies.originals()
-        copies.gradients.begin(shares)
+        copies.gradients.begin(shares, list(self._outsiders(step, copies)))
         try:
             self._stand_ins.put_up(originals)
             try:
@@ -206,6 +217,19 @@ class CentralStorage(Storage):
         finally:
             hook.remove()
             self._return(copies)
+
+    def _outsiders(self, step: Step, copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
+        """The trainable tensors that the step names and no replica has of its own."""
+        fn, leaves = step
+        modules = (("an argument", leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+        for name, thing in (*captured(fn), *modules):
+            if isinstance(thing, torch.Tensor):
+                if id(thing) not in copies.known:
+                    yield thing, f"{name}, a tensor of shape {tuple(thing.shape)},"
+            elif id(thing) not in self._modules:
+                for path, parameter in thing.named_parameters():
+                    if parameter.requires_grad and id(parameter) not in copies.known:
+                        yield parameter, f"{name}.{path}"
 
     def like(self) -> Storage:
         return CentralStorage(self.devices, self.parameter_device, self._may_alias)
@@ -305,9 +329,14 @@ class Copies:
         loose = {id(p): (name, p) for name, p in _named_parameters(optimizers) if id(p) not in self.index_of}
         self.gradients = Gradients(
             [*self.mirrors.owners, *(p for _, p in loose.values())],
-            [*self.mirrors.names, *(name for name, _ in loose.values())],
+            [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
         )
+        self.optimized = {
+            id(o): {id(p): self.index_of[id(p)] for _, p in _named_parameters([o]) if id(p) in self.index_of}
+            for o in optimizers
+        }
+        self.known = self.index_of.keys() | loose.keys()
 
 
 @final
@@ -327,7 +356,7 @@ class _CentralLoan(Loan):
         copies.gradients.enter(replica)
         ledger = copies.gradients.ledgers[replica.index]
         optimizers = {
-            id(optimizer): LocalOptimizer(optimizer, replica, ledger, copies.index_of, self._update)
+            id(optimizer): LocalOptimizer(optimizer, replica, ledger, copies.optimized[id(optimizer)], self._update)
             for optimizer in copies.optimizers()
         }
         if replica.index == self._shares.present[0]:
@@ -406,5 +435,4 @@ def _named_parameters(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, to
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             for j, parameter in enumerate(group["params"]):
-                name = f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]"
-                yield f"{name}, a tensor of shape {tuple(parameter.shape)},", parameter
+                yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter
