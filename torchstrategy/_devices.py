@@ -84,9 +84,9 @@ def needs_device_context(device: Device) -> bool:
     return default.type != "meta" and place(default) != place(device)
 
 
-def in_use(device: Device) -> AbstractContextManager[object]:
+def in_use(device: Device | None) -> AbstractContextManager[object]:
     """A block in which tensors that name no device land on `device`. Nothing is entered where that is so anyway."""
-    if not needs_device_context(device):
+    if device is None or not needs_device_context(device):
         return nullcontext()
     stack = ExitStack()
     if is_accelerator(device):

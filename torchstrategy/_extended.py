@@ -19,8 +19,8 @@ from torchstrategy._reductions import combined, combined_along, gathered
 from torchstrategy._replica_context import Meetings, ReplicaContext, running_context
 from torchstrategy._replicas import InlineReplica, Replica, Replicas
 from torchstrategy._shares import Shares
-from torchstrategy._storage import Loan, Storage, has_owner
-from torchstrategy._strategy import Strategy, StrategyExtended
+from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
+from torchstrategy._strategy import NO_OPTIONS, Strategy, StrategyExtended
 from torchstrategy._tree import tree_flatten
 from torchstrategy._types import Device, ReplicaFn, Tree
 from torchstrategy._values import (
@@ -74,11 +74,8 @@ class SingleExtended(StrategyExtended):
             args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        with entered(Frame(self._strategy, single_context(self._strategy))):
-            if self._device is None:
-                return fn(*args, **kwargs)
-            with in_use(self._device):
-                return fn(*args, **kwargs)
+        with entered(Frame(self._strategy, single_context(self._strategy))), in_use(self._device):
+            return fn(*args, **kwargs)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return value
@@ -160,6 +157,10 @@ class ReplicatedExtended(StrategyExtended):
         strategy, count = self._strategy, self._num_replicas_in_sync
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
+        if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
+            args, kwargs = select((args, kwargs), 0)
+            with entered(Frame(strategy, single_context(strategy))), in_use(self._replicas.devices[0]):
+                return fn(*args, **kwargs)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
         with self._storage.lend(shares, (fn, leaves), lambda: entered(Frame(strategy, None))) as loan:
 

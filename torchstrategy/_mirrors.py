@@ -138,9 +138,10 @@ class Mirrors:
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies, and whether they require grad."""
         changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
+        moved = {index for index in changed if self._parameters[index].has_moved()}
         requires_grad = [parameter.tensor.requires_grad for parameter in self._parameters]
         for replica in self._replicas:
-            replica.bring_parameters([(index, self._parameters[index]) for index in changed])
+            replica.bring_parameters(self._parameters, changed, moved)
             replica.bring_requires_grad(requires_grad)
         for index in changed:
             self._parameters[index].is_known()
@@ -234,12 +235,13 @@ class _ReplicaModules:
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._attribute_values = _values_of(self._insides)
 
-    def bring_parameters(self, changed: Sequence[tuple[int, _Original]]) -> None:
+    def bring_parameters(self, originals: Sequence[_Original], changed: Sequence[int], moved: set[int]) -> None:
+        # What was written in place, in memory that is shared, is there already.
         targets, sources = [], []
-        for index, original in changed:
-            if self._aliased[index] and not original.has_moved():
-                continue  # it was written in place, in the memory that is shared
-            local, owner = self.parameters[index], original.tensor.detach()
+        for index in moved if all(self._aliased) else changed:
+            if self._aliased[index] and index not in moved:
+                continue
+            local, owner = self.parameters[index], originals[index].tensor.detach()
             if self._aliased[index] and owner.device == local.device:
                 local.data = owner
             elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
@@ -332,8 +334,8 @@ def _check_fits(original: _Original, value: torch.Tensor) -> None:
     if original.tensor.shape != value.shape or original.tensor.dtype != value.dtype:
         raise RuntimeError(
             f"A replica replaced the buffer {original.name}, of shape {tuple(original.tensor.shape)} and "
-            f"{original.tensor.dtype}, by one of shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, "
-            "or keep such a value in a plain attribute."
+            f"{original.tensor.dtype}, by one of shape {tuple(value.shape)} and {value.dtype}. Write the buffer in "
+            "place, or keep such a value in a plain attribute."
         )
 
 

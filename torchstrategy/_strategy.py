@@ -177,7 +177,7 @@ class Strategy:
         if not isinstance(options, (RunOptions, type(None))):
             raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
         require_cross_replica(self, "Strategy.run")
-        return self._extended._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), options or _NO_OPTIONS)
+        return self._extended._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
         """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
@@ -442,7 +442,7 @@ class Strategy:
         return tensor
 
 
-_NO_OPTIONS = RunOptions()
+NO_OPTIONS = RunOptions()
 
 
 @final
@@ -513,7 +513,7 @@ class StrategyExtended(ABC):
             2
         """
         require_cross_replica(self._strategy, "call_for_each_replica")
-        return self._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), _NO_OPTIONS)
+        return self._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), NO_OPTIONS)
 
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Tree, destinations: DeviceLike | DistributedValues, options: None = None

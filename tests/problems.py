@@ -1,0 +1,137 @@
+"""Small problems, trained by plain PyTorch and in replicas, and the comparison of the two.
+
+A step is written once, as `step(model, optimizer, batch)`: plain PyTorch calls it with the whole batch, a strategy runs it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from conftest import central, central_with_copies
+from torch import nn
+
+import torchstrategy
+
+MAKERS = {"aliased": central, "copies": central_with_copies}
+Step = Callable[[Any, Any, Any], Any]
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Smooth, so that no gradient is zero by chance."""
+    return nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 2, dtype=dtype))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(rows: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, of which no two rows are alike."""
+    generator = torch.Generator().manual_seed(1000 * seed + rows)
+    x = torch.randn(rows, 3, generator=generator, dtype=torch.float64) + torch.arange(rows).unsqueeze(1) * 0.1
+    y = torch.randn(rows, 2, generator=generator, dtype=torch.float64) + 0.5
+    return x.to(dtype), y.to(dtype)
+
+
+def mse(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def deal(strategy: torchstrategy.Strategy, batch: Any) -> Any:
+    """One batch, dealt out."""
+    return next(iter(strategy.experimental_distribute_dataset([batch])))
+
+
+def replica_id() -> int:
+    """Which replica the step is in; 0 for plain PyTorch."""
+    context = torchstrategy.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+def built(
+    strategy: torchstrategy.Strategy, build: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any] | None
+) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
+    """A model and its optimizer, made in the scope, and equal ones that no strategy knows."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = build()
+        ours = optimizer(model) if optimizer else None
+    torch.manual_seed(0)
+    twin = build()
+    return (model, ours), (twin, optimizer(twin) if optimizer else None)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_close(actual: Any, expected: Any, case: str, relative: float | None = None, absolute: float | None = None) -> None:
+    """Equal by norm, tensor by tensor: to 1e-12 in float64 and 2e-6 in float32, unless said otherwise."""
+    assert actual.keys() == expected.keys(), case
+    for name, wanted in expected.items():
+        got = actual[name]
+        if wanted is None or got is None:
+            assert got is None and wanted is None, f"{case}: {name} is {got} and should be {wanted}"
+            continue
+        got, wanted = got.to_dense(), wanted.to_dense()
+        double = wanted.dtype == torch.float64
+        rtol = relative or (1e-12 if double else 2e-6)
+        atol = absolute or (1e-15 if double else 1e-8)
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{case}: {name} is {got.shape} {got.dtype}"
+        error, size = float((got - wanted).norm()), float(wanted.norm())
+        assert error <= rtol * size + atol, f"{case}: {name} is off by {error:.3g}, of {size:.3g}"
+
+
+def compare(
+    make: Callable[[int], torchstrategy.Strategy],
+    replicas: int,
+    step: Step,
+    *,
+    build: Callable[[], nn.Module] = mlp,
+    optimizer: Callable[[nn.Module], Any] | None = sgd,
+    batches: Sequence[Any] | None = None,
+    rows: int = 7,
+    steps: int = 3,
+    before: Callable[[nn.Module, Any], None] | None = None,
+    after: Callable[[nn.Module, Any], None] | None = None,
+    options: torchstrategy.RunOptions | None = None,
+    case: str = "",
+    relative: float = 1e-10,
+) -> tuple[nn.Module, nn.Module]:
+    """Takes some steps both ways; gradients and parameters have to agree after each of them.
+
+    `before` and `after` are what is done outside of the step; both are given the model and the optimizer.
+    """
+    strategy = make(replicas)
+    (model, ours), (twin, plain) = built(strategy, build, optimizer)
+    for k, batch in enumerate(batches or [data(rows, seed=k) for k in range(steps)]):
+        case_k = f"{case or step.__name__}, {replicas} replicas, step {k}"
+        for m, o in ((model, ours), (twin, plain)):
+            if before:
+                before(m, o)
+            if m is twin:
+                step(twin, plain, batch)
+            else:
+                strategy.run(lambda b: _nothing(step(model, ours, b)), args=(deal(strategy, batch),), options=options)
+            if after:
+                after(m, o)
+        assert_close(gradients(model), gradients(twin), f"{case_k}, gradient", relative, relative)
+        assert_close(parameters(model), parameters(twin), f"{case_k}, parameter", relative, relative)
+    return model, twin
+
+
+def _nothing(result: Any) -> None:
+    """Steps that are compared are compared by what they leave behind."""
+
+
+def clone(thing: Any) -> Any:
+    return copy.deepcopy(thing)

@@ -1,0 +1,106 @@
+"""The examples run, and the two digits programs differ by no more than the README says."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def output_of(program: str, *arguments: str) -> str:
+    """What the program prints. It imports the package as installed, as a user's program does."""
+    command = [sys.executable, str(EXAMPLES / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def digits_problem(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("digits_problem")
+
+
+def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
+    parser = digits_problem.argument_parser()
+    digits_problem.add_strategy_arguments(parser)
+    return parser.parse_args(arguments.split())
+
+
+def test_the_digits_programs_differ_in_fewer_than_12_lines() -> None:
+    plain, under_strategy = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_plain.py", "digits.py"))
+    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]  # the first two name the files
+    changed = [line for line in diff if line[0] in "+-"]
+    assert 0 < len(changed) < 12, "\n".join(changed)
+
+
+@pytest.mark.slow
+def test_the_plain_digits_program_runs() -> None:
+    assert "test accuracy" in output_of("digits_plain.py", "--epochs", "1")
+
+
+@pytest.mark.slow
+def test_the_digits_program_runs_and_checks_itself() -> None:
+    output = output_of(
+        "digits.py", "--strategy", "central", "--replicas", "3", "--epochs", "1", "--dtype", "float64", "--check"
+    )
+    assert "largest difference from plain PyTorch" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--strategy default",
+        "--strategy one --device cpu:1",
+        "--strategy central --device cpu:1,cpu:0",
+        "--strategy central --replicas 4 --optimizer adam",
+    ],
+)
+def test_an_epoch_of_digits_is_an_epoch_of_plain_pytorch(digits_problem: ModuleType, arguments: str) -> None:
+    options = parsed(digits_problem, f"--epochs 1 --lr 0.01 {arguments}")
+    model, losses = importlib.import_module("digits").train(options)
+    digits_problem.check(options, model, losses)
+
+
+@pytest.mark.slow
+def test_digits_learns_with_four_replicas(digits_problem: ModuleType) -> None:
+    options = parsed(digits_problem, f"--replicas 4 --lr {digits_problem.LEARNING_RATES['sgd']}")
+    model, _ = importlib.import_module("digits").train(options)
+    assert digits_problem.accuracy(model) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [1e-3, float("nan")])
+def test_the_check_of_digits_fails_when_a_weight_differs(digits_problem: ModuleType, damage: float) -> None:
+    options = parsed(digits_problem, "--epochs 1 --lr 0.1")
+    model, losses = importlib.import_module("digits_plain").train(options)
+    digits_problem.check(options, model, losses)
+    with torch.no_grad():
+        model.linear2.bias[0] += damage
+    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+        digits_problem.check(options, model, losses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--strategy one --replicas 2", "--strategy one has one replica, and --replicas asks for 2"),
+        ("--strategy default --device cpu", "--strategy default runs where the tensors are and takes no --device"),
+        ("--strategy central --device cpu,cpu --replicas 3", "--replicas asks for 3, and --device lists 2"),
+    ],
+)
+def test_digits_refuses_arguments_that_it_would_have_to_ignore(
+    digits_problem: ModuleType, arguments: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        digits_problem.new_strategy(parsed(digits_problem, arguments))

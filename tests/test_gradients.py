@@ -1,0 +1,1384 @@
+"""The step on several replicas is the step on one device: gradients, and everything that people do with them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import central, central_with_copies
+from problems import (
+    MAKERS,
+    assert_close,
+    built,
+    compare,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    parameters,
+    replica_id,
+    sgd,
+)
+from torch import nn
+
+import torchstrategy
+from torchstrategy import ReduceOp, RunOptions
+
+ROWS = range(1, 18)
+REPLICAS = range(1, 6)
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strategy]:
+    return MAKERS[request.param]
+
+
+# ---- the gradient of the whole batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("empty", [False, True], ids=["sitting_out", "run_empty"])
+def test_the_gradient_is_that_of_the_whole_batch_for_every_size_and_number_of_replicas(make, dtype, empty):
+    options = RunOptions(run_empty_replicas=empty)
+    for n in REPLICAS:
+        strategy = make(n)
+        (model, _), (twin, _) = built(strategy, lambda: mlp(dtype), None)
+        for rows in ROWS:
+            model.zero_grad()
+            twin.zero_grad()
+            for micro in range(3):
+                batch = data(rows, dtype, seed=micro)
+                strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, batch),), options=options)
+                mse(twin, batch).backward()
+                assert_close(gradients(model), gradients(twin), f"{n} replicas, {rows} rows, micro-batch {micro}")
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_that_of_the_whole_batch_for_every_size_and_number_of_replicas(make, name, where):
+    def accumulate(model: Any, micro_batches: Any) -> None:
+        for batch in micro_batches:
+            (mse(model, batch) / 3).backward()
+
+    def whole_step(model: Any, optimizer: Any, micro_batches: Any) -> None:
+        optimizer.zero_grad()
+        accumulate(model, micro_batches)
+        optimizer.step()
+
+    for n in REPLICAS:
+        strategy = make(n)
+        (model, optimizer), (twin, plain) = built(strategy, mlp, OPTIMIZERS[name])
+        for rows in ROWS:
+            micro_batches = [data(rows, seed=k) for k in range(3)]
+            case = f"{n} replicas, {rows} rows"
+            whole_step(twin, plain, micro_batches)
+            if where == "inside":
+                strategy.run(lambda b: whole_step(model, optimizer, b), args=(deal(strategy, micro_batches),))
+            else:
+                optimizer.zero_grad()
+                for batch in micro_batches:
+                    strategy.run(lambda b: accumulate(model, [b]), args=(deal(strategy, batch),))
+                optimizer.step()
+            assert_close(gradients(model), gradients(twin), f"{case}, gradient", 1e-9)
+            assert_close(parameters(model), parameters(twin), f"{case}, parameter", 1e-9)
+            twin.load_state_dict(model.state_dict())  # so that no rounding of one case goes on into the next
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_replicas_that_run_without_rows_is_that_of_the_whole_batch(make, name):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    for n, rows in [(3, 1), (3, 2), (5, 2), (5, 4), (4, 5)]:
+        options = RunOptions(run_empty_replicas=True)
+        compare(make, n, step, optimizer=OPTIMIZERS[name], rows=rows, options=options, case=f"{rows} rows")
+
+
+def test_a_sum_of_losses_that_were_divided_by_the_global_batch_is_the_gradient_of_the_whole_batch(make):
+    for how in (RunOptions(gradient_reduction=ReduceOp.SUM), RunOptions(gradient_reduction="sum")):
+        for n, rows in [(1, 4), (2, 7), (3, 7), (3, 2), (5, 17)]:
+
+            def step(model: Any, optimizer: Any, batch: Any, rows: int = rows) -> None:
+                optimizer.zero_grad()
+                for _ in range(2):
+                    (F.mse_loss(model(batch[0]), batch[1], reduction="sum") / rows).backward()
+                optimizer.step()
+
+            compare(make, n, step, rows=rows, options=how, case=f"{rows} rows")
+
+
+def test_the_reduction_that_a_strategy_was_made_with_holds_where_a_run_does_not_say():
+    batch = data(7)
+    for default in (ReduceOp.SUM, "sum", ReduceOp.MEAN, "mean"):
+        strategy = central(3, gradient_reduction=default)
+        (model, _), (twin, _) = built(strategy, mlp, None)
+        reduction = "sum" if ReduceOp.of(default) is ReduceOp.SUM else "mean"
+        F.mse_loss(twin(batch[0]), batch[1], reduction=reduction).backward()
+
+        def step(b: Any, model: Any = model, reduction: str = reduction) -> None:
+            F.mse_loss(model(b[0]), b[1], reduction=reduction).backward()
+
+        strategy.run(step, args=(deal(strategy, batch),))
+        assert_close(gradients(model), gradients(twin), f"made with {default}")
+
+        model.zero_grad()
+        twin.zero_grad()
+        other, word = (ReduceOp.MEAN, "mean") if reduction == "sum" else (ReduceOp.SUM, "sum")
+        F.mse_loss(twin(batch[0]), batch[1], reduction=word).backward()
+        options = RunOptions(gradient_reduction=other)
+        strategy.run(functools.partial(step, reduction=word), args=(deal(strategy, batch),), options=options)
+        assert_close(gradients(model), gradients(twin), f"made with {default}, run with {other}")
+
+
+def test_examples_say_what_each_replica_weighs(make):
+    x, y = data(6)
+    pieces = [slice(0, 1), slice(1, 4), slice(4, 6)]
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    mse(twin, (x, y)).backward()
+
+    def step() -> None:
+        piece = pieces[replica_id()]
+        mse(model, (x[piece], y[piece])).backward()
+
+    strategy.run(step, options=RunOptions(examples=[1, 3, 2]))
+    assert_close(gradients(model), gradients(twin), "examples=[1, 3, 2]")
+
+    model.zero_grad()
+    twin.zero_grad()
+    (sum(mse(twin, (x[piece], y[piece])) for piece in pieces) / 3).backward()
+    strategy.run(step)
+    assert_close(gradients(model), gradients(twin), "nobody dealt: equal weights")
+
+    model.zero_grad()
+    twin.zero_grad()
+    (0.75 * mse(twin, (x[pieces[0]], y[pieces[0]])) + 0.25 * mse(twin, (x[pieces[2]], y[pieces[2]]))).backward()
+    strategy.run(step, options=RunOptions(examples=[1.5, 0, 0.5]))
+    assert_close(gradients(model), gradients(twin), "an example count of zero drops a gradient")
+
+
+def test_examples_win_over_the_record_of_the_distributor(make):
+    strategy = make(2)
+    x, y = data(5)  # dealt 3 and 2
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    (0.1 * mse(twin, (x[:3], y[:3])) + 0.9 * mse(twin, (x[3:], y[3:]))).backward()
+    dealt = deal(strategy, (x, y))
+    strategy.run(lambda b: mse(model, b).backward(), args=(dealt,), options=RunOptions(examples=[1, 9]))
+    assert_close(gradients(model), gradients(twin), "examples=[1, 9]")
+
+
+def test_records_that_disagree_are_refused_until_examples_are_given(make):
+    strategy = make(2)
+    (model, _), _ = built(strategy, mlp, None)
+    five, four = deal(strategy, data(5)), deal(strategy, data(4))
+
+    def step(a: Any, b: Any) -> None:
+        (mse(model, a) + mse(model, b)).backward()
+
+    with pytest.raises(ValueError, match=r"dealt with different numbers of rows, \(2, 2\) and \(3, 2\) by replica"):
+        strategy.run(step, args=(five, four))
+    assert all(p.grad is None for p in model.parameters())
+    strategy.run(step, args=(five, four), options=RunOptions(examples=[5, 4]))
+    assert model[0].weight.grad is not None
+
+
+def test_a_gradient_adds_to_what_a_backward_outside_of_replicas_left(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    for m in (model, twin):
+        mse(m, data(2)).backward()
+    strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, data(7)),))
+    mse(twin, data(7)).backward()
+    for m in (model, twin):
+        mse(m, data(3)).backward()
+    assert_close(gradients(model), gradients(twin), "outside, run, outside")
+
+
+# ---- gradients outside of run
+
+
+@pytest.mark.parametrize("how", ["mean along rows", "sum along rows", "sum of sums"])
+def test_a_backward_through_the_results_of_a_run_reaches_the_parameters(make, how):
+    for n, rows in [(1, 4), (3, 7), (3, 2), (5, 17)]:
+        strategy = make(n)
+        (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
+        for k in range(3):
+            x, y = data(rows, seed=k)
+            results = strategy.run(
+                lambda b: F.mse_loss(model(b[0]), b[1], reduction="none").mean(1), args=(deal(strategy, (x, y)),)
+            )
+            losses = F.mse_loss(twin(x), y, reduction="none").mean(1)
+            if how == "sum of sums":
+                results = strategy.run(
+                    lambda b: F.mse_loss(model(b[0]), b[1], reduction="none").mean(1).sum(),
+                    args=(deal(strategy, (x, y)),),
+                )
+            loss = {
+                "mean along rows": lambda v=results: strategy.reduce("mean", v, axis=0),
+                "sum along rows": lambda v=results: strategy.reduce("sum", v, axis=0),
+                "sum of sums": lambda v=results: strategy.reduce("sum", v, axis=None),
+            }[how]()
+            wanted = losses.mean() if how == "mean along rows" else losses.sum()
+            torch.testing.assert_close(loss, wanted)
+            for optimize, total in ((optimizer, loss), (plain, wanted)):
+                if k < 2:
+                    optimize.zero_grad()  # so the last step accumulates
+                total.backward(retain_graph=True)
+                (0.5 * total).backward()
+            assert_close(gradients(model), gradients(twin), f"{n} replicas, {rows} rows, step {k}", 1e-10)
+            optimizer.step()
+            plain.step()
+        assert_close(parameters(model), parameters(twin), f"{n} replicas, {rows} rows", 1e-10)
+
+
+def test_a_backward_through_gathered_results_reaches_the_parameters(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    batch = data(7)
+    rows = strategy.gather(strategy.run(lambda b: model(b[0]), args=(deal(strategy, batch),)), axis=0)
+    F.mse_loss(rows, batch[1]).backward()
+    mse(twin, batch).backward()
+    assert_close(gradients(model), gradients(twin), "gathered")
+
+
+def test_a_backward_outside_works_also_when_an_optimizer_came_between_two_runs(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    for k in range(3):
+        batch = data(7, seed=k)
+        results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+        strategy.reduce("mean", results, axis=0).backward()
+        twin(batch[0]).square().sum(1).mean().backward()
+        assert_close(gradients(model), gradients(twin), f"run {k}", 1e-11)
+        optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    del optimizer
+
+
+def test_a_backward_outside_reaches_a_parameter_that_was_frozen_at_the_first_run(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    for k, frozen in enumerate([True, False, True, False]):
+        for m in (model, twin):
+            m.zero_grad()
+            m[0].requires_grad_(not frozen)
+        batch = data(7, seed=k)
+        results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+        strategy.reduce("mean", results, axis=0).backward()
+        twin(batch[0]).square().sum(1).mean().backward()
+        assert_close(gradients(model), gradients(twin), f"run {k}, frozen: {frozen}")
+
+
+def test_a_backward_outside_works_for_results_of_a_run_before_the_model_was_changed(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    batch = data(7)
+    results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+    with strategy.scope():
+        other = nn.Linear(2, 2)
+    strategy.run(lambda: other(torch.ones(1, 2)).detach())
+    strategy.reduce("mean", results, axis=0).backward()
+    twin(batch[0]).square().sum(1).mean().backward()
+    assert_close(gradients(model), gradients(twin), "results of copies that are no longer used")
+
+
+def test_a_backward_outside_runs_the_hooks_on_the_parameters_of_the_user(make):
+    # The hooks see the gradient of the whole batch; a doubling is one that does not care how often it is called.
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    for m in (model, twin):
+        m[0].weight.register_hook(lambda g: 2 * g)
+    batch = data(7)
+    results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+    strategy.reduce("mean", results, axis=0).backward()
+    twin(batch[0]).square().sum(1).mean().backward()
+    assert_close(gradients(model), gradients(twin), "hooks")
+
+
+# ---- clearing gradients
+
+
+def _each(model: Any, what: Callable[[Any], None]) -> None:
+    for p in model.parameters():
+        what(p)
+
+
+def _set_none(p: Any) -> None:
+    p.grad = None
+
+
+def _zero(p: Any) -> None:
+    if p.grad is not None:
+        p.grad.zero_()
+
+
+def _zero_data(p: Any) -> None:
+    if p.grad is not None:
+        p.grad.data.zero_()
+
+
+def _detach_and_zero(p: Any) -> None:
+    if p.grad is not None:
+        p.grad.detach_()
+        p.grad.zero_()
+
+
+def _delete(p: Any) -> None:
+    del p.grad
+
+
+def _put_zeros(p: Any) -> None:
+    p.grad = torch.zeros_like(p)
+
+
+CLEARING: dict[str, Callable[[Any, Any], None]] = {
+    "optimizer.zero_grad()": lambda m, o: o.zero_grad(),
+    "optimizer.zero_grad(set_to_none=False)": lambda m, o: o.zero_grad(set_to_none=False),
+    "model.zero_grad()": lambda m, o: m.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda m, o: m.zero_grad(set_to_none=False),
+    "p.grad = None": lambda m, o: _each(m, _set_none),
+    "p.grad.zero_()": lambda m, o: _each(m, _zero),
+    "p.grad.data.zero_()": lambda m, o: _each(m, _zero_data),
+    "p.grad.detach_(); p.grad.zero_()": lambda m, o: _each(m, _detach_and_zero),
+    "del p.grad": lambda m, o: _each(m, _delete),
+    "p.grad = zeros": lambda m, o: _each(m, _put_zeros),
+    "one layer only": lambda m, o: m[0].zero_grad(),
+    "never": lambda m, o: None,
+}
+
+
+@pytest.mark.parametrize("way", CLEARING)
+def test_every_way_of_clearing_gradients_means_what_it_means_in_plain_torch(make, way):
+    clear = CLEARING[way]
+
+    def micro(model: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    def first(model: Any, optimizer: Any, batch: Any) -> None:
+        clear(model, optimizer)
+        micro(model, batch)
+        micro(model, batch)
+
+    def between(model: Any, optimizer: Any, batch: Any) -> None:
+        micro(model, batch)
+        clear(model, optimizer)
+        micro(model, batch)
+
+    def last(model: Any, optimizer: Any, batch: Any) -> None:
+        micro(model, batch)
+        micro(model, batch)
+        clear(model, optimizer)
+
+    def twice(model: Any, optimizer: Any, batch: Any) -> None:
+        clear(model, optimizer)
+        clear(model, optimizer)
+        micro(model, batch)
+        micro(model, batch)
+
+    def update_first(model: Any, optimizer: Any, batch: Any) -> None:
+        first(model, optimizer, batch)
+        optimizer.step()
+
+    def update_last(model: Any, optimizer: Any, batch: Any) -> None:
+        micro(model, batch)
+        optimizer.step()
+        clear(model, optimizer)
+        micro(model, batch)
+
+    def neither(model: Any, optimizer: Any, batch: Any) -> None:
+        micro(model, batch)
+        micro(model, batch)
+
+    for n in (1, 3):
+        for step in (first, between, last, twice, update_first, update_last):
+            compare(make, n, step, case=f"{step.__name__} inside")
+        compare(make, n, neither, before=clear, after=lambda m, o: o.step(), case="before, outside")
+        compare(make, n, neither, after=clear, case="after, outside")
+        compare(make, n, first, before=clear, after=lambda m, o: o.step(), case="inside and outside")
+
+
+@pytest.mark.parametrize("way", [way for way in CLEARING if way not in ("never", "one layer only")])
+def test_replicas_that_disagree_about_clearing_are_an_error(make, way):
+    # In the first step nothing was accumulated before, and what is cleared is only what the step itself has collected.
+    clear = CLEARING[way]
+    for steps, when in [(2, "before backward"), (1, "after backward"), (2, "after backward")]:
+        for who in (0, 1):
+            strategy = make(3)
+            (model, optimizer), _ = built(strategy, mlp, sgd)
+
+            def step(batch: Any, is_last: bool, who: int = who, model: Any = model, o: Any = optimizer, when: str = when):
+                if is_last and replica_id() == who and when == "before backward":
+                    clear(model, o)
+                mse(model, batch).backward()
+                if is_last and replica_id() == who and when == "after backward":
+                    clear(model, o)
+
+            case = f"only replica {who} cleared, {when}, at step {steps}"
+            before = None
+            try:
+                for k in range(steps):
+                    before = gradients(model)
+                    strategy.run(step, args=(deal(strategy, data(7)), k == steps - 1))
+            except RuntimeError as error:
+                assert "disagree" in str(error) or "different number of times" in str(error), case
+                assert_close(gradients(model), before, case)  # and it has left everything as it was
+            else:
+                pytest.fail(f"{case}: no error, and the gradient is {gradients(model)}")
+
+
+def test_clearing_before_anything_was_accumulated_is_no_disagreement(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        if replica_id() == 1:
+            optimizer.zero_grad()
+        mse(model, batch).backward()
+
+    compare(make, 3, step, steps=1)
+
+
+# ---- reading and changing gradients
+
+
+def _norm(model: Any, optimizer: Any) -> Any:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def _value(model: Any, optimizer: Any) -> Any:
+    return nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def _clamp_data(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad.data.clamp_(-0.01, 0.01)
+
+
+def _scale_data(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad.data.mul_(3)
+
+
+def _through_groups(model: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+
+
+def _times_two(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad * 2
+
+
+def _times_two_in_place(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad *= 2
+
+
+def _decay(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad.add_(p.detach(), alpha=0.3)
+
+
+def _decay_by_new(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad + 0.3 * p.detach()
+
+
+def _assign_data(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.5
+
+
+def _drop_first(model: Any, optimizer: Any) -> None:
+    model[0].weight.grad = None
+
+
+def _last_layer_only(model: Any, optimizer: Any) -> None:
+    model[2].weight.grad.mul_(0.5)
+
+
+def _log_only(model: Any, optimizer: Any) -> None:
+    assert sum(float(p.grad.norm()) for p in model.parameters()) > 0
+
+
+CHANGES = [
+    _norm,
+    _value,
+    _clamp_data,
+    _scale_data,
+    _through_groups,
+    _times_two,
+    _times_two_in_place,
+    _decay,
+    _decay_by_new,
+    _assign_data,
+    _drop_first,
+    _last_layer_only,
+    _log_only,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES])
+def test_what_a_step_does_to_gradients_it_does_to_those_of_the_whole_batch(make, change):
+    def each_micro_batch(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        for _ in range(3):
+            mse(model, batch).backward()
+            change(model, optimizer)
+        optimizer.step()
+
+    def at_the_end(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        mse(model, batch).backward()
+        change(model, optimizer)
+
+    def of_what_was_accumulated(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+        change(model, optimizer)
+
+    for n in (1, 3):
+        compare(make, n, each_micro_batch)
+        compare(make, n, at_the_end, after=lambda m, o: o.step())
+        compare(make, n, of_what_was_accumulated)
+    compare(make, 3, each_micro_batch, rows=2, case="an empty replica sits out")
+    compare(make, 3, each_micro_batch, rows=2, options=RunOptions(run_empty_replicas=True), case="an empty replica runs")
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES])
+def test_what_a_step_does_to_gradients_that_are_summed_it_does_to_those_of_the_whole_batch(make, change):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        for _ in range(2):
+            (F.mse_loss(model(batch[0]), batch[1], reduction="sum") / 7).backward()
+            change(model, optimizer)
+        optimizer.step()
+
+    compare(make, 3, step, options=RunOptions(gradient_reduction="sum"))
+
+
+def test_the_norm_that_clipping_returns_is_that_of_the_whole_batch_in_every_replica(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+
+    def step(model: Any, batch: Any) -> float:
+        mse(model, batch).backward()
+        return float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+    wanted = step(twin, data(7))
+    got = strategy.run(lambda b: step(model, b), args=(deal(strategy, data(7)),))
+    assert strategy.experimental_local_results(got) == pytest.approx([wanted] * 3, rel=1e-12)
+
+
+def test_every_replica_reads_the_gradient_of_the_whole_batch_also_that_of_earlier_runs(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    for k in range(3):
+        batch = data(7, seed=k)
+
+        def step(b: Any) -> Any:
+            before = gradients(model)
+            mse(model, b).backward()
+            return [before, gradients(model)]
+
+        before = gradients(twin)
+        mse(twin, batch).backward()
+        results = strategy.run(step, args=(deal(strategy, batch),))
+        for r in range(3):
+            read = torch.utils._pytree.tree_map(
+                lambda leaf, r=r: leaf.values[r] if isinstance(leaf, torchstrategy.DistributedValues) else leaf, results
+            )
+            assert_close(read[0], before, f"run {k}, replica {r}, before backward")
+            assert_close(read[1], gradients(twin), f"run {k}, replica {r}, after backward")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(make, reduction):
+    def loss(model: Any, batch: Any, rows: int) -> torch.Tensor:
+        total = F.mse_loss(model(batch[0]), batch[1], reduction=reduction)
+        return total / rows if reduction == "sum" else total
+
+    def new_tensor(p: Any, g: Any) -> None:
+        p.grad = g if p.grad is None else p.grad + g
+
+    def in_place(p: Any, g: Any) -> None:
+        if p.grad is None:
+            p.grad = g
+        else:
+            p.grad += g
+
+    def in_place_method(p: Any, g: Any) -> None:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.grad.add_(g)
+
+    batches = {
+        "7 rows": data(7),
+        "2 rows": data(2),
+        "equal rows": tuple(torch.cat([t[:2]] * 3) for t in data(7)),  # every replica adds the very same
+    }
+    for add in (new_tensor, in_place, in_place_method):
+        for name, batch in batches.items():
+            rows = batch[0].shape[0]
+
+            def step(model: Any, optimizer: Any, batch: Any, add: Any = add, rows: int = rows) -> None:
+                optimizer.zero_grad()
+                for _ in range(3):
+                    taken = torch.autograd.grad(loss(model, batch, rows), list(model.parameters()))
+                    for p, g in zip(model.parameters(), taken, strict=True):
+                        add(p, g)
+                optimizer.step()
+
+            case = f"{add.__name__}, {name}"
+            for empty in (False, True):
+                options = RunOptions(gradient_reduction=reduction, run_empty_replicas=empty)
+                compare(make, 3, step, batches=[batch] * 3, options=options, case=f"{case}, run empty: {empty}")
+
+
+def test_adding_to_what_earlier_runs_accumulated_is_adding_to_it_once(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        taken = torch.autograd.grad(mse(model, batch), list(model.parameters()))
+        for p, g in zip(model.parameters(), taken, strict=True):
+            p.grad = g if p.grad is None else p.grad + g
+
+    compare(make, 3, step, steps=4)
+
+
+# ---- parameters captured outside of the step
+
+
+def _equals_plain_or_raises(make: Any, step: Any, **kwargs: Any) -> None:
+    """A silent difference is the one thing that is never right."""
+    try:
+        compare(make, 3, step, **kwargs)
+    except RuntimeError as error:
+        assert "outside of" in str(error) or "scope" in str(error), error
+
+
+def test_clipping_parameters_that_were_listed_outside_of_the_step_clips_or_raises(make):
+    lists: dict[int, list[Any]] = {}
+
+    def remember(model: Any, optimizer: Any) -> None:
+        lists[id(model)] = list(model.parameters())
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+        nn.utils.clip_grad_norm_(lists[id(model)], 0.01)
+
+    _equals_plain_or_raises(make, step, before=remember)
+
+
+def test_clearing_parameters_that_were_listed_outside_of_the_step_clears_or_raises(make):
+    for name, clear in {"= None": _set_none, ".zero_()": _zero}.items():
+        lists: dict[int, list[Any]] = {}
+
+        def remember(model: Any, optimizer: Any, lists: Any = lists) -> None:
+            lists[id(model)] = list(model.parameters())
+
+        def step(model: Any, optimizer: Any, batch: Any, lists: Any = lists, clear: Any = clear) -> None:
+            for p in lists[id(model)]:
+                clear(p)
+            mse(model, batch).backward()
+
+        _equals_plain_or_raises(make, step, before=remember, case=name)
+
+
+def test_clearing_by_an_optimizer_that_was_made_outside_of_the_scope_clears_or_raises(make):
+    optimizers: dict[int, Any] = {}
+
+    def remember(model: Any, optimizer: Any) -> None:
+        optimizers.setdefault(id(model), torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizers[id(model)].zero_grad()
+        mse(model, batch).backward()
+
+    _equals_plain_or_raises(make, step, optimizer=None, before=remember, after=lambda m, o: optimizers[id(m)].step())
+
+
+def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_has_it(make):
+    strategy = make(3)
+    with strategy.scope():
+        model = mlp()
+        log_t = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+        optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [log_t]}], lr=0.1)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        (mse(model, batch) * log_t.exp().sum()).backward()
+        optimizer.step()
+
+    before = parameters(model)
+    with pytest.raises(RuntimeError, match=r"(log_t|param_groups\[1\]\['params'\]\[0\], a tensor of shape \(7,\))"):
+        strategy.run(step, args=(deal(strategy, data(7)),))
+    assert_close(parameters(model), before, "nothing was updated")
+    assert log_t.grad is None and not log_t.any()
+
+
+def test_a_parameter_that_was_taken_outside_of_the_step_is_named_when_backward_reaches_it(make):
+    strategy = make(3)
+    (model, _), _ = built(strategy, mlp, None)
+    weight = model[0].weight
+    with pytest.raises(RuntimeError, match=r"Backward in a replica reached .*0\.weight"):
+        strategy.run(lambda b: F.linear(b[0], weight).sum().backward(), args=(deal(strategy, data(7)),))
+    assert weight.grad is None
+
+
+def test_a_model_that_no_scope_knows_does_not_silently_collect_a_gradient_from_each_replica(make):
+    for optimizer_is_inside in (False, True):
+        strategy = make(3)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = parameters(model)
+
+        def step(batch: Any, model: Any = model, optimizer: Any = optimizer, updates: bool = optimizer_is_inside) -> None:
+            mse(model, batch).backward()
+            if updates:
+                optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"scope"):
+            strategy.run(step, args=(deal(strategy, data(7)),))
+        assert_close(parameters(model), before, "a model that was made outside of the scope")
+
+
+# ---- hooks on the user's parameters
+
+
+def test_tensor_hooks_on_the_users_parameters_see_the_gradient_of_the_whole_batch_once(make):
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def build() -> nn.Module:
+        model = mlp()
+        log = seen.setdefault(id(model), [])
+        model[0].weight.register_hook(lambda g: (log.append(g.clone()), g.clamp(-0.01, 0.01))[1])
+        model[2].bias.register_hook(lambda g: log.append(g.clone()))
+        return model
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    model, twin = compare(make, 3, step, build=build)
+    assert len(seen[id(model)]) == len(seen[id(twin)]) == 6
+    # Autograd comes to the last layer first; ours are called in the order of the parameters.
+    got, wanted = (sorted(seen[id(m)], key=lambda g: (g.dim(), float(g.sum()))) for m in (model, twin))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tensor_hooks_see_the_gradient_of_each_backward_or_the_step_is_refused(make):
+    # A clamp of the sum is not the sum of the clamps.
+    def build() -> nn.Module:
+        model = mlp()
+        model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        return model
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        for _ in range(2):
+            mse(model, batch).backward()
+
+    try:
+        compare(make, 3, step, build=build)
+    except RuntimeError as error:
+        assert "hook" in str(error)
+
+
+def test_a_hook_that_frees_an_update_from_the_optimizer_step_updates_once(make):
+    # The optimizer-in-backward of the PyTorch tutorial.
+    def build() -> nn.Module:
+        model = mlp()
+        for p in model.parameters():
+            optimizer = torch.optim.Adam([p], lr=0.01)
+
+            def update(p: Any, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(update)
+        return model
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    compare(make, 3, step, build=build, optimizer=None)
+
+
+def test_post_accumulate_hooks_see_what_was_accumulated(make):
+    norms: dict[int, list[float]] = {}
+
+    def build() -> nn.Module:
+        model = mlp()
+        log = norms.setdefault(id(model), [])
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: log.append(float(p.grad.norm())))
+        return model
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    model, twin = compare(make, 3, step, build=build)
+    assert norms[id(model)] == pytest.approx(norms[id(twin)], rel=1e-12)
+
+
+def test_hooks_that_a_step_removes_or_that_are_removed_between_steps_are_gone(make):
+    strategy = make(2)
+    (model, _), _ = built(strategy, mlp, None)
+    calls: list[int] = []
+    handle = model[0].weight.register_hook(lambda g: calls.append(1))
+    step = functools.partial(strategy.run, lambda b: mse(model, b).backward(), args=(deal(strategy, data(4)),))
+    step()
+    handle.remove()
+    step()
+    assert calls == [1]
+
+
+# ---- gradients that are sparse, or missing
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 2, sparse=True, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+WORDS = [(torch.tensor([0, 1, 2, 3, 3, 8, 1]), data(7)[1]), (torch.tensor([5, 5, 5, 0, 2, 2, 7]), data(7, seed=2)[1])]
+
+
+@pytest.mark.parametrize("name", ["sgd", "sparse_adam"])
+def test_sparse_gradients_of_embeddings_are_those_of_the_whole_batch(make, name):
+    optimizers = {
+        "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        "sparse_adam": lambda m: torch.optim.SparseAdam(m.parameters(), lr=0.1),
+    }
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    def backward(model: Any, optimizer: Any, batch: Any) -> None:
+        for _ in range(2):
+            mse(model, batch).backward()
+
+    for n in (1, 3):
+        for reduction in ("mean",):
+            options = RunOptions(gradient_reduction=reduction)
+            kwargs: dict[str, Any] = dict(build=Words, optimizer=optimizers[name], batches=WORDS, options=options)
+            model, _ = compare(make, n, step, **kwargs)
+            assert model.table.weight.grad.is_sparse
+            compare(make, n, backward, after=lambda m, o: (o.step(), o.zero_grad()), **kwargs)
+
+
+def test_sparse_gradients_can_be_read_changed_and_accumulated_over_runs(make):
+    def double(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+        model.table.weight.grad = model.table.weight.grad * 2
+
+    def read(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+        assert model.table.weight.grad.is_sparse
+
+    def accumulate(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    for n in (1, 3):
+        for step in (read, accumulate, double):
+            compare(make, n, step, build=Words, optimizer=None, batches=WORDS)
+
+
+class Heads(nn.Module):
+    """Which head a row takes is in the row: in most replicas some head is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(3, 2, dtype=torch.float64)
+        self.common = nn.Linear(3, 2, dtype=torch.float64)
+        self.unused = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, is_rare: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(len(x), 2)
+        if is_rare.any():
+            out = out.index_put((is_rare,), self.rare(x[is_rare]))
+        if not is_rare.all():
+            out = out.index_put((~is_rare,), self.common(x[~is_rare]))
+        return out
+
+
+HEADS = [
+    (*data(7), torch.tensor([False, False, False, True, True, True, False])),
+    (*data(7, seed=5), torch.tensor([False] * 6 + [True])),
+    (*data(7, seed=6), torch.tensor([True, True] + [False] * 5)),
+]
+
+
+def heads_loss(model: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0], batch[2]), batch[1])
+
+
+def test_a_parameter_that_some_replicas_do_not_use_has_the_gradient_of_the_whole_batch(make):
+    def plain(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        heads_loss(model, batch).backward()
+        optimizer.step()
+
+    def clipped(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        heads_loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+    def read_backwards(model: Any, optimizer: Any, batch: Any) -> None:
+        heads_loss(model, batch).backward()
+        for p in reversed(list(model.parameters())):
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+    def one_read(model: Any, optimizer: Any, batch: Any) -> None:
+        heads_loss(model, batch).backward()
+        if model.rare.weight.grad is not None:
+            model.rare.weight.grad.mul_(0.5)
+
+    for n in (2, 3, 5):
+        for step in (plain, clipped, read_backwards, one_read):
+            compare(make, n, step, build=Heads, batches=HEADS)
+
+
+def test_a_read_of_a_gradient_that_other_replicas_still_add_to_is_right_or_an_error(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        for p in (model.common.weight, model.rare.bias):  # a look at some of them before backward
+            _ = p.grad
+        heads_loss(model, batch).backward()
+        if model.rare.weight.grad is not None:
+            model.rare.weight.grad.mul_(0.5)
+        if model.common.weight.grad is not None:
+            model.common.weight.grad.mul_(0.5)
+
+    try:
+        compare(make, 3, step, build=Heads, batches=HEADS)
+    except RuntimeError as error:
+        assert "gradient" in str(error)
+
+
+# ---- optimizers
+
+
+def test_the_two_optimizers_of_a_gan_do_what_they_do_in_plain_torch(make):
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.critic = nn.Linear(2, 3, dtype=torch.float64), mlp()
+
+    def optimizers(model: Any) -> Any:
+        return (
+            torch.optim.Adam(model.generator.parameters(), lr=0.01),
+            torch.optim.SGD(model.critic.parameters(), lr=0.1, momentum=0.5),
+        )
+
+    def step(model: Any, pair: Any, batch: Any) -> None:
+        of_generator, of_critic = pair
+        real, noise = batch
+        fake = model.generator(noise)
+        of_critic.zero_grad()
+        (F.softplus(-model.critic(real)).mean() + F.softplus(model.critic(fake.detach())).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        F.softplus(-model.critic(fake)).mean().backward()  # leaves a gradient in the critic too
+        of_generator.step()
+
+    for n in (1, 3):
+        compare(make, n, step, build=Gan, optimizer=optimizers, steps=4)
+
+
+def test_an_update_in_the_step_is_seen_by_the_forward_after_it(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            mse(model, batch).backward()
+            optimizer.step()
+
+    for n in (1, 3):
+        compare(make, n, step)
+
+
+def test_gradients_after_an_update_in_the_step_are_still_there(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+        optimizer.step()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    compare(make, 3, step)
+
+
+def test_a_learning_rate_that_the_step_writes_holds_from_the_next_update_on(make):
+    def before(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        optimizer.step()
+
+    def after(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            group["momentum"] = 0.1
+
+    def twice(model: Any, optimizer: Any, batch: Any) -> None:
+        before(model, optimizer, batch)
+        after(model, optimizer, batch)
+
+    for n in (1, 3):
+        for step in (before, after, twice):
+            lrs: dict[int, float] = {}
+            model, twin = compare(
+                make, n, step, after=lambda m, o, lrs=lrs: lrs.update({id(m): o.param_groups[0]["lr"]})
+            )
+            assert lrs[id(model)] == lrs[id(twin)] < 0.1
+
+
+def test_a_learning_rate_that_is_a_tensor_and_is_written_in_place_is_written_once_or_refused(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.5)
+        optimizer.step()
+
+    def optimizer(model: Any) -> Any:
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
+
+    try:
+        compare(make, 3, step, optimizer=optimizer)
+    except RuntimeError as error:
+        assert "lr" in str(error)
+
+
+def test_groups_of_an_optimizer_show_the_replicas_own_parameters_and_their_state(make):
+    strategy = make(3)
+    (model, optimizer), _ = built(strategy, mlp, OPTIMIZERS["adam"])
+
+    def step(batch: Any) -> tuple[bool, int, int]:
+        mse(model, batch).backward()
+        optimizer.step()
+        mine = {id(p) for p in model.parameters()}
+        same = {id(p) for group in optimizer.param_groups for p in group["params"]} == mine
+        return same, len(mine & {id(p) for p in optimizer.state}), int(optimizer.state[model[0].weight]["step"])
+
+    result = strategy.run(step, args=(deal(strategy, data(7)),))
+    assert strategy.experimental_local_results(result) == ((True, 4, 1),) * 3
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
+    "step": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5), ()),
+    "lambda": (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)), ()),
+    "cycle": (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10), ()),
+    "plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0), (1.0,)),
+    "sequential": (
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.StepLR(o, 1)], [2]
+        ),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("in_scope", [True, False], ids=["made_in_scope", "made_outside"])
+def test_a_scheduler_works_outside_of_the_step_and_is_refused_inside(make, name, in_scope):
+    new, args = SCHEDULERS[name]
+    batch = data(7)
+    for n in (1, 3):
+        strategy = make(n)
+        (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
+        theirs = new(plain)
+        if in_scope:
+            with strategy.scope():
+                ours = new(optimizer)
+        else:
+            ours = new(optimizer)
+
+        def step(model: Any, optimizer: Any, b: Any) -> None:
+            optimizer.zero_grad()
+            mse(model, b).backward()
+            optimizer.step()
+
+        for _ in range(4):
+            strategy.run(functools.partial(step, model, optimizer), args=(deal(strategy, batch),))
+            step(twin, plain, batch)
+            ours.step(*args)
+            theirs.step(*args)
+            assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        assert_close(parameters(model), parameters(twin), f"{n} replicas", 1e-10)
+
+        rate, count = optimizer.param_groups[0]["lr"], ours.last_epoch
+        if n > 1:
+            with pytest.raises(RuntimeError, match=r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n +scheduler"):
+                strategy.run(lambda ours=ours: ours.step(*args))
+            assert optimizer.param_groups[0]["lr"] == rate
+        del count
+
+
+def test_a_refused_scheduler_has_not_counted_the_step(make):
+    strategy = make(3)
+    (model, optimizer), _ = built(strategy, mlp, sgd)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    strategy.run(lambda b: (mse(model, b).backward(), optimizer.step())[1], args=(deal(strategy, data(7)),))
+    with pytest.raises(RuntimeError, match="was stepped in a replica"):
+        strategy.run(scheduler.step)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_grad_scaler_works_outside_of_the_step_and_is_refused_inside(make):
+    batch = data(7)
+    strategy = make(3)
+    (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
+    ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+
+    def backward(model: Any, scaler: Any, b: Any) -> None:
+        scaler.scale(mse(model, b)).backward()
+
+    for k in range(4):
+        strategy.run(functools.partial(backward, model, ours), args=(deal(strategy, batch),))
+        backward(twin, theirs, batch)
+        for scaler, o, m in ((ours, optimizer, model), (theirs, plain, twin)):
+            if k == 2:
+                m[0].weight.grad[0, 0] = float("inf")  # a step that is skipped
+            scaler.unscale_(o)
+            nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+            scaler.step(o)
+            scaler.update()
+            o.zero_grad()
+        assert ours.get_scale() == theirs.get_scale()
+        assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
+    for name, inside in {"step": ours.step, "unscale_": ours.unscale_}.items():
+        with pytest.raises(RuntimeError, match=r"GradScaler was stepped in a replica[\s\S]*scaler\.step\(optimizer\)"):
+            strategy.run(
+                lambda b, inside=inside: (backward(model, ours, b), inside(optimizer))[0], args=(deal(strategy, batch),)
+            )
+        assert not optimizer.state[model[0].weight].get("unknown"), name
+
+
+def test_a_closure_is_refused_in_a_replica_and_works_outside(make):
+    strategy = make(3)
+    for new in (sgd, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3)):
+        (model, optimizer), (twin, plain) = built(strategy, mlp, new)
+        batch = data(7)
+        dealt = deal(strategy, batch)
+        before = parameters(model)
+
+        def step(b: Any, model: Any = model, optimizer: Any = optimizer) -> None:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = mse(model, b)
+                loss.backward()
+                return loss.detach()
+
+            optimizer.step(closure)
+
+        with pytest.raises(RuntimeError, match=r"\.step\(closure\) was called in a replica"):
+            strategy.run(step, args=(dealt,))
+        assert_close(parameters(model), before, "refused")
+
+        def ours(model: Any = model, optimizer: Any = optimizer, dealt: Any = dealt) -> Any:
+            optimizer.zero_grad()
+
+            def backward(b: Any) -> Any:
+                losses = F.mse_loss(model(b[0]), b[1], reduction="none").mean(1)
+                losses.mean().backward()
+                return losses.detach()
+
+            return strategy.reduce("mean", strategy.run(backward, args=(dealt,)), axis=0)
+
+        def theirs(twin: Any = twin, plain: Any = plain, batch: Any = batch) -> Any:
+            plain.zero_grad()
+            loss = mse(twin, batch)
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(ours)
+        plain.step(theirs)
+        assert_close(parameters(model), parameters(twin), "outside", 1e-9)
+
+
+def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(make):
+    for n in (1, 3):
+        strategy = make(n)
+        (model, _), _ = built(strategy, mlp, None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if n == 1 and make is central:
+            continue  # one replica on the user's own objects is plain
+        before = parameters(model)
+
+        def step(batch: Any, model: Any = model, optimizer: Any = optimizer) -> None:
+            mse(model, batch).backward()
+            optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called in a replica.*distribute_optimizer\(optimizer\)"):
+            strategy.run(step, args=(deal(strategy, data(7)),))
+        assert_close(parameters(model), before, "refused")
+        strategy.distribute_optimizer(optimizer)
+        strategy.run(step, args=(deal(strategy, data(7)),))
+        assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_an_optimizer_that_is_made_in_the_step_for_the_replicas_parameters_is_refused(make):
+    strategy = make(3)
+    (model, _), _ = built(strategy, mlp, None)
+
+    def step(batch: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mse(model, batch).backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called in a replica"):
+        strategy.run(step, args=(deal(strategy, data(7)),))
+
+
+def test_an_optimizer_given_to_the_strategy_does_what_it_does_in_plain_torch(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    for n in (1, 3):
+        strategy = make(n)
+        _, (twin, plain) = built(strategy, mlp, sgd)
+        model = strategy.distribute_module(copy.deepcopy(twin))
+        optimizer = strategy.distribute_optimizer(sgd(model))
+        for k in range(3):
+            batch = data(7, seed=k)
+            strategy.run(functools.partial(step, model, optimizer), args=(deal(strategy, batch),))
+            step(twin, plain, batch)
+        assert_close(parameters(model), parameters(twin), f"{n} replicas", 1e-10)
+
+
+def test_a_group_that_is_added_between_runs_is_trained(make):
+    def new(model: Any) -> Any:
+        return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    def grow(model: Any, optimizer: Any) -> None:
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    compare(make, 3, step, optimizer=new, after=grow)
+
+
+def test_an_optimizer_over_tensors_of_the_steps_own_is_the_steps_own(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+
+    def fit(model: Any, x: torch.Tensor) -> torch.Tensor:
+        w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        inner = torch.optim.SGD([w], lr=0.1)
+        for _ in range(3):
+            inner.zero_grad()
+            (x.sum(0) - w).square().sum().backward()
+            inner.step()
+        head = copy.deepcopy(model)  # fast weights, as in meta-learning
+        fast = torch.optim.Adam(head.parameters(), lr=0.01)
+        for _ in range(2):
+            fast.zero_grad()
+            head(x).square().mean().backward()
+            fast.step()
+        return torch.cat([w.detach(), head(x).detach().sum(0)])
+
+    x = data(7)[0]
+    results = strategy.run(lambda x: fit(model, x), args=(deal(strategy, x),))
+    for got, piece in zip(results.values, (x[:3], x[3:6], x[6:]), strict=True):
+        torch.testing.assert_close(got, fit(twin, piece))
+    assert all(p.grad is None for p in model.parameters())
+    assert_close(parameters(model), parameters(twin), "the model itself is as it was")
+
+
+def test_hooks_of_an_optimizer_are_called_once_a_step_and_see_the_whole_gradient(make):
+    calls: dict[int, list[float]] = {}
+
+    def new(model: Any) -> Any:
+        optimizer = sgd(model)
+        log = calls.setdefault(id(model), [])
+        optimizer.register_step_pre_hook(lambda o, a, k: log.append(float(model[0].weight.grad.norm())))
+        optimizer.register_step_post_hook(lambda o, a, k: log.append(-1.0))
+        return optimizer
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    model, twin = compare(make, 3, step, optimizer=new)
+    assert calls[id(model)] == pytest.approx(calls[id(twin)], rel=1e-12)
+    assert len(calls[id(model)]) == 6
+
+
+# ---- merge functions
+
+
+def test_an_update_in_a_merge_function_is_that_of_the_whole_batch(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            mse(model, batch).backward()
+            torchstrategy.get_replica_context().merge_call(lambda strategy: optimizer.step())
+
+    for n in (1, 3):
+        compare(make, n, step)
+
+
+def test_a_merge_function_reads_changes_and_clears_the_gradients_of_the_whole_batch(make):
+    def clip(strategy: Any, model: Any, *_: Any) -> float:
+        return float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+    def halve(strategy: Any, model: Any, *_: Any) -> None:
+        for p in model.parameters():
+            p.grad = p.grad * 0.5
+
+    def clear(strategy: Any, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+    for change in (clip, halve, clear):
+
+        def step(model: Any, optimizer: Any, batch: Any, change: Any = change) -> None:
+            for _ in range(2):
+                mse(model, batch).backward()
+                torchstrategy.get_replica_context().merge_call(lambda strategy: change(strategy, model, optimizer) and None)
+            mse(model, batch).backward()
+
+        for n in (1, 3):
+            compare(make, n, step, after=lambda m, o: o.step(), case=change.__name__)
+
+
+def test_two_topologies_give_the_same_numbers_bit_for_bit():
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+    for n in (1, 2, 3, 5):
+        models = []
+        for make in (central, central_with_copies):
+            strategy = make(n)
+            (model, optimizer), _ = built(strategy, mlp, OPTIMIZERS["adam"])
+            for k in range(5):
+                strategy.run(functools.partial(step, model, optimizer), args=(deal(strategy, data(7, seed=k)),))
+            models.append(parameters(model))
+        assert all(torch.equal(models[0][name], models[1][name]) for name in models[0]), f"{n} replicas"
