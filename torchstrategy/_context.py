@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.set_frame: Frame | None = None
+        self.set_scope = ExitStack()  # what that strategy watches is created
 
 
 _here = _Here()
@@ -131,8 +132,7 @@ def get_replica_context() -> ReplicaContext | None:
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
 
-    Only what `get_strategy` and its kin answer changes: modules and optimizers are distributed where they are created
-    in a `with strategy.scope():` block. Calling it again replaces the strategy; `None` takes it away.
+    Calling it again replaces the strategy; `None` takes it away.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -156,8 +156,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         )
     if strategy is not None and not hasattr(strategy, "extended"):
         raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
-    is_default = strategy is None or strategy is _default[0]
-    _here.set_frame = None if strategy is None or is_default else Frame(strategy, None)
+    _here.set_scope.close()
+    _here.set_frame = None
+    if strategy is not None and strategy is not _default[0]:
+        _here.set_scope.enter_context(strategy.extended._creation_scope())
+        _here.set_frame = Frame(strategy, None)
 
 
 def require_cross_replica(strategy: Strategy, what: str) -> None:

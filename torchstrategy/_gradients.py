@@ -248,6 +248,8 @@ class Gradients:
 
     def abort(self) -> None:
         """Gives the owners what they had before the run, or, if it made an update, what they had then."""
+        if not self.is_alone:
+            self._kept = [o.grad if kept is None else kept for o, kept in zip(self.owners, self._kept, strict=True)]
         self._give(self._kept)
         self._leave()
 

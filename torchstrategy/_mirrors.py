@@ -146,6 +146,17 @@ class Mirrors:
         for index in changed:
             self._parameters[index].is_known()
 
+    def check_unwritten(self, present: Sequence[int]) -> None:
+        """Refuses that the step of a replica wrote on parameters, which every replica would do once.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        for index, original in enumerate(self._parameters):
+            written = version(original.tensor) != original.version
+            if written or any(self._replicas[r].has_written(index) for r in present):
+                raise RuntimeError(written_in_replica(original.name))
+
     def return_to_originals(self, shares: Shares) -> None:
         """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
 
@@ -218,6 +229,8 @@ class _ReplicaModules:
             for owner, aliased in zip(owners, self._aliased, strict=True)
         ]
         self.parameters = [LocalParameter.over(d, owner.requires_grad) for d, owner in zip(data, owners, strict=True)]
+        self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
+        self._note_versions()
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         own = sent_to([original.tensor for original in buffers], [device])[0]
         self._memo.update((id(original.tensor), tensor) for original, tensor in zip(buffers, own, strict=True))
@@ -252,6 +265,16 @@ class _ReplicaModules:
                 sources.append(owner)
         if targets:
             foreach_copy_(targets, sources)
+        self._note_versions()
+
+    def has_written(self, index: int) -> bool:
+        """Whether the step wrote on a parameter that has memory of its own; where it is shared, the original tells."""
+        return self._versions[index] not in (-1, version(self.parameters[index]))
+
+    def _note_versions(self) -> None:
+        if not all(self._aliased):
+            pairs = zip(self.parameters, self._aliased, strict=True)
+            self._versions = [-1 if aliased else version(parameter) for parameter, aliased in pairs]
 
     def bring_requires_grad(self, flags: Sequence[bool]) -> None:
         if [parameter.requires_grad for parameter in self.parameters] != flags:
@@ -328,6 +351,15 @@ def _slot_of(
             if buffer is tensor:
                 return local[id(module)]._buffers, name
     raise AssertionError("a buffer of no module")
+
+
+def written_in_replica(name: str) -> str:
+    """The message for a parameter on which a step wrote in place."""
+    return (
+        f"{name} was written in place in a replica. Every replica would do so once, on memory that they may share or may "
+        "not, and nothing would bring the copies together. Write on parameters after strategy.run, or in a merge "
+        "function: get_replica_context().merge_call(lambda strategy: ...)."
+    )
 
 
 def _check_fits(original: _Original, value: torch.Tensor) -> None:

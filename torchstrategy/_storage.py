@@ -27,10 +27,11 @@ from torchstrategy._context import current_frame
 from torchstrategy._creation import watched
 from torchstrategy._gradients import Gradients, LocalParameter
 from torchstrategy._local_optimizer import LocalOptimizer
-from torchstrategy._mirrors import Mirrors
+from torchstrategy._mirrors import Mirrors, written_in_replica
 from torchstrategy._replicas import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import StandIns
+from torchstrategy._torch import version
 from torchstrategy._types import Device
 
 CrossReplica = Callable[[], AbstractContextManager[None]]
@@ -199,10 +200,11 @@ class CentralStorage(Storage):
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
         copies = self._borrow()
-        loan = _CentralLoan(copies, shares, cross_replica)
+        outsiders = list(self._outsiders(step, copies))
+        loan = _CentralLoan(copies, shares, outsiders, cross_replica)
         hook = register_optimizer_step_pre_hook(loan.before_any_step)
         originals = copies.originals()
-        copies.gradients.begin(shares, list(self._outsiders(step, copies)))
+        copies.gradients.begin(shares, outsiders)
         try:
             self._stand_ins.put_up(originals)
             try:
@@ -219,7 +221,7 @@ class CentralStorage(Storage):
             self._return(copies)
 
     def _outsiders(self, step: Step, copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
-        """The trainable tensors that the step names and no replica has of its own."""
+        """The parameters and trainable tensors that the step names and no replica has of its own."""
         fn, leaves = step
         modules = (("an argument", leaf) for leaf in leaves if isinstance(leaf, nn.Module))
         for name, thing in (*captured(fn), *modules):
@@ -228,7 +230,7 @@ class CentralStorage(Storage):
                     yield thing, f"{name}, a tensor of shape {tuple(thing.shape)},"
             elif id(thing) not in self._modules:
                 for path, parameter in thing.named_parameters():
-                    if parameter.requires_grad and id(parameter) not in copies.known:
+                    if id(parameter) not in copies.known:
                         yield parameter, f"{name}.{path}"
 
     def like(self) -> Storage:
@@ -343,9 +345,16 @@ class Copies:
 class _CentralLoan(Loan):
     """One run on one set of copies."""
 
-    def __init__(self, copies: Copies, shares: Shares, cross_replica: CrossReplica) -> None:
+    def __init__(
+        self,
+        copies: Copies,
+        shares: Shares,
+        outsiders: Sequence[tuple[torch.Tensor, str]],
+        cross_replica: CrossReplica,
+    ) -> None:
         self._copies = copies
         self._shares = shares
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in outsiders]
         self._cross_replica = cross_replica
         self._thread = threading.get_ident()
         self._local: dict[int, Mapping[int, object]] = {}
@@ -366,16 +375,19 @@ class _CentralLoan(Loan):
 
     @contextmanager
     def published(self) -> Iterator[None]:
+        self._check_unwritten()
         with self._copies.gradients.published():
             yield
         with undisturbed():
             self._copies.mirrors.refresh_parameters()
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
     def results_require_grad(self) -> None:
         self._copies.gradients.deliver_late_ones()
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
+        self._check_unwritten()
         with undisturbed():
             self._copies.gradients.settle()
             self._copies.mirrors.return_to_originals(self._shares)
@@ -399,6 +411,13 @@ class _CentralLoan(Loan):
                 "in the scope, or call strategy.distribute_optimizer(optimizer), or step after strategy.run."
             )
         self._copies.gradients.keep()
+
+    def _check_unwritten(self) -> None:
+        if self._copies.gradients.is_alone:  # else another thread may train the same parameters
+            self._copies.mirrors.check_unwritten(self._shares.present)
+            for tensor, name, known in self._outsiders:
+                if version(tensor) != known:
+                    raise RuntimeError(written_in_replica(name))
 
     def _update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> Any:
         with self._cross_replica(), self.published():
