@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import torchstrategy
+from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
-from torchstrategy._storage import CentralStorage
 
 
 def central(replicas: int, **kwargs: object) -> torchstrategy.Strategy:

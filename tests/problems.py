@@ -1,20 +1,20 @@
 """Small problems, trained by plain PyTorch and in replicas, and the comparison of the two.
 
-A step is written once, as `step(model, optimizer, batch)`: plain PyTorch calls it with the whole batch, a strategy runs it.
+A step is written once, as `step(model, optimizer, batch)`: plain PyTorch calls it with the whole batch, and a strategy
+runs it.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conftest import central, central_with_copies
 from torch import nn
 
 import torchstrategy
+from conftest import central, central_with_copies
 
 MAKERS = {"aliased": central, "copies": central_with_copies}
 Step = Callable[[Any, Any, Any], Any]
@@ -74,7 +74,9 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def assert_close(actual: Any, expected: Any, case: str, relative: float | None = None, absolute: float | None = None) -> None:
+def assert_close(
+    actual: Any, expected: Any, case: str, relative: float | None = None, absolute: float | None = None
+) -> None:
     """Equal by norm, tensor by tensor: to 1e-12 in float64 and 2e-6 in float32, unless said otherwise."""
     assert actual.keys() == expected.keys(), case
     for name, wanted in expected.items():
@@ -87,7 +89,7 @@ def assert_close(actual: Any, expected: Any, case: str, relative: float | None =
         rtol = relative or (1e-12 if double else 2e-6)
         atol = absolute or (1e-15 if double else 1e-8)
         assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{case}: {name} is {got.shape} {got.dtype}"
-        error, size = float((got - wanted).norm()), float(wanted.norm())
+        error, size = float((got.double() - wanted.double()).norm()), float(wanted.double().norm())
         assert error <= rtol * size + atol, f"{case}: {name} is off by {error:.3g}, of {size:.3g}"
 
 
@@ -131,7 +133,3 @@ def compare(
 
 def _nothing(result: Any) -> None:
     """Steps that are compared are compared by what they leave behind."""
-
-
-def clone(thing: Any) -> Any:
-    return copy.deepcopy(thing)

@@ -1,21 +1,34 @@
-"""What is created in a scope: torch is asked to tell of every module and optimizer while a scope is open."""
+"""What is created in a scope: while one is open, new modules and optimizers are told of.
+
+torch has hooks for what is registered on a module, and none for a module or an optimizer itself; so the constructors
+that all of them end up in are exchanged while a scope is open. Copying and unpickling a module end up in
+`__setstate__`.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
-Watcher = Callable[[Any], None]
+_HOOKED: tuple[tuple[type, str], ...] = ((nn.Module, "__init__"), (nn.Module, "__setstate__"), (Optimizer, "__init__"))
 
-_optimizer_watchers: list[tuple[int, Watcher]] = []  # the thread of the scope, and whom to tell
+
+class _Watcher(NamedTuple):
+    thread: int  # that of the scope: what other threads create is not told of
+    on_module: Callable[[nn.Module], None]
+    on_optimizer: Callable[[Optimizer], None]
+
+
+_watchers: list[_Watcher] = []
+_plain: dict[tuple[type, str], Callable[..., None]] = {}  # the methods as they were before the first open scope
 _lock = threading.Lock()
-_inits: list[Callable[..., None]] = []  # what `Optimizer.__init__` was before the first open scope
 
 
 @contextmanager
@@ -26,42 +39,50 @@ def watched(
 ) -> Iterator[None]:
     """For the length of the block, tells of each module, parameter and optimizer that this thread creates.
 
-    A module is told of whenever it is given a parameter, buffer or child; one that is never given any holds nothing
-    that a replica would need a copy of. A parameter is told of when a module is given it.
+    A parameter is told of when a module is given it.
     """
     thread = threading.get_ident()
 
     def tell(module: nn.Module, name: str, value: object) -> None:
-        if threading.get_ident() == thread:
-            on_module(module)
-            if isinstance(value, nn.Parameter):
-                on_parameter(value)
+        if threading.get_ident() == thread and isinstance(value, nn.Parameter):
+            on_parameter(value)
 
-    hooks = [
-        torch_module.register_module_parameter_registration_hook(tell),
-        torch_module.register_module_buffer_registration_hook(tell),
-        torch_module.register_module_module_registration_hook(tell),
-    ]
-    entry = (thread, on_optimizer)
+    watcher = _Watcher(thread, on_module, on_optimizer)
     with _lock:
-        if not _optimizer_watchers:
-            _inits[:] = [Optimizer.__init__]
-        _optimizer_watchers.append(entry)
-        Optimizer.__init__ = _telling_init  # type: ignore[method-assign]
+        if not _watchers:
+            _exchange()
+        _watchers.append(watcher)
+    hook = torch_module.register_module_parameter_registration_hook(tell)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         with _lock:
-            _optimizer_watchers.remove(entry)
-            if not _optimizer_watchers and Optimizer.__init__ is _telling_init:
-                Optimizer.__init__ = _inits[0]  # type: ignore[method-assign]
+            _watchers.remove(watcher)
+            if not _watchers:
+                _exchange_back()
 
 
-def _telling_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-    # torch offers no hook for a new optimizer; every optimizer's own `__init__` ends up in this one.
-    _inits[0](self, *args, **kwargs)
-    for thread, watcher in list(_optimizer_watchers):
-        if thread == threading.get_ident():
-            watcher(self)
+def _exchange() -> None:
+    for owner, name in _HOOKED:
+        plain = getattr(owner, name)
+        _plain[owner, name] = plain
+        setattr(owner, name, _telling(plain))
+
+
+def _exchange_back() -> None:
+    for (owner, name), plain in _plain.items():
+        setattr(owner, name, plain)
+    _plain.clear()
+
+
+def _telling(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        for watcher in list(_watchers):
+            if watcher.thread == threading.get_ident():
+                tell = watcher.on_module if isinstance(self, nn.Module) else watcher.on_optimizer
+                tell(self)
+
+    return method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -11,10 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy import _stand_ins
-from torchstrategy._gradients import ReplicaLedger
+from torchstrategy._ledger import ReplicaLedger
 from torchstrategy._replicas import Replica
-
-_STAND_INS = _stand_ins.__file__
 
 Update = Callable[[Optimizer, dict[str, Any]], Any]
 """Takes one step of an optimizer on the owners' parameters, with these keyword arguments."""
@@ -46,11 +45,10 @@ class LocalOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups with this replica's parameters. What the step writes on them holds from the next update on."""
-        _refuse_once_per_step_callers()
+        refuse_once_per_step_callers()
         if self._groups is None:
-            groups = self._central_groups
-            self._groups = [{**group, "params": [self._local(p) for p in group["params"]]} for group in groups]
-            self._shown = [dict(group) for group in self._groups]
+            self._groups = [self._local_group(group) for group in self._central_groups]
+            self._shown = [self._local_group(group) for group in self._central_groups]
         return self._groups
 
     @property
@@ -68,7 +66,7 @@ class LocalOptimizer:
         Raises:
             RuntimeError: If there is a closure: it would have to be run in every replica at once.
         """
-        _refuse_once_per_step_callers()
+        refuse_once_per_step_callers()
         if closure is not None:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}.step(closure) was called in a replica: the optimizer, which is "
@@ -90,27 +88,43 @@ class LocalOptimizer:
         if self._groups is None or self._shown is None:
             return  # the step has not asked for them
         for group, shown, central in zip(self._groups, self._shown, self._central_groups, strict=True):
-            central.update((k, v) for k, v in group.items() if k != "params" and v is not shown.get(k))
+            for name, value in group.items():
+                if name != "params" and not _is_as_shown(value, shown.get(name)):
+                    if isinstance(value, torch.Tensor) and isinstance(central.get(name), torch.Tensor):
+                        central[name].copy_(value)
+                    else:
+                        central[name] = value
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = vars(self._optimizer)["param_groups"]
         return groups
 
+    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        # A learning rate may be a tensor, which a step may write in place: once, and not once in each replica.
+        local = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"}
+        return {**local, "params": [self._local(owner) for owner in group["params"]]}
+
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self._index_of.get(id(owner))
         return owner if index is None else self._ledger.parameters[index]
 
 
-def _refuse_once_per_step_callers() -> None:
+def _is_as_shown(value: Any, shown: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(shown, torch.Tensor):
+        return torch.equal(value, shown)
+    return value is shown
+
+
+def refuse_once_per_step_callers() -> None:
     """Refuses what may act on an optimizer once a step, and would act once in each replica.
 
     Schedulers count their own steps and GradScaler its updates, in objects that all replicas share. They are known by
     who asks: they need not have been made in a scope, and not all of them run the constructor of their base class.
     """
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == _STAND_INS:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in (__file__, _stand_ins.__file__):
+        frame = frame.f_back
     caller = frame.f_locals.get("self") if frame is not None else None
     if isinstance(caller, (LRScheduler, torch.amp.GradScaler)):
         lines = "scheduler.step()"

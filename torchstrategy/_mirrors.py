@@ -12,51 +12,33 @@ own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the o
 
 from __future__ import annotations
 
-import copy
-import types
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from torchstrategy._comm import sent_to
 from torchstrategy._devices import place
-from torchstrategy._gradients import LocalParameter
+from torchstrategy._ledger import LocalParameter, written_in_replica
+from torchstrategy._parts import held_plainly
+from torchstrategy._replica_modules import (
+    HOOK_TABLES,
+    MISSING,
+    TENSOR_TABLES,
+    VALUES,
+    Original,
+    ReplicaModules,
+    differ,
+    same,
+    uncopyable,
+    values_of,
+)
 from torchstrategy._shares import Shares
-from torchstrategy._torch import foreach_copy_, version
+from torchstrategy._stand_ins import plain_class
 from torchstrategy._types import Device
-
-_TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_MISSING = object()
-_VALUES = methodcaller("values")
-
-
-@final
-@dataclass(slots=True)
-class _Original:
-    """A tensor of the user's, and what it was when the copies last agreed with it."""
-
-    name: str
-    tensor: torch.Tensor
-    version: int = -1
-    address: int = -1
-    dtype: torch.dtype | None = None
-
-    def has_changed(self) -> bool:
-        return version(self.tensor) != self.version or self.has_moved()
-
-    def has_moved(self) -> bool:
-        return self.tensor.data_ptr() != self.address or self.tensor.dtype is not self.dtype
-
-    def is_known(self) -> None:
-        self.version, self.address, self.dtype = version(self.tensor), self.tensor.data_ptr(), self.tensor.dtype
 
 
 @final
@@ -76,24 +58,27 @@ class Mirrors:
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
+        registered = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
         for module in modules:
-            _refuse_uncopyable(module, paths[id(module)])
+            _refuse_uncopyable(module, paths[id(module)], registered)
         # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
+        self._paths = [paths[id(module)] for module in modules]
         self._parameters = _originals(modules, paths, "_parameters")
         self._buffers = _originals(modules, paths, "_buffers")
-        self._averaged = {id(b) for m in modules if _has_running_statistics(m) for b in m.buffers(recurse=False)}
         self._replicas = [
-            _ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), may_alias)
+            ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), may_alias)
             for device in devices
         ]
         for original in (*self._parameters, *self._buffers):
             original.is_known()
-        self._tables = [inside[name] for inside in self._insides for name in (*_TENSOR_TABLES, *_HOOK_TABLES)]
+        self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
+        self._tables = [inside[name] for inside in self._insides for name in (*TENSOR_TABLES, *HOOK_TABLES)]
         self._structure = self._current_structure()
         self._attributes = [dict(inside) for inside in self._insides]
-        self._attribute_values = _values_of(self._insides)
+        self._attribute_values = values_of(self._insides)
+        self._contents = self._current_contents()
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -113,21 +98,24 @@ class Mirrors:
         """The user's modules."""
         return [module for reference in self._references if (module := reference()) is not None]
 
-    def local_modules(self, replica: int) -> dict[int, nn.Module]:
-        """The modules of one replica, by the id of the original."""
-        return self._replicas[replica].by_original
+    def local_objects(self, replica: int) -> dict[int, object]:
+        """The modules and parameters of one replica, by the id of the original."""
+        return self._replicas[replica].local_objects
 
     def refresh(self) -> bool:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
-        if not _same(self._structure, self._current_structure()):
+        if not same(self._structure, self._current_structure()):
             return False
-        values = _values_of(self._insides)  # the tables are among them
-        if not _same(self._attribute_values, values):
+        if any(not same(known, _contents(container)) for container, known in self._contents):
+            return False  # something was put into a list or dict, or taken out
+        values = values_of(self._insides)  # the tables are among them
+        if not same(self._attribute_values, values):
             if not self._bring_attributes():
                 return False
             self._attribute_values = values
+            self._contents = self._current_contents()
         self.refresh_parameters()
-        changed = [index for index, buffer in enumerate(self._buffers) if buffer.has_changed()]
+        changed = [index for index, buffer in enumerate(self._buffers) if self._has_changed(index, buffer)]
         if changed:
             for replica in self._replicas:
                 replica.bring_buffers(changed, [self._buffers[index].tensor for index in changed])
@@ -146,6 +134,12 @@ class Mirrors:
         for index in changed:
             self._parameters[index].is_known()
 
+    def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Says that originals were written in a way that torch does not count."""
+        for parameter in parameters:
+            if id(parameter) in self._index_of:
+                self._parameters[self._index_of[id(parameter)]].is_written()
+
     def check_unwritten(self, present: Sequence[int]) -> None:
         """Refuses that the step of a replica wrote on parameters, which every replica would do once.
 
@@ -153,8 +147,7 @@ class Mirrors:
             RuntimeError: Naming the parameter.
         """
         for index, original in enumerate(self._parameters):
-            written = version(original.tensor) != original.version
-            if written or any(self._replicas[r].has_written(index) for r in present):
+            if original.has_changed() or any(self._replicas[r].has_written(index) for r in present):
                 raise RuntimeError(written_in_replica(original.name))
 
     def return_to_originals(self, shares: Shares) -> None:
@@ -178,191 +171,80 @@ class Mirrors:
             RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
         """
         present = [self._replicas[r] for r in shares.present]
-        total = sum(shares.weights)
         combined = {}
-        for index in set().union(*(replica.written_buffers() for replica in present)):
+        for index in set().union(*(replica.written_buffers(self._buffers) for replica in present)):
             original = self._buffers[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
                 _check_fits(original, value)
             combined[index] = values[0]
-            if id(original.tensor) in self._averaged and original.tensor.is_floating_point() and total:
-                weights = [shares.weights[r] / total for r in shares.present]
-                here = [v.to(original.tensor.device) * w for v, w in zip(values, weights, strict=True) if w]
+            if original.is_running:
+                fractions = [shares.fractions[r] for r in shares.present]
+                here = [v.to(original.tensor.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
         return combined
 
+    def _has_changed(self, index: int, buffer: Original) -> bool:
+        # All replicas agree between runs, so that the first speaks for them.
+        return buffer.has_changed() or (buffer.is_running and differ(self._replicas[0].buffer(index), buffer.tensor))
+
     def _current_structure(self) -> list[object]:
-        return list(chain.from_iterable(map(_VALUES, self._tables)))
+        return list(chain.from_iterable(map(VALUES, self._tables)))
+
+    def _current_contents(self) -> list[tuple[Any, list[object]]]:
+        """The plain lists, dicts and sets of the originals, which may be changed in place, and what is in them."""
+        return [
+            (value, _contents(value))
+            for inside in self._insides
+            for name, value in inside.items()
+            if type(value) in (list, dict, set) and name not in _TORCHS_OWN
+        ]
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
             if len(known) == len(now) and all(map(is_, known.values(), now.values())):
                 continue
-            changed = [name for name in {**known, **now} if known.get(name, _MISSING) is not now.get(name, _MISSING)]
-            if any(name in _TENSOR_TABLES or name in _HOOK_TABLES for name in changed):
+            changed = [name for name in {**known, **now} if known.get(name, MISSING) is not now.get(name, MISSING)]
+            if any(name in _TORCHS_OWN and name != "training" for name in changed):
                 return False
-            for replica in self._replicas:
-                for name in changed:
-                    replica.bring_attribute(position, name, now.get(name, _MISSING))
+            for name in changed:
+                value = now.get(name, MISSING)
+                if id(value) not in self._index_of:
+                    _refuse_trainable(f"{self._paths[position]}.{name}", value)
+                try:
+                    for replica in self._replicas:
+                        replica.bring_attribute(position, name, value)
+                except Exception as error:
+                    raise uncopyable(f"{self._paths[position]}.{name}", error) from error
             self._attributes[position] = dict(now)
         return True
 
 
-@final
-class _ReplicaModules:
-    """The copies of one replica."""
-
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        modules: Sequence[nn.Module],
-        parameters: Sequence[_Original],
-        buffers: Sequence[_Original],
-        device: Device,
-        may_alias: bool,
-    ) -> None:
-        owners = [original.tensor for original in parameters]
-        self._aliased = [may_alias and owner.device == device for owner in owners]
-        data = [
-            owner.detach() if aliased else sent_to([owner], [device])[0][0]
-            for owner, aliased in zip(owners, self._aliased, strict=True)
-        ]
-        self.parameters = [LocalParameter.over(d, owner.requires_grad) for d, owner in zip(data, owners, strict=True)]
-        self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
-        self._note_versions()
-        self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
-        own = sent_to([original.tensor for original in buffers], [device])[0]
-        self._memo.update((id(original.tensor), tensor) for original, tensor in zip(buffers, own, strict=True))
-        for module in modules:
-            self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
-        copied = _copied(roots, dict(self._memo))
-        originals = (m for root in roots for m in root.modules())
-        pairs = {
-            id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
-        }
-        self._memo.update(pairs)
-        self.by_original: dict[int, nn.Module] = {id(module): pairs[id(module)] for module in modules}
-        self._insides = [module.__dict__ for module in self.by_original.values()]
-        self._slots = [_slot_of(original.tensor, modules, self.by_original) for original in buffers]
-        self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._attribute_values = _values_of(self._insides)
-
-    def bring_parameters(self, originals: Sequence[_Original], changed: Sequence[int], moved: set[int]) -> None:
-        # What was written in place, in memory that is shared, is there already.
-        targets, sources = [], []
-        for index in moved if all(self._aliased) else changed:
-            if self._aliased[index] and index not in moved:
-                continue
-            local, owner = self.parameters[index], originals[index].tensor.detach()
-            if self._aliased[index] and owner.device == local.device:
-                local.data = owner
-            elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
-                local.data = owner.to(local.device, copy=True)
-                self._aliased[index] = False
-            else:
-                targets.append(local.detach())
-                sources.append(owner)
-        if targets:
-            foreach_copy_(targets, sources)
-        self._note_versions()
-
-    def has_written(self, index: int) -> bool:
-        """Whether the step wrote on a parameter that has memory of its own; where it is shared, the original tells."""
-        return self._versions[index] not in (-1, version(self.parameters[index]))
-
-    def _note_versions(self) -> None:
-        if not all(self._aliased):
-            pairs = zip(self.parameters, self._aliased, strict=True)
-            self._versions = [-1 if aliased else version(parameter) for parameter, aliased in pairs]
-
-    def bring_requires_grad(self, flags: Sequence[bool]) -> None:
-        if [parameter.requires_grad for parameter in self.parameters] != flags:
-            for parameter, flag in zip(self.parameters, flags, strict=True):
-                parameter.requires_grad_(flag)
-
-    def bring_buffers(self, indices: Sequence[int], originals: Sequence[torch.Tensor]) -> None:
-        for index, original in zip(indices, originals, strict=True):
-            own, _ = self._agreed[index]
-            if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
-                own = original.detach().to(own.device, copy=True)
-            else:
-                own.copy_(original.detach())
-            table, name = self._slots[index]
-            table[name] = own
-            self._agreed[index] = (own, version(own))
-
-    def bring_attribute(self, position: int, name: str, value: object) -> None:
-        inside = self._insides[position]
-        if value is _MISSING:
-            inside.pop(name, None)
-        else:
-            inside[name] = copy.deepcopy(value, dict(self._memo))
-        self._attribute_values = _values_of(self._insides)
-
-    def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
-        values = _values_of(self._insides)
-        if _same(self._attribute_values, values):
-            return
-        self._attribute_values = values
-        for original, local in zip(originals, self._insides, strict=True):
-            for name, value in local.items():
-                if isinstance(value, _PLAIN) and original.get(name, _MISSING) is not value:
-                    original[name] = value
-
-    def buffer(self, index: int) -> torch.Tensor:
-        table, name = self._slots[index]
-        value = table[name]
-        return self._agreed[index][0] if value is None else value
-
-    def written_buffers(self) -> set[int]:
-        """The buffers that the step wrote, or put another tensor in the place of."""
-        return {
-            index
-            for index, (own, agreed) in enumerate(self._agreed)
-            if self.buffer(index) is not own or version(own) != agreed
-        }
+_TORCHS_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in every module: tables, hooks, flags
 
 
-def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[_Original]:
-    found: dict[int, _Original] = {}
+def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[Original]:
+    found: dict[int, Original] = {}
     for module in modules:
         for name, tensor in module.__dict__[table].items():
             if tensor is not None:
-                found.setdefault(id(tensor), _Original(f"{paths[id(module)]}.{name}", tensor))
+                is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
+                found.setdefault(id(tensor), Original(f"{paths[id(module)]}.{name}", tensor, is_running))
     return list(found.values())
 
 
-def _values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
-    return list(chain.from_iterable(map(_VALUES, insides)))
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    # The base classes of all batch and instance normalisation layers, without their private names; and those who
+    # follow torch in what they call such a buffer.
+    norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
+    return isinstance(module, norms) or name.startswith("running_")
 
 
-def _same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Whether two lists hold the very same objects; what they are equal to is not asked."""
-    return len(first) == len(second) and all(map(is_, first, second))
+def _contents(value: Any) -> list[object]:
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
-def _slot_of(
-    tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]
-) -> tuple[dict[str, Any], str]:
-    """Where the replica's copy of a buffer is held."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is tensor:
-                return local[id(module)]._buffers, name
-    raise AssertionError("a buffer of no module")
-
-
-def written_in_replica(name: str) -> str:
-    """The message for a parameter on which a step wrote in place."""
-    return (
-        f"{name} was written in place in a replica. Every replica would do so once, on memory that they may share or may "
-        "not, and nothing would bring the copies together. Write on parameters after strategy.run, or in a merge "
-        "function: get_replica_context().merge_call(lambda strategy: ...)."
-    )
-
-
-def _check_fits(original: _Original, value: torch.Tensor) -> None:
+def _check_fits(original: Original, value: torch.Tensor) -> None:
     if original.tensor.shape != value.shape or original.tensor.dtype != value.dtype:
         raise RuntimeError(
             f"A replica replaced the buffer {original.name}, of shape {tuple(original.tensor.shape)} and "
@@ -371,34 +253,18 @@ def _check_fits(original: _Original, value: torch.Tensor) -> None:
         )
 
 
-def _has_running_statistics(module: nn.Module) -> bool:
-    # The base class of all batch and instance normalisation layers, without its private name.
-    return isinstance(module, (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1]))
-
-
-def _hooks_to_share(module: nn.Module) -> list[object]:
-    """The hooks of which a replica uses the user's own object: a recorder that is not copied records all replicas."""
-    hooks = chain.from_iterable(module.__dict__[name].values() for name in _HOOK_TABLES)
-    return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
-
-
-def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
-    """Copies of all roots at once, so that what they share stays shared."""
-    try:
-        return copy.deepcopy(list(roots), memo)
-    except Exception as error:
-        names = ", ".join(type(root).__name__ for root in roots)
+def _refuse_trainable(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
         raise TypeError(
-            f"The module {names} cannot be copied for the replicas: {type(error).__name__}: {error}. Every attribute "
-            "of a module must be one that copy.deepcopy can copy; keep files, locks and tensors with a history "
-            "elsewhere."
-        ) from error
+            f"{name} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
+            "it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or detach it."
+        )
 
 
-def _refuse_uncopyable(module: nn.Module, path: str) -> None:
+def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"{path} is a ScriptModule, which replicas cannot have copies of. Use the Python module it was made from."
+            f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
         )
     for name, parameter in module._parameters.items():
         if parameter is not None and nn.parameter.is_lazy(parameter):
@@ -406,14 +272,11 @@ def _refuse_uncopyable(module: nn.Module, path: str) -> None:
                 f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the module, "
                 "outside of strategy.run, before the first step."
             )
-        if parameter is not None and type(parameter) is not nn.Parameter:
+        if parameter is not None and plain_class(type(parameter)) is not nn.Parameter:
             raise TypeError(
                 f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "
                 "itself, and not of its subclasses."
             )
-    for name, value in module.__dict__.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise TypeError(
-                f"{path}.{name} is a tensor that requires grad in a plain attribute, so a replica's copy would not "
-                f"learn. Make it a parameter, self.{name} = torch.nn.Parameter(...), or detach it."
-            )
+    for place_, value in held_plainly(module):
+        if id(value) not in registered:  # an LSTM lists its own parameters
+            _refuse_trainable(f"{path}{place_}", value)

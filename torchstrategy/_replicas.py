@@ -16,11 +16,13 @@ while all of them stand still. `merge_call`, `all_reduce` and `optimizer.step` a
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -115,38 +117,34 @@ _STOP = object()
 class _Task:
     """One call of the step in one replica. Runs on the replica's thread."""
 
-    def __init__(self, call: Callable[[], Tree], index: int, reports: SimpleQueue[_Report]) -> None:
+    def __init__(self, call: Callable[[], Tree], replica: int, reports: SimpleQueue[_Report]) -> None:
         self._call = call
-        self._index = index
+        self._replica = replica
         self._reports = reports
-        self._outcome: _Report | None = None
-        self.reported = False
+        self.is_cancelled = False  # written by the caller's thread
+        self.is_running = False
 
     def run(self) -> None:
-        """Calls the step, once, and reports how it ended. May be called again if it was interrupted between the two."""
-        if self._outcome is None:
-            self._outcome = _Failed(self._index, ReplicaStopped())  # until there is another
-            try:
-                self._outcome = _Ended(self._index, self._call())
-            except BaseException as error:
-                self._outcome = _Failed(self._index, error)
-        self._reports.put(self._outcome)
-        self.reported = True
-        self._outcome = None  # an error's traceback holds this frame, and so this task
+        """Calls the step and reports how it ended."""
+        outcome: _Report
+        self.is_running = True
+        try:
+            if self.is_cancelled:
+                raise ReplicaStopped
+            outcome = _Ended(self._replica, self._call())
+        except BaseException as error:
+            outcome = _Failed(self._replica, error)
+        self.is_running = False
+        self._reports.put(outcome)
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """The life of a replica's thread: one task after another, until it is sent None."""
-    while True:
-        task = inbox.get()
-        if task is None:
-            return
-        while task is not _STOP and not task.reported:
-            try:
+    with suppress(ReplicaStopped):  # sent by `Team.abandon`, too late to reach the step
+        while (task := inbox.get()) is not None:
+            if task is not _STOP:
                 task.run()
-            except ReplicaStopped:
-                continue  # sent from outside by `_interrupt`, too late to reach the step
-        del task  # it holds the step's arguments
+            del task  # it holds the step's arguments
 
 
 @final
@@ -191,24 +189,41 @@ class Team:
             calls[r] = _Task(_bind(state, replica, call), r, reports)
         return _Run(self, calls, reports).result()
 
-    def send(self, replica: int, message: Any) -> None:
-        self._inboxes[replica].put(message)
-
-    def device(self, replica: int) -> Device:
-        return self._devices[replica]
-
     @property
     def devices(self) -> tuple[Device, ...]:
+        """The device of each replica."""
         return self._devices
 
-    def interrupt(self, replica: int) -> None:
-        """Makes the step of `replica`, which runs, raise `ReplicaStopped` at its next line of Python."""
+    def send(self, replica: int, message: Any) -> None:
+        """Wakes the thread of a replica that waits for something to do or for the answer of a meeting."""
+        self._inboxes[replica].put(message)
+
+    def abandon(self, tasks: Mapping[int, _Task]) -> None:
+        """Stops the replicas whatever they are doing, waits until their threads have ended, and is fit no more.
+
+        It asks nothing of what the caller knows about them, since that may be wrong: a signal's handler can raise
+        between any two steps of it. Called again, or left by a second exception, it has still told every thread to
+        end.
+        """
+        self._finalizer.detach()
+        for task in tasks.values():
+            task.is_cancelled = True
+        for inbox in self._inboxes:
+            inbox.put(_STOP)  # for one that waits at a meeting
+            inbox.put(None)
+        for r, task in tasks.items():
+            while self._threads[r].is_alive():
+                if task.is_running:
+                    self._interrupt(r)
+                self._threads[r].join(_PATIENCE_S)
+
+    def _interrupt(self, replica: int) -> None:
+        """Makes the step of a replica raise `ReplicaStopped` at its next line of Python."""
         thread_id = ctypes.c_ulong(self._threads[replica].ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
 
-    def dismiss(self) -> None:
-        """Lets the threads end, each after what it is doing. The team cannot run again."""
-        self._finalizer()
+
+_PATIENCE_S = 0.1  # before a replica that has swallowed one interruption gets another
 
 
 def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
@@ -260,27 +275,32 @@ class _Run:
 
     def __init__(self, team: Team, tasks: Mapping[int, _Task], reports: SimpleQueue[_Report]) -> None:
         self._team = team
+        self._tasks = tasks
         self._reports = reports
+        self._process = os.getpid()
         self._to_send: dict[int, Any] = dict(tasks)  # what wakes each replica that stands still
         self._running: set[int] = set()
         self._met: dict[int, _Met] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        places = {place(team.device(r)) for r in tasks}
+        places = {place(team.devices[r]) for r in tasks}
         self._streams = RandomStreams(team.devices, one_at_a_time=len(places) == 1)
 
     def result(self) -> dict[int, Tree]:
         try:
-            while self._to_send:
+            while self._to_send and not self._errors:
                 self._let_run()
-                if self._errors:
-                    self._stop_all()
-                    raise self._error()
-                if self._met:
+                if self._met and not self._errors:
                     self._hold_meeting()
+            if self._errors:
+                raise self._error()
             return self._results
-        except BaseException:
-            self._stop_all()
+        except BaseException as error:
+            # What a replica raised, what a merge function raised, or what a signal's handler raised, anywhere.
+            if self._is_orderly(error):
+                self._stop_waiting()
+            if self._running or self._met or self._to_send:
+                self._team.abandon(self._tasks)
             raise
         finally:
             self._streams.give_back()
@@ -290,16 +310,20 @@ class _Run:
         """Lets every replica run until it meets or ends: those in one place one after another, else at once."""
         queues: dict[Device, deque[int]] = {}
         for r in sorted(self._to_send):
-            queues.setdefault(place(self._team.device(r)), deque()).append(r)
+            queues.setdefault(place(self._team.devices[r]), deque()).append(r)
         for queue in queues.values():
             self._wake(queue.popleft())
         while self._running:
             r = self._receive()
-            queue = queues[place(self._team.device(r))]
+            queue = queues[place(self._team.devices[r])]
             if queue and not self._errors:
                 self._wake(queue.popleft())
 
     def _wake(self, r: int) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
+            )
         self._streams.put_in_force(r)
         self._running.add(r)
         self._team.send(r, self._to_send.pop(r))
@@ -321,34 +345,34 @@ class _Run:
             raise RuntimeError(self._unequal())
         self._streams.put_in_force(0)
         answers = meetings[0].combine([meeting.brought for meeting in meetings])
-        self._met.clear()
         self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
+        self._met.clear()
 
-    def _stop_all(self) -> None:
-        """Unwinds every replica that has begun, and leaves those that have not."""
+    def _is_orderly(self, error: BaseException) -> bool:
+        """Whether every replica stands still, so that those that wait can be stopped one by one."""
+        if self._running or not self._team.is_fit:
+            return False
+        return isinstance(error, Exception) or any(error is raised for raised in self._errors.values())
+
+    def _stop_waiting(self) -> None:
+        """Unwinds every replica that waits at a meeting, one at a time, and leaves those that have not begun."""
+        waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._met.keys()
         self._to_send.clear()
-        try:
-            for r in self._running:
-                self._team.interrupt(r)
-            if self._running:
-                self._team.dismiss()  # the interruption may reach a thread late, so no later run may find it there
-            while self._running:
-                self._receive()
-            while self._met:
-                r = min(self._met)
-                del self._met[r]
-                self._running.add(r)
-                self._team.send(r, _STOP)
-                while self._running:
-                    self._receive()
-        except BaseException:  # interrupted a second time: let the threads end on their own, later
-            self._team.dismiss()
-            raise
+        self._met.clear()
+        while waiting:
+            r = min(waiting)
+            waiting.discard(r)
+            self._streams.put_in_force(r)
+            self._running.add(r)
+            self._team.send(r, _STOP)
+            self._receive()
+            if self._met.pop(r, None):  # it went to another meeting while it was being unwound
+                waiting.add(r)
 
     def _error(self) -> BaseException:
         first = min(self._errors)
         error = self._errors[first]
-        note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.device(first)}"
+        note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.devices[first]}"
         for r, other in self._errors.items():
             if r != first:
                 note += f"; replica {r} also failed: {type(other).__name__}: {other}"

@@ -18,17 +18,24 @@ from torchstrategy._values import ABSENT, DistributedValues, PerReplica
 @final
 @dataclass(frozen=True)
 class Shares:
-    """The replicas that take part in one run, and what the gradient of each is multiplied by.
+    """The replicas that take part in one run, and how much each counts.
 
     Args:
         present: The replicas that take part, in order.
-        weights: One for every replica of the strategy; 0 where its gradient is dropped.
-        reduction: `MEAN`: the weights of those present add up to 1. `SUM`: they are 1.
+        fractions: For every replica of the strategy, its part of the examples: they add up to 1.
+        reduction: How the gradients of the replicas become one.
     """
 
     present: tuple[int, ...]
-    weights: tuple[float, ...]
+    fractions: tuple[float, ...]
     reduction: ReduceOp
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What the gradient of each replica of the strategy is multiplied by; 0 where it is dropped."""
+        if self.reduction is ReduceOp.MEAN:
+            return self.fractions
+        return tuple(1.0 if fraction else 0.0 for fraction in self.fractions)
 
     @classmethod
     def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> Shares:
@@ -38,7 +45,7 @@ class Shares:
             ValueError: If the arguments were dealt with different row counts, or `options.examples` does not fit.
         """
         everyone = tuple(range(num_replicas))
-        rows = _rows(leaves)
+        rows = _rows(leaves, options)
         examples: tuple[float, ...] | None = rows
         if options.examples is not None:
             examples = tuple(options.examples)
@@ -56,15 +63,13 @@ class Shares:
         total = sum(counts[r] for r in present)
         if not total:
             counts, total = [1.0] * num_replicas, float(len(present))
-        if reduction is ReduceOp.SUM:
-            weights = [1.0 if counts[r] else 0.0 for r in everyone]
-        else:
-            weights = [counts[r] / total for r in everyone]
-        return cls(present, tuple(w if r in present else 0.0 for r, w in enumerate(weights)), reduction)
+        return cls(present, tuple(counts[r] / total if r in present else 0.0 for r in everyone), reduction)
 
 
-def _rows(leaves: Sequence[Tree]) -> tuple[int, ...] | None:
+def _rows(leaves: Sequence[Tree], options: RunOptions) -> tuple[int, ...] | None:
     records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    if len(records) > 1 and options.examples is not None:
+        return None  # what each replica counts for has been said
     if len(records) > 1:
         first, second = sorted(records)[:2]
         raise ValueError(

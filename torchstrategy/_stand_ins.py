@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._context import local_object
+from torchstrategy._torch import set_slot, slot
 
 _classes: dict[type, type] = {}  # the user's class -> its stand-in
 _lock = threading.Lock()
@@ -126,38 +127,82 @@ def _only_outside(optimizer: Any, what: str) -> None:
         )
 
 
+class _ParameterStandIn(_StandIn, nn.Parameter):
+    """An owner that shows, in a replica, the gradient of that replica's own parameter.
+
+    What is computed with an owner is computed with the owner: a graph has no replicas. But a list of parameters that
+    was made outside of the step can be cleared, clipped and logged in it.
+    """
+
+    @property
+    def grad(self) -> Any:
+        local: Any = local_object(self)
+        return slot(self) if local is self else local.grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        local: Any = local_object(self)
+        if local is self:
+            set_slot(self, value)
+        else:
+            local.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter.__reduce_ex__(self, protocol)  # it names no class but Parameter
+
+
 @final
 class StandIns:
-    """Counts the runs that are under way with each object, and exchanges its class at the first and after the last."""
+    """Counts the runs that are under way with each object, and exchanges its class at the first and after the last.
+
+    Both methods may be called again for the same run: what is done is not done twice. A run that is interrupted while
+    it puts its stand-ins up takes them down as if it had put up all of them.
+    """
 
     def __init__(self) -> None:
-        self._runs: dict[int, int] = {}
+        self._runs: dict[int, set[object]] = {}
 
-    def put_up(self, objects: Iterable[object]) -> None:
+    def put_up(self, objects: Iterable[object], run: object) -> None:
         """From here on the objects answer, in a replica, as that replica's."""
         with _lock:
             for thing in objects:
-                runs = self._runs.get(id(thing), 0)
-                self._runs[id(thing)] = runs + 1
-                if runs == 0:
-                    object.__setattr__(thing, "__class__", _stand_in_class(type(thing)))
+                self._runs.setdefault(id(thing), set()).add(run)
+                _set_class(thing, _stand_in_class(plain_class(type(thing))))
 
-    def take_down(self, objects: Iterable[object]) -> None:
+    def take_down(self, objects: Iterable[object], run: object) -> None:
         """The reverse of `put_up`."""
         with _lock:
             for thing in objects:
-                self._runs[id(thing)] -= 1
-                if self._runs[id(thing)] == 0:
-                    del self._runs[id(thing)]
-                    object.__setattr__(thing, "__class__", plain_class(type(thing)))
+                runs = self._runs.get(id(thing), set())
+                runs.discard(run)
+                if not runs:
+                    _set_class(thing, plain_class(type(thing)))
+                    self._runs.pop(id(thing), None)
+
+
+def _set_class(thing: object, cls: type) -> None:
+    if type(thing) is not cls:
+        object.__setattr__(thing, "__class__", cls)
 
 
 def plain_class(cls: type) -> type:
     """The user's class, of which `cls` may be the stand-in."""
+    if cls is _ParameterStandIn:
+        return nn.Parameter
     return cls.__bases__[1] if issubclass(cls, _StandIn) else cls
 
 
 def _stand_in_class(cls: type) -> type:
+    if cls is nn.Parameter:
+        return _ParameterStandIn
     known = _classes.get(cls)
     if known is None:
         kind = _ModuleStandIn if issubclass(cls, nn.Module) else _OptimizerStandIn

@@ -40,6 +40,8 @@ __all__ = [
     "push_function_mode",
     "push_saved_tensors_hooks",
     "saved_tensors_hooks",
+    "set_slot",
+    "slot",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",
@@ -57,6 +59,12 @@ foreach_mul = torch._foreach_mul
 # which are set.
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+# The slot of a tensor that autograd itself writes, below whatever a subclass makes of `grad`.
+_grad: Any = torch.Tensor.grad
+slot: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+set_slot: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

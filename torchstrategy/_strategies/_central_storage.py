@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical, local_accelerators, place
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
-from torchstrategy._storage import CentralStorage, InPlaceStorage, Storage
+from torchstrategy._storage import InPlaceStorage, Storage
 from torchstrategy._strategy import Strategy
 from torchstrategy._types import DeviceLike
 

@@ -1,0 +1,400 @@
+"""The rules of the house: what may import what, what is public, and what an import must not do."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import torchstrategy
+
+PACKAGE = Path(inspect.getfile(torchstrategy)).parent
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMESPACES = ["torchstrategy", "torchstrategy.experimental"]
+PUBLIC = [
+    (namespace, name)
+    for namespace in NAMESPACES
+    for name in importlib.import_module(namespace).__all__
+    if not isinstance(getattr(importlib.import_module(namespace), name), ModuleType)
+]
+MAX_LINES = 350
+
+# The staircase. A module imports only from floors below its own, and not from its own. `_input` and `_strategies` count
+# as one module each, with a staircase inside.
+FLOORS = [
+    {"_errors", "_options", "_torch", "_types"},  # words
+    {"_captured", "_context", "_creation", "_devices", "_tree"},  # where one is, what there is
+    {
+        "_caller_state",
+        "_comm",
+        "_randomness",
+        "_stand_ins",
+        "_values",
+    },  # what goes from place to place
+    {"_input", "_replicas", "_shares"},  # who runs, on which rows
+    {"_collectives", "_gradients"},  # how replicas meet
+    {"_local_optimizer", "_mirrors", "_reductions", "_replica_context"},  # what a replica has and may do
+    {"_storage", "_strategy"},  # who owns a parameter; the noun
+    {"_extended"},  # the parts, put together
+    {"_strategies"},  # the choices
+    {"experimental"},  # facades
+    {"__init__"},
+]
+INNER_FLOORS = {
+    "_input": [{"_dataset", "_dealing"}, {"__init__"}],
+    "_strategies": [{"_central_storage", "_default", "_one_device"}, {"__init__"}],
+    "experimental": [{"__init__"}],
+}
+
+
+def floors_of(floors: list[set[str]]) -> dict[str, int]:
+    return {module: floor for floor, modules in enumerate(floors) for module in modules}
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    """`("_input", "_dataset")` for torchstrategy/_input/_dataset.py."""
+    return path.relative_to(PACKAGE).with_suffix("").parts
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("torchstrategy", *parts_of(path)))
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `tree` but those that only a type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
+    """The modules of this package that a file imports when it runs, as parts of their paths."""
+    for node in runtime_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "torchstrategy":
+            names = [f"torchstrategy.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            package, *rest = name.split(".")
+            if package == "torchstrategy":
+                yield tuple(rest) or ("__init__",)
+
+
+# Imports
+
+
+def test_every_module_has_a_floor() -> None:
+    known = {module for floor in FLOORS for module in floor}
+    assert {parts_of(path)[0] for path in FILES} == known, "say in FLOORS (and nowhere else) where a module stands"
+    for folder, floors in INNER_FLOORS.items():
+        inside = {parts_of(path)[1] for path in FILES if parts_of(path)[0] == folder}
+        assert inside == {module for floor in floors for module in floor}
+    assert sum(map(len, FLOORS)) == len(known), "a module stands on two floors"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_only_go_down(path: Path) -> None:
+    outer = floors_of(FLOORS)
+    here, *inside = parts_of(path)
+    for imported, *below in modules_imported_by(path):
+        if imported == here and inside:
+            inner = floors_of(INNER_FLOORS[here])
+            module = below[0] if below else "__init__"
+            assert inner[module] < inner[inside[0]], f"{name_of(path)} imports {here}.{module}"
+        else:
+            assert outer[imported] < outer[here], f"floor {outer[here]} imports {imported} from floor {outer[imported]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_are_absolute_whole_and_at_the_top(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert all(alias.name != "*" for alias in node.names), f"line {node.lineno}: a star import"
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inside = [n.lineno for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+            assert not inside, f"line {inside}: an import in a function"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_torch_names(tree: ast.AST) -> Iterator[str]:
+    """The private names of torch that a file uses, with the line."""
+    of_torch = {"torch"}  # the names in this file that stand for something of torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    of_torch.add((alias.asname or alias.name).split(".")[0])
+                    if any(map(is_private, alias.name.split("."))):
+                        yield f"line {node.lineno}: import {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                of_torch.add(alias.asname or alias.name)
+                if any(map(is_private, [*(node.module or "").split("."), alias.name])):
+                    yield f"line {node.lineno}: from {node.module} import {alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.AST = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in of_torch:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if parts_of(path) != ("_torch",)], ids=name_of)
+def test_private_names_of_torch_are_used_in_one_module(path: Path) -> None:
+    assert list(private_torch_names(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._C",
+        "import torch.utils._pytree as tree",
+        "from torch.utils._pytree import tree_map",
+        "from torch.overrides import _push_mode",
+        "import torch\ntorch._foreach_add_",
+        "import torch\ntorch.Tensor._make_subclass",
+        "from torch import nn\nnn.modules._x",
+        "from torch.optim import Optimizer as O\nO._step",
+    ],
+)
+def test_a_private_name_of_torch_is_found(line: str) -> None:
+    assert len(list(private_torch_names(ast.parse(line)))) == 1
+
+
+def test_the_module_of_private_names_is_where_they_are() -> None:
+    assert list(private_torch_names(ast.parse((PACKAGE / "_torch.py").read_text())))
+
+
+# Names
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_all_lists_every_public_name_in_order(namespace: str) -> None:
+    module = importlib.import_module(namespace)
+    assert module.__all__ == sorted(name for name in vars(module) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize(("namespace", "name"), PUBLIC)
+def test_public_names_report_their_public_home(namespace: str, name: str) -> None:
+    thing = getattr(importlib.import_module(namespace), name)
+    assert thing.__module__ in NAMESPACES
+    assert getattr(importlib.import_module(thing.__module__), name) is thing
+    assert thing.__qualname__ == name
+
+
+def test_a_name_has_one_home() -> None:
+    homes: dict[int, set[str]] = {}
+    for namespace, name in PUBLIC:
+        thing = getattr(importlib.import_module(namespace), name)
+        homes.setdefault(id(thing), set()).add(thing.__module__)
+    assert all(len(found) == 1 for found in homes.values())
+
+
+@pytest.mark.parametrize("strategy", [torchstrategy.CentralStorageStrategy, torchstrategy.OneDeviceStrategy])
+def test_a_strategy_is_a_constructor_and_overrides_no_public_method(strategy: type) -> None:
+    assert [name for name in vars(strategy) if not name.startswith("_")] == []
+    assert getattr(strategy, "__final__", False)
+
+
+# Documents
+
+
+@pytest.mark.parametrize(("namespace", "name"), PUBLIC)
+def test_every_public_name_has_a_docstring_with_an_example_and_a_source(namespace: str, name: str) -> None:
+    documentation = inspect.cleandoc(getattr(importlib.import_module(namespace), name).__doc__ or "")
+    assert re.search(r"^Example:\n    >>> ", documentation, re.MULTILINE), f"{name} has no example"
+    assert re.search(r"^Source: https://www\.tensorflow\.org/\S+$", documentation, re.MULTILINE), (
+        f"{name} has no source"
+    )
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name"), [pair for pair in PUBLIC if inspect.isclass(getattr(torchstrategy, pair[1], None))]
+)
+def test_every_public_method_has_a_docstring(namespace: str, name: str) -> None:
+    cls = getattr(importlib.import_module(namespace), name)
+    for member, value in vars(cls).items():
+        if not member.startswith("_") and isinstance(value, (property, classmethod, staticmethod, type(lambda: 0))):
+            assert (value.__doc__ or "").strip(), f"{name}.{member}"
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Every docstring of a file: of what, below which line, and its text."""
+
+    def below(node: ast.AST, name: str) -> Iterator[tuple[str, int, str]]:
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, (ast.ClassDef, ast.FunctionDef)):
+                inner_name = f"{name}.{inner.name}"
+                yield inner_name, inner.lineno, ast.get_docstring(inner) or ""
+                yield from below(inner, inner_name)
+
+    tree = ast.parse(path.read_text())
+    yield name_of(path), 0, ast.get_docstring(tree) or ""
+    yield from below(tree, name_of(path))
+
+
+EXAMPLES = {
+    name: (text, path, line)
+    for path in FILES
+    for name, line, text in docstrings(path)
+    if doctest.DocTestParser().get_examples(text)
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_do_what_they_say(name: str) -> None:
+    text, path, line = EXAMPLES[name]
+    globs: dict[str, Any] = {public: getattr(torchstrategy, public) for public in torchstrategy.__all__}
+    globs.update(torch=torch, torchstrategy=torchstrategy)
+    test = doctest.DocTestParser().get_doctest(text, globs, name, str(path), line)
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False, optionflags=0).run(test, out=said.append)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(said)
+
+
+def test_the_version_is_that_of_the_newest_heading_in_the_changelog() -> None:
+    headings = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert torchstrategy.__version__ == headings[0]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [torchstrategy.__version__]
+
+
+def test_types_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    data = re.search(r"^\[tool\.setuptools\.package-data\]\n(.+)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert data is not None
+    assert data[1] == 'torchstrategy = ["py.typed"]'
+
+
+# Files
+
+
+def lines_of_code(source: str) -> int:
+    """How many lines of a file are neither empty nor part of a docstring."""
+    lines = {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_holds_one_idea(path: Path) -> None:
+    count = lines_of_code(path.read_text())
+    assert count <= MAX_LINES, f"{path.name} has {count} lines of code: which two ideas is it?"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
+
+
+# What an import does not do
+
+REPORT = """
+import json, logging, os, signal, sys, threading, warnings
+import numpy, torch, typing_extensions
+from torch.nn.modules import module
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "cuda": torch.cuda.is_initialized(),
+        "log handlers": [str(logging.root.handlers), logging.root.level, *(
+            str(logger.handlers) for logger in logging.root.manager.loggerDict.values() if hasattr(logger, "handlers")
+        )],
+        "optimizers": [repr(Optimizer.__init__), repr(Optimizer.step), repr(vars(Optimizer).keys())],
+        "modules": [repr(vars(torch.nn.Module).keys()), repr(torch.nn.Module.__init__), repr(torch.nn.Module.__call__)],
+        "hooks": [len(value) for name, value in sorted(vars(module).items()) if name.endswith("_hooks")],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "warning filters": [repr(f) for f in warnings.filters],
+        "excepthooks": [repr(sys.excepthook), repr(threading.excepthook)],
+        "signals": [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "containers": len(_pytree.SUPPORTED_NODES),
+        "random numbers": torch.get_rng_state().sum().item(),
+        "modes": [torch.is_grad_enabled(), str(torch.get_default_dtype()), str(torch.get_default_device())],
+        "path": sys.path,
+    }
+
+before, known = state(), set(sys.modules)
+import torchstrategy
+after = state()
+strangers = {name.split(".")[0] for name in set(sys.modules) - known}
+strangers -= {"torchstrategy", "torch", "numpy", "typing_extensions", *sys.stdlib_module_names}
+print(json.dumps({"before": before, "after": after, "strangers": sorted(strangers)}))
+"""
+ASPECTS = [
+    "environment",
+    "cuda",
+    "log handlers",
+    "optimizers",
+    "modules",
+    "hooks",
+    "threads",
+    "warning filters",
+    "excepthooks",
+    "signals",
+    "containers",
+    "random numbers",
+    "modes",
+    "path",
+]
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What a fresh interpreter says of itself before and after the import, in which a warning is an error."""
+    command = [sys.executable, "-W", "error::UserWarning:torchstrategy", "-c", REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("aspect", ASPECTS)
+def test_an_import_leaves_the_process_as_it_was(report: dict[str, Any], aspect: str) -> None:
+    assert report["after"][aspect] == report["before"][aspect]
+
+
+def test_every_aspect_of_the_process_is_looked_at(report: dict[str, Any]) -> None:
+    assert sorted(report["before"]) == sorted(ASPECTS)
+    assert report["before"]["cuda"] is False
+
+
+def test_an_import_needs_torch_numpy_and_typing_extensions_only(report: dict[str, Any]) -> None:
+    assert report["strangers"] == []
+
+
+def test_what_is_required_is_what_is_imported() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    required = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
+    assert required is not None
+    assert re.findall(r'"([\w-]+)', required[1]) == ["torch", "numpy", "typing-extensions"]

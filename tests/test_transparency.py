@@ -1,0 +1,1399 @@
+"""A model of a strategy is the user's own: outside of replicas in every way, inside them as that replica's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchstrategy
+from conftest import central, central_with_copies
+from problems import (
+    MAKERS,
+    assert_close,
+    built,
+    compare,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    parameters,
+    replica_id,
+    sgd,
+)
+from torchstrategy import RunOptions
+
+F64: dict[str, Any] = {"dtype": torch.float64}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strategy]:
+    return MAKERS[request.param]
+
+
+class Net(nn.Module):
+    """Something of everything that people put into a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4, **F64), nn.Tanh(), nn.Dropout(0.0))
+        self.blocks = nn.ModuleList([nn.Linear(4, 4, **F64) for _ in range(2)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2, **F64), "b": nn.Linear(4, 2, **F64)})
+        self.scale = nn.Parameter(torch.ones(2, **F64))
+        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(2, **F64))])
+        self.register_buffer("offset", torch.zeros(2, **F64))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.head = "a"
+        self.calls = 0
+        self.forward_fn = self.decode
+        self.all_blocks = [block for block in self.blocks]
+        self.settings = {"gain": 1.0}
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        for block in self.all_blocks:
+            h = h + block(h).tanh()
+        return h
+
+    def decode(self, h: torch.Tensor) -> torch.Tensor:
+        return self.heads[self.head](h) * self.scale * self.settings["gain"] + self.shifts[0] + self.offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.forward_fn(self.encode(x))
+
+
+def train(model: Any, optimizer: Any, batch: Any) -> None:
+    """The step that most tests train by."""
+    optimizer.zero_grad()
+    mse(model, batch).backward()
+    optimizer.step()
+
+
+def trained(strategy: torchstrategy.Strategy, build: Callable[[], nn.Module] = Net) -> tuple[Any, Any, Any, Any]:
+    """A model that has been run, and its twin that plain PyTorch has trained."""
+    (model, optimizer), (twin, plain) = built(strategy, build, sgd)
+    for k in range(2):
+        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, data(7, seed=k)),))
+        train(twin, plain, data(7, seed=k))
+    return model, optimizer, twin, plain
+
+
+def outputs(strategy: torchstrategy.Strategy, fn: Callable[[], Any]) -> list[Any]:
+    """What `fn` returns in each replica."""
+    return list(strategy.experimental_local_results(strategy.run(fn)))
+
+
+# ---- outside of replicas
+
+
+@pytest.mark.parametrize("was_run", [False, True], ids=["new", "was_run"])
+def test_outside_of_replicas_a_model_is_the_users_own(make, was_run):
+    strategy = make(3)
+    if was_run:
+        model, optimizer, twin, plain = trained(strategy)
+    else:
+        (model, optimizer), (twin, plain) = built(strategy, Net, sgd)
+    assert type(model) is Net and isinstance(model, Net)
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in model.parameters())
+    assert type(optimizer) is torch.optim.SGD
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in twin.named_buffers()]
+    assert repr(model) == repr(twin) and str(optimizer) == str(plain)
+    assert vars(model).keys() == vars(twin).keys()
+    assert vars(optimizer).keys() == vars(plain).keys()
+    assert model.calls == twin.calls
+    assert model.forward_fn.__self__ is model
+    assert model.all_blocks[0] is model.blocks[0]
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+    assert_close(parameters(model), parameters(twin), "parameters", 1e-10)
+
+    copied = copy.deepcopy(model)
+    assert type(copied) is Net and all(type(m).__module__ != "torchstrategy" for m in copied.modules())
+    assert all(type(p) is nn.Parameter for p in copied.parameters())
+    torch.testing.assert_close(copied(data(7)[0]), twin(data(7)[0]))
+    assert b"torchstrategy" not in pickle.dumps(model)
+    assert type(pickle.loads(pickle.dumps(model))) is Net
+    assert b"torchstrategy" not in pickle.dumps(optimizer)
+
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    twin.load_state_dict(loaded["model"])
+    plain.load_state_dict(loaded["optimizer"])
+    torch.testing.assert_close(twin(data(7)[0]), model(data(7)[0]))
+
+
+@pytest.mark.slow
+def test_what_was_saved_loads_where_the_library_is_not_installed(tmp_path):
+    strategy = central_with_copies(3)
+    for name, build in {"plain": mlp, "normalised": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(2, **F64))}.items():
+        with strategy.scope():
+            model = build()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(8)),))
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}.state")
+        torch.save((model, optimizer), tmp_path / f"{name}.whole")
+        torch.save(model(data(8)[0]).detach(), tmp_path / f"{name}.output")
+    program = f"""
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "torchstrategy":
+                    raise ImportError("torchstrategy must not be needed")
+
+        sys.meta_path.insert(0, Blocked())
+        import torch
+        from torch import nn
+
+        for name in ("plain", "normalised"):
+            start = {str(tmp_path)!r} + "/" + name
+            state = torch.load(start + ".state", weights_only=True)
+            model, optimizer = torch.load(start + ".whole", weights_only=False)
+            assert type(model) is nn.Sequential and type(optimizer) is torch.optim.Adam, (model, optimizer)
+            assert [id(p) for p in model.parameters()] == [id(p) for p in optimizer.param_groups[0]["params"]]
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            generator = torch.Generator().manual_seed(1008)
+            x = torch.randn(8, 3, generator=generator, dtype=torch.float64) + torch.arange(8).unsqueeze(1) * 0.1
+            torch.testing.assert_close(model(x), torch.load(start + ".output"))
+            model(x).sum().backward()
+            optimizer.step()
+        assert "torchstrategy" not in sys.modules
+        print("loaded")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "loaded", done.stderr
+
+
+def test_plain_training_goes_on_where_replicas_left_off_and_the_other_way_round(make):
+    strategy = make(3)
+    model, optimizer, twin, plain = trained(strategy)
+    for k in range(3):
+        batch = data(7, seed=10 + k)
+        if k == 1:
+            strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, batch),))
+        else:
+            train(model, optimizer, batch)
+        train(twin, plain, batch)
+    assert_close(parameters(model), parameters(twin), "mixed training", 1e-10)
+
+
+def test_nothing_of_a_failed_step_stays_in_the_model(make):
+    strategy = make(3)
+    model, optimizer, _, _ = trained(strategy)
+
+    def fails() -> None:
+        model.train(False)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        strategy.run(fails)
+    assert type(model) is Net and type(optimizer) is torch.optim.SGD
+    assert all(type(m).__qualname__ == type(m).__name__ for m in model.modules())
+    assert model.training
+    assert outputs(strategy, lambda: str(model.training)) in (["True"] * 3, ["True"])
+
+
+# ---- inside a replica
+
+
+def test_inside_a_replica_every_way_to_reach_into_a_model_reaches_the_replicas_own(make):
+    strategy = make(3)
+    model, _, twin, _ = trained(strategy)
+    x = data(5)[0]
+
+    def facts(model: Any) -> dict[str, Any]:
+        sequential, blocks, heads = model.encoder, model.blocks, model.heads
+        return {
+            "call": model(x),
+            "method": model.encode(x),
+            "stored method": model.forward_fn(model.encode(x)),
+            "parameter": model.scale,
+            "buffer": model.offset,
+            "names": [name for name, _ in model.named_parameters()],
+            "modules": [name for name, _ in model.named_modules()],
+            "children": [name for name, _ in model.named_children()],
+            "keys": list(model.state_dict()),
+            "lengths": [len(sequential), len(blocks), len(heads), len(model.shifts)],
+            "index": sequential[0](x),
+            "last": blocks[-1].weight,
+            "slice": sequential[:2](x),
+            "key": heads["a"].weight,
+            "contains": ["a" in heads, "c" in heads],
+            "iterated": [block.weight for block in blocks],
+            "dict items": [key for key, _ in heads.items()],
+            "get_submodule": model.get_submodule("encoder.0").weight,
+            "get_parameter": model.get_parameter("encoder.0.weight"),
+            "plain list": [block.weight for block in model.all_blocks],
+            "same": [model.all_blocks[0] is model.blocks[0], next(iter(model.parameters())) is model.scale],
+            "printed": repr(model),
+            "is": [isinstance(model, Net), isinstance(sequential, nn.Sequential), model.__class__.__name__],
+            "attribute": [model.training, model.head, model.settings["gain"]],
+            "hasattr": [hasattr(model, "scale"), hasattr(model, "nonsense"), getattr(model, "nonsense", 7)],
+            "vector": nn.utils.parameters_to_vector(model.parameters()),
+            "dir": sorted(name for name in dir(model) if name in ("scale", "encoder", "offset", "encode", "calls")),
+            "functional": torch.func.functional_call(model, {"scale": torch.zeros(2, **F64)}, (x,)),
+        }
+
+    def step() -> None:
+        with torch.no_grad():
+            results.append((facts(model), [p.data_ptr() for p in model.parameters()]))
+
+    results: list[Any] = []
+    with torch.no_grad():
+        wanted = facts(twin)
+    strategy.run(step)
+    assert len(results) == 3
+    for r, (got, _) in enumerate(results):
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[name], value, msg=lambda m, name=name, r=r: f"replica {r}, {name}: {m}") if (
+                isinstance(value, torch.Tensor)
+            ) else _same(got[name], value, f"replica {r}, {name}")
+    own = {tuple(addresses) for _, addresses in results}
+    assert len(own) == (1 if make is central else 3)
+
+
+def _same(got: Any, wanted: Any, case: str) -> None:
+    if isinstance(wanted, list) and wanted and isinstance(wanted[0], torch.Tensor):
+        torch.testing.assert_close(got, wanted)
+    else:
+        assert got == wanted, case
+
+
+def test_a_deep_copy_or_a_pickle_that_is_made_in_a_replica_is_plain(make):
+    strategy = make(3)
+    model, _, twin, _ = trained(strategy)
+    made: list[Any] = []
+
+    def step() -> None:
+        made.append((copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.dumps(model.state_dict())))
+        made[-1][0](data(3)[0]).sum().backward()
+
+    strategy.run(step)
+    for copied, pickled, state in made:
+        for thing in (copied, pickled):
+            assert type(thing) is Net and all(type(p) is nn.Parameter for p in thing.parameters())
+            assert [type(m) for m in thing.modules()] == [type(m) for m in twin.modules()]
+            torch.testing.assert_close(thing(data(3)[0]), twin(data(3)[0]))
+        assert copied.scale.grad is not None
+        assert b"torchstrategy" not in state
+    assert len({id(copied) for copied, _, _ in made}) == 3
+
+
+def test_a_submodule_that_is_captured_by_itself_is_the_replicas_own(make):
+    strategy = make(3)
+    for way in ("submodule", "bound method", "list", "model as argument", "model as keyword"):
+        (model, _), (twin, _) = built(strategy, Net, None)
+        encoder, decode, parts = model.encoder, model.decode, [model.encode, model.decode]
+
+        def step(
+            b: Any, m: Any = None, way: str = way, model: Any = model, captured: Any = (encoder, decode, parts)
+        ) -> None:
+            encoder, decode, parts = captured
+            if way == "submodule":
+                h = encoder(b[0])
+                for block in model.blocks:
+                    h = h + block(h).tanh()
+                out = decode(h)
+            elif way in ("bound method", "list"):
+                out = parts[1](parts[0](b[0]))
+            else:
+                out = m(b[0])
+            F.mse_loss(out, b[1]).backward()
+
+        batch = data(7)
+        if way == "model as argument":
+            strategy.run(step, args=(deal(strategy, batch), model))
+        elif way == "model as keyword":
+            strategy.run(step, args=(deal(strategy, batch),), kwargs={"m": model})
+        else:
+            strategy.run(step, args=(deal(strategy, batch),))
+        mse(twin, batch).backward()
+        assert_close(gradients(model), gradients(twin), way)
+
+
+def test_modules_that_share_parts_share_them_in_a_replica(make):
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = nn.Linear(3, 4, **F64)
+            self.first = nn.Sequential(self.trunk, nn.Linear(4, 2, **F64))
+            self.second = nn.Sequential(self.trunk, nn.Linear(4, 2, **F64))
+            self.second[1].weight = self.first[1].weight  # tied
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) * self.second(x)
+
+    for n in (1, 3):
+        compare(make, n, train, build=Shared)
+
+
+def test_two_models_that_share_a_submodule_share_it_in_a_replica(make):
+    strategy = make(3)
+    torch.manual_seed(0)
+    with strategy.scope():
+        trunk = nn.Linear(3, 4, **F64)
+        first, second = nn.Sequential(trunk, nn.Linear(4, 2, **F64)), nn.Sequential(trunk, nn.Linear(4, 2, **F64))
+        tail = nn.Linear(4, 2, **F64)
+        tail.weight = first[1].weight  # tied to another model
+        parts = [trunk, first[1], second[1], tail]
+        optimizer = torch.optim.SGD([p for part in parts for p in part.parameters() if p is not tail.weight], lr=0.1)
+    twins = copy.deepcopy(parts)
+    plain = torch.optim.SGD([p for part in twins for p in part.parameters() if p is not twins[3].weight], lr=0.1)
+
+    def step(f: Any, s: Any, t: Any, u: Any, o: Any, b: Any) -> None:
+        o.zero_grad()
+        F.mse_loss(f(b[0]) * s(b[0]) + t(u(b[0])), b[1]).backward()
+        o.step()
+
+    twin_first, twin_second = nn.Sequential(twins[0], twins[1]), nn.Sequential(twins[0], twins[2])
+    for k in range(3):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: step(first, second, tail, trunk, optimizer, b), args=(deal(strategy, batch),))
+        step(twin_first, twin_second, twins[3], twins[0], plain, batch)
+    for part, twin in zip(parts, twins, strict=True):
+        assert_close(parameters(part), parameters(twin), "shared", 1e-10)
+    shared: list[Any] = []
+    strategy.run(
+        lambda: shared.append((first[0] is second[0], first[0].weight is trunk.weight, tail.weight is first[1].weight))
+    )
+    assert shared == [(True, True, True)] * 3
+
+
+def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(3, 4, **F64)
+            self.branches = [nn.Linear(4, 2, **F64), nn.Linear(4, 2, **F64)]
+            self.table = {"gate": (nn.Linear(4, 2, **F64),)}
+            self.closure = lambda x: self.stem(x).tanh()
+
+        def everything(self) -> list[Any]:
+            parts = [*self.branches, *self.table["gate"]]
+            return [*self.parameters(), *(p for part in parts for p in part.parameters())]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.closure(x)
+            return sum(branch(h) for branch in self.branches) * self.table["gate"][0](h)
+
+    strategy = make(3)
+    for is_given in (False, True):
+        torch.manual_seed(0)
+        twin = Hidden()
+        torch.manual_seed(0)
+        if is_given:
+            model = strategy.distribute_module(Hidden())
+            optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.everything(), lr=0.1))
+        else:
+            with strategy.scope():
+                model = Hidden()
+                optimizer = torch.optim.SGD(model.everything(), lr=0.1)
+        plain = torch.optim.SGD(twin.everything(), lr=0.1)
+        for k in range(2):
+            strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(7, seed=k)),))
+            train(twin, plain, data(7, seed=k))
+        for got, wanted in zip(model.everything(), twin.everything(), strict=True):
+            torch.testing.assert_close(got, wanted, msg=lambda m, given=is_given: f"distribute_module: {given}. {m}")
+
+
+def test_a_deep_copy_that_is_made_in_the_scope_belongs_to_the_strategy(make):
+    # Target networks, ensembles and averaged models are made so.
+    strategy = make(3)
+    torch.manual_seed(0)
+    with strategy.scope():
+        base = mlp()
+        model = copy.deepcopy(base)
+        optimizer = sgd(model)
+    twin = copy.deepcopy(base)
+    plain = sgd(twin)
+    for k in range(2):
+        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, data(7, seed=k)),))
+        train(twin, plain, data(7, seed=k))
+    assert_close(parameters(model), parameters(twin), "a deep copy", 1e-10)
+
+
+def test_activation_checkpointing_gives_the_gradient_of_the_whole_batch(make):
+    from torch.utils.checkpoint import checkpoint
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        h = checkpoint(model.encode, batch[0], use_reentrant=False)
+        F.mse_loss(checkpoint(model.decode, h, use_reentrant=True), batch[1]).backward()
+        optimizer.step()
+
+    compare(make, 3, step, build=Net)
+
+
+# ---- what is written between steps
+
+
+def _eval(model: Any) -> None:
+    model.eval()
+
+
+def _dropout(model: Any) -> None:
+    model.encoder[2].p = 1.0
+
+
+def _freeze(model: Any) -> None:
+    model.encoder.requires_grad_(False)
+
+
+def _thaw(model: Any) -> None:
+    model.encoder.requires_grad_(True)
+
+
+def _swap(model: Any) -> None:
+    torch.manual_seed(5)
+    model.heads["a"] = nn.Linear(4, 2, **F64)
+
+
+def _swap_by_attribute(model: Any) -> None:
+    torch.manual_seed(5)
+    model.encoder = nn.Sequential(nn.Linear(3, 4, **F64), nn.ReLU())
+
+
+def _insert(model: Any) -> None:
+    torch.manual_seed(5)
+    model.encoder.append(nn.Linear(4, 4, **F64))
+
+
+def _new_parameter(model: Any) -> None:
+    model.scale = nn.Parameter(torch.full((2,), 3.0, **F64))
+
+
+def _drop_bias(model: Any) -> None:
+    model.heads["a"].bias = None
+
+
+def _load(model: Any) -> None:
+    torch.manual_seed(6)
+    model.load_state_dict(Net().state_dict())
+
+
+def _assign(model: Any) -> None:
+    torch.manual_seed(6)
+    model.load_state_dict(Net().state_dict(), assign=True)
+
+
+def _initialise(model: Any) -> None:
+    torch.manual_seed(7)
+    for p in model.parameters():
+        nn.init.normal_(p)
+
+
+def _write_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.scale.mul_(3)
+        model.heads["a"].weight[0] = 1.0
+
+
+def _put_data(model: Any) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
+def _put_data_twice(model: Any) -> None:
+    # The second tensor may well get the memory that the first assignment has set free.
+    for _ in range(2):
+        for p in model.parameters():
+            p.data = p.data * 2
+
+
+def _transpose_data(model: Any) -> None:
+    for block in model.blocks:
+        block.weight.data = block.weight.data.t()
+
+
+def _prune_data(model: Any) -> None:
+    head = model.heads["a"]
+    head.weight.data, head.bias.data = head.weight.data[:1], head.bias.data[:1]
+
+
+def _halve(model: Any) -> None:
+    model.float()
+
+
+def _there_and_back(model: Any) -> None:
+    model.to(torch.bfloat16)
+    model.double()
+
+
+def _write_buffer(model: Any) -> None:
+    model.offset.fill_(2.0)
+
+
+def _put_buffer(model: Any) -> None:
+    model.offset = torch.full((2,), 4.0, **F64)
+
+
+def _put_buffer_data(model: Any) -> None:
+    model.offset.data = torch.full((2,), 4.0, **F64)
+
+
+def _attribute(model: Any) -> None:
+    model.head = "b"
+
+
+def _setting(model: Any) -> None:
+    model.settings["gain"] = 5.0
+
+
+def _new_settings(model: Any) -> None:
+    model.settings = {"gain": 5.0}
+
+
+def _method(model: Any) -> None:
+    model.forward_fn = lambda h: model.decode(h) * 2
+
+
+def _list_of_modules(model: Any) -> None:
+    model.all_blocks.reverse()
+    model.all_blocks.append(model.blocks[0])
+
+
+def _hook(model: Any) -> None:
+    model.encoder.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def _pre_hook(model: Any) -> None:
+    model.encoder[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def _backward_hook(model: Any) -> None:
+    model.heads["a"].register_full_backward_hook(lambda module, grad_in, grad_out: (2 * grad_in[0],))
+
+
+def _hook_that_was_removed(model: Any) -> None:
+    handle = model.encoder.register_forward_hook(lambda module, args, out: out * 2)
+    handle.remove()
+
+
+def _weight_norm(model: Any) -> None:
+    parametrizations.weight_norm(model.heads["a"])
+
+
+WRITES = [
+    _eval, _dropout, _freeze, _thaw, _swap, _swap_by_attribute, _insert, _new_parameter, _drop_bias, _load, _assign,
+    _initialise, _write_in_place, _put_data, _put_data_twice, _transpose_data, _prune_data, _halve, _there_and_back,
+    _write_buffer, _put_buffer, _put_buffer_data, _attribute, _setting, _new_settings, _method, _list_of_modules,
+    _hook, _pre_hook, _backward_hook, _hook_that_was_removed, _weight_norm,
+]  # fmt: skip
+
+
+def _output(model: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = model(x.to(dtype))
+    out.square().mean().backward()
+    return out.detach()
+
+
+@pytest.mark.parametrize("write", WRITES, ids=[write.__name__.strip("_") for write in WRITES])
+def test_what_is_written_between_steps_reaches_every_replica(make, write):
+    for n in (1, 3):
+        strategy = make(n)
+        model, _, twin, _ = trained(strategy)
+        x = data(6)[0]
+        for again in range(2):
+            for m in (model, twin):
+                m.zero_grad()
+                if not again:
+                    write(m)
+            dtype = next(model.parameters()).dtype
+
+            got = strategy.gather(strategy.run(_output, args=(model, deal(strategy, x), dtype)), axis=0)
+            wanted = _output(twin, x, dtype)
+            case = f"{write.__name__}, {n} replicas, run {again}"
+            tolerance = 1e-10 if dtype == torch.float64 else 2e-6
+            assert_close({"output": got}, {"output": wanted}, case, tolerance, tolerance)
+            assert_close(gradients(model), gradients(twin), case, tolerance, tolerance)
+
+
+def test_a_hook_that_is_removed_between_steps_is_gone_from_every_replica(make):
+    strategy = make(3)
+    model, _, _, _ = trained(strategy)
+    calls: list[int] = []
+    handle = model.encoder.register_forward_hook(lambda module, args, out: calls.append(replica_id()))
+    strategy.run(lambda: model(data(2)[0]).detach())
+    assert calls == [0, 1, 2]
+    handle.remove()
+    strategy.run(lambda: model(data(2)[0]).detach())
+    assert calls == [0, 1, 2]
+
+
+def test_a_hook_records_every_replica_in_the_users_own_recorder(make):
+    class Recorder:
+        def __init__(self) -> None:
+            self.shapes: list[Any] = []
+
+        def __call__(self, module: Any, args: Any, out: Any) -> None:
+            self.shapes.append(tuple(out.shape))
+
+        def method(self, module: Any, args: Any, out: Any) -> None:
+            self.shapes.append(tuple(out.shape))
+
+    for way in ("callable", "method"):
+        strategy = make(3)
+        model, _, _, _ = trained(strategy)
+        recorder = Recorder()
+        model.encoder.register_forward_hook(recorder if way == "callable" else recorder.method)
+        strategy.run(lambda b, model=model: model(b[0]).detach(), args=(deal(strategy, data(7)),))
+        assert recorder.shapes == [(3, 4), (3, 4), (1, 4)], way
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are copied on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.tensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if threading.get_ident() == self.thread:
+            if name in ("copy_", "_to_copy", "clone"):
+                self.tensors += 1
+            elif name == "_foreach_copy_":
+                self.tensors += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def copied_by(fn: Callable[[], Any]) -> int:
+    with Copies() as copies:
+        fn()
+    return copies.tensors
+
+
+def test_evaluation_and_accumulation_copy_nothing_and_a_written_parameter_is_copied_alone():
+    strategy = central_with_copies(3)
+    model, optimizer, _, _ = trained(strategy)
+    batch = deal(strategy, data(7))
+    total = len(list(model.parameters()))
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            strategy.run(lambda b: model(b[0]), args=(batch,))
+
+    def accumulate() -> None:
+        strategy.run(lambda b: mse(model, b).backward(), args=(batch,))
+
+    def write_one() -> None:
+        with torch.no_grad():
+            model.scale.add_(1.0)
+        strategy.run(lambda b: model(b[0]).detach(), args=(batch,))
+
+    evaluate()  # brings what the last update has written
+    assert [copied_by(evaluate) for _ in range(3)] == [0, 0, 0]
+    accumulate()
+    assert [copied_by(accumulate) for _ in range(3)] == [0, 0, 0]
+    assert copied_by(write_one) == 3
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0)
+    assert copied_by(evaluate) == 3 * total
+    model.train()
+    assert copied_by(lambda: strategy.run(lambda b: train(model, optimizer, b), args=(batch,))) == 3 * (total - 2), (
+        "all that the optimizer wrote, which is not the head that was not used"
+    )
+
+
+def test_parameters_on_the_parameter_device_are_never_copied():
+    strategy = central(3)
+    model, optimizer, _, _ = trained(strategy)
+    batch = deal(strategy, data(7))
+    assert copied_by(lambda: strategy.run(lambda b: train(model, optimizer, b), args=(batch,))) == 0
+
+
+# ---- what a step writes
+
+
+def test_what_a_step_writes_on_plain_attributes_reaches_the_original_once(make):
+    strategy = make(3)
+    model, _, twin, _ = trained(strategy)
+    assert model.calls == twin.calls == 2
+
+    def step(m: Any) -> None:
+        m.train(False)
+        m.head = "b"
+        m.encoder[2].p = 0.25
+        m.note = "new"
+        for _ in range(3):
+            m(data(2)[0])
+
+    strategy.run(lambda: step(model))
+    step(twin)
+    assert (
+        (model.calls, model.head, model.note, model.encoder[2].p)
+        == (5, "b", "new", 0.25)
+        == (
+            twin.calls,
+            twin.head,
+            twin.note,
+            twin.encoder[2].p,
+        )
+    )
+    assert [m.training for m in model.modules()] == [m.training for m in twin.modules()]
+    assert outputs(strategy, lambda: f"{model.calls} {model.training} {model.encoder[2].p}") in (
+        ["5 False 0.25"],
+        ["5 False 0.25"] * 3,
+    )
+
+
+def test_a_counter_in_a_module_without_parameters_counts_a_run_once(make):
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return F.mse_loss(a, b)
+
+    strategy = make(3)
+    with strategy.scope():
+        criterion, model = Loss(), mlp()
+    for _ in range(2):
+        strategy.run(lambda b: criterion(model(b[0]), b[1]).backward(), args=(deal(strategy, data(7)),))
+    assert criterion.calls == 2
+
+
+class Ema(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mlp()
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def _plain_or_refused(make: Any, step: Any, **kwargs: Any) -> None:
+    """A step's own writes on parameters do what they do in plain PyTorch, or raise. Never is anything else silent."""
+    try:
+        compare(make, 3, step, **kwargs)
+    except RuntimeError as error:
+        assert "parameter" in str(error), error
+
+
+def test_a_moving_average_of_parameters_that_the_step_keeps_is_updated_once_or_refused(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, p in zip(model.average.parameters(), model.model.parameters(), strict=True):
+                kept.mul_(0.9).add_(p, alpha=0.1)
+
+    _plain_or_refused(make, step, build=Ema, optimizer=lambda m: torch.optim.SGD(m.model.parameters(), lr=0.1))
+
+
+def test_clipping_weights_in_the_step_clips_the_users_weights_or_is_refused(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
+
+    _plain_or_refused(make, step)
+
+
+def test_clipping_the_data_of_weights_in_the_step_clips_the_users_weights_or_is_refused(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+        for p in model.parameters():  # as in the paper on Wasserstein GANs
+            p.data.clamp_(-0.2, 0.2)
+
+    _plain_or_refused(make, step)
+
+
+def test_an_update_by_hand_in_the_step_is_made_once_or_refused(make):
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        model.zero_grad()
+        mse(model, batch).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+    _plain_or_refused(make, step, optimizer=None)
+
+
+def test_loading_a_state_in_the_step_changes_the_users_model_or_is_refused(make):
+    torch.manual_seed(3)
+    state = mlp().state_dict()
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        model.load_state_dict(state)
+        mse(model, batch).backward()
+
+    _plain_or_refused(make, step)
+
+
+def test_an_embedding_with_a_largest_norm_keeps_it_or_is_refused(make):
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 2, max_norm=0.3, **F64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(x)
+
+    batches = [(torch.tensor([0, 1, 2, 3, 3, 8, 1]), data(7)[1]), (torch.tensor([5, 5, 5, 0, 2, 2, 7]), data(7)[1])]
+    _plain_or_refused(make, train, build=Table, batches=batches)
+
+
+# ---- buffers
+
+
+def test_batch_norm_averages_statistics_by_share_and_applies_its_momentum_once(make):
+    for momentum in (0.1, 0.5, None):
+        for rows, pieces in [(8, [3, 3, 2]), (9, [3, 3, 3]), (5, [2, 2, 1])]:
+            x = data(rows)[0]
+            if pieces[-1] == 1:
+                x = x.unsqueeze(-1).expand(-1, -1, 2).cumsum(-1)  # (rows, 3, 2): statistics of one row are enough
+            for reduction in ("mean", "sum"):
+                strategy = make(3)
+                with strategy.scope():
+                    layer = nn.BatchNorm1d(3, momentum=momentum, **F64)
+                wanted = copy.deepcopy(layer)
+                options = RunOptions(gradient_reduction=reduction)
+                for _ in range(2):
+                    strategy.run(lambda b, m=layer: m(b).detach(), args=(deal(strategy, x),), options=options)
+                    parts = []
+                    for piece in x.split(pieces):
+                        part = copy.deepcopy(wanted)
+                        part(piece)
+                        parts.append(part)
+                    for name in ("running_mean", "running_var"):
+                        mean = sum(getattr(p, name) * k / rows for p, k in zip(parts, pieces, strict=True))
+                        getattr(wanted, name).copy_(mean)
+                    wanted.num_batches_tracked += 1
+                case = f"momentum {momentum}, {rows} rows, {reduction}"
+                assert_close(dict(layer.named_buffers()), dict(wanted.named_buffers()), case)
+                assert int(layer.num_batches_tracked) == 2, case
+                seen: list[Any] = []
+                strategy.run(lambda m=layer, x=x, seen=seen: seen.append(m.eval()(x)))
+                for got in seen:
+                    torch.testing.assert_close(got, copy.deepcopy(wanted).eval()(x))
+
+
+def test_batch_norm_counts_each_forward_of_a_step_and_a_model_in_evaluation_counts_none(make):
+    strategy = make(3)
+    with strategy.scope():
+        layer = nn.BatchNorm1d(3, **F64)
+    x = deal(strategy, data(9)[0])
+    strategy.run(lambda b: [layer(b) for _ in range(3)] and None, args=(x,))
+    assert int(layer.num_batches_tracked) == 3
+    layer.eval()
+    before = copy.deepcopy(dict(layer.named_buffers()))
+    strategy.run(lambda b: layer(b).detach(), args=(x,))
+    assert_close(dict(layer.named_buffers()), before, "evaluation")
+
+
+def test_statistics_that_plain_training_has_written_reach_every_replica(make):
+    layers: dict[str, Any] = {
+        "batch_norm": (nn.BatchNorm1d(3, **F64), data(6)[0]),
+        "instance_norm": (nn.InstanceNorm1d(3, track_running_stats=True, **F64), data(12)[0].view(6, 2, 3).mT),
+    }
+    for name, (layer, x) in layers.items():
+        strategy = make(3)
+        twin = nn.Sequential(layer)
+        model = strategy.distribute_module(copy.deepcopy(twin))
+        strategy.run(lambda m=model, x=x: m.eval()(x).detach())
+        for _ in range(2):
+            for m in (model, twin):
+                m.train()
+                m(x)  # outside of replicas
+                m.eval()
+            seen: list[torch.Tensor] = []
+            strategy.run(lambda m=model, x=x, seen=seen: seen.append(m(x).detach()))
+            for got in seen:
+                torch.testing.assert_close(got, twin(x).detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_batch_norm_ignores_a_replica_that_ran_without_rows_and_one_that_sat_out(make):
+    x = torch.stack([data(4)[0], -data(4)[0]], -1)  # four rows on three replicas: 2, 2, 0
+    for empty in (False, True):
+        strategy = make(3)
+        with strategy.scope():
+            layer = nn.BatchNorm1d(3, **F64)
+        parts = [copy.deepcopy(layer) for _ in range(2)]
+
+        def step(b: torch.Tensor, layer: Any = layer) -> None:
+            if len(b):
+                layer(b)
+
+        strategy.run(step, args=(deal(strategy, x),), options=RunOptions(run_empty_replicas=empty))
+        for part, piece in zip(parts, x.split(2), strict=True):
+            part(piece)
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(layer, name), (getattr(parts[0], name) + getattr(parts[1], name)) / 2)
+        assert int(layer.num_batches_tracked) == 1
+
+
+def test_a_buffer_that_is_no_running_statistic_is_that_of_the_first_replica(make):
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("rows", torch.zeros(1))
+            self.register_buffer("last", torch.zeros(1))
+            self.register_buffer("later", None)
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.rows += len(x)
+            self.last = torch.full((1,), float(len(x)))
+            self.later = torch.full((2,), float(len(x)))
+
+    strategy = make(3)
+    with strategy.scope():
+        model = Counting()
+    kept = model.rows
+    for k in (1, 2):
+        strategy.run(lambda b: model(b), args=(deal(strategy, torch.ones(7)),))
+        assert (float(model.rows), float(model.last)) == (3.0 * k, 3.0)
+    assert model.rows is kept
+    assert model.later is not None and model.later.tolist() == [3.0, 3.0], (
+        "a buffer that was None until the step set it"
+    )
+
+
+# ---- models
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **kwargs: Any) -> None:
+        super().__init__()
+        self.rnn = kind(3, 4, num_layers=2, batch_first=True, **F64, **kwargs)
+        self.head = nn.Linear(4 * (2 if kwargs.get("bidirectional") else 1), 2, **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(_sequences(x))[0][:, -1])
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 3, batch_first=True, **F64)
+        self.head = nn.Linear(3, 2, **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = _sequences(x)
+        return self.head(self.attention(h, h, h)[0].mean(1))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, **F64)
+        self.stem, self.head = nn.Linear(3, 4, **F64), nn.Linear(4, 2, **F64)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.stem(_sequences(x))).mean(1))
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, **F64)
+        self.middle = nn.Linear(4, 4, **F64)
+        self.out = nn.Linear(4, 5, bias=False, **F64)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x.abs() * 10).long().remainder(5)
+        return self.out(self.middle(self.table(words)).tanh()).mean(1)[:, :2]
+
+
+class Upsampling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose1d(1, 4, 3, stride=2, **F64)
+        self.norm = nn.GroupNorm(2, 4, **F64)
+        self.instance = nn.InstanceNorm1d(4, affine=True, **F64)
+        self.down = nn.Conv1d(4, 2, 3, padding=1, **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.instance(self.norm(self.up(x.unsqueeze(1)))).tanh()).square().mean(-1)
+
+
+def _sequences(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, x.sin(), x.cos()], 1)
+
+
+def _parametrized(parametrize: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = mlp()
+        parametrize(model[0])
+        parametrize(model[2])
+        return model
+
+    return build
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "lstm, bidirectional, projected": lambda: Recurrent(nn.LSTM, bidirectional=True, proj_size=0),
+    "gru": lambda: Recurrent(nn.GRU),
+    "attention": Attending,
+    "transformer": Transformer,
+    "tied": TiedLanguageModel,
+    "conv_transpose, group_norm, instance_norm": Upsampling,
+    "weight_norm": _parametrized(parametrizations.weight_norm),
+    "spectral_norm": _parametrized(parametrizations.spectral_norm),
+    "orthogonal": _parametrized(parametrizations.orthogonal),
+    "prelu, layer_norm": lambda: nn.Sequential(mlp(), nn.LayerNorm(2, **F64), nn.PReLU(**F64)),
+    "batch_norm in evaluation": lambda: nn.Sequential(nn.BatchNorm1d(3, **F64).eval(), mlp()),
+    "batch_norm without statistics, frozen": lambda: nn.Sequential(
+        nn.BatchNorm1d(3, **F64).eval().requires_grad_(False), mlp()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_on_replicas_as_it_does_in_plain_torch(make, name):
+    for n in (1, 3):
+        model, twin = compare(make, n, train, build=MODELS[name], case=name, relative=1e-9)
+        assert_close(dict(model.named_buffers()), dict(twin.named_buffers()), f"{name}, buffers", 1e-9)
+        assert list(model.state_dict()) == list(twin.state_dict())
+        model.eval()
+        twin.eval()
+        x = data(5)[0]
+        torch.testing.assert_close(model(x), twin(x))
+
+
+def test_a_recurrent_model_that_changes_its_dtype_between_steps_trains_on(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, lambda: Recurrent(nn.LSTM), None)
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        for m in (model, twin):
+            m.zero_grad()
+            m.to(dtype)
+        batch = data(7, dtype)
+        strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, batch),))
+        mse(twin, batch).backward()
+        assert_close(gradients(model), gradients(twin), f"{dtype}", 1e-6)
+
+
+def test_batch_norm_models_train_on_replicas(make):
+    strategy = make(3)
+    build = lambda: nn.Sequential(nn.Linear(3, 4, **F64), nn.BatchNorm1d(4, **F64), nn.ReLU(), nn.Linear(4, 2, **F64))  # noqa: E731
+    (model, optimizer), _ = built(strategy, build, sgd)
+    batch = data(12)
+    before = float(mse(model, batch).detach())
+    model.train()
+    for _ in range(30):
+        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, batch),))
+    assert int(model[1].num_batches_tracked) == 31
+    assert float(mse(model, batch).detach()) < 0.7 * before
+
+
+def test_copies_and_aliases_give_the_same_model_bit_for_bit():
+    for name, build in {**MODELS, "batch_norm": lambda: nn.Sequential(nn.BatchNorm1d(3, **F64), mlp())}.items():
+        states = []
+        for maker in (central, central_with_copies):
+            strategy = maker(3)
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = build()
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for k in range(3):
+                strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(8, seed=k)),))
+            states.append(model.state_dict())
+        for key, value in states[0].items():
+            assert torch.equal(value, states[1][key]), f"{name}: {key}"
+
+
+# ---- what is refused
+
+
+def refused(make: Any, build: Callable[[], nn.Module], match: str) -> None:
+    """The model is refused at its first run, and is afterwards what it was."""
+    strategy = make(3)
+    with strategy.scope():
+        model = build()
+    with pytest.raises(TypeError, match=match):
+        strategy.run(lambda: model(torch.ones(1, 3)))
+
+
+def test_a_script_module_is_refused(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(3, 2))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = scripted
+
+    refused(
+        make, Holder, r"Holder\.inner is a ScriptModule, of which replicas cannot have copies"
+    )
+
+
+def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(make):
+    def build() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return nn.Sequential(nn.LazyLinear(2))
+
+    refused(
+        make,
+        build,
+        r"Sequential\.0\.weight has no shape yet: LazyLinear is lazy\. Run one batch through the module, outside",
+    )
+    strategy = make(3)
+    with strategy.scope():
+        model = build()
+    with pytest.raises(TypeError, match="has no shape yet"):
+        strategy.run(lambda: model(torch.ones(1, 3)))
+    model(torch.ones(1, 3))
+    batch = data(7, torch.float32)
+    strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, batch),))
+    twin = copy.deepcopy(model)
+    mse(twin, batch).backward()
+    assert_close(gradients(model), gradients(twin), "after the first batch")
+
+
+class Attribute(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_tensor_that_requires_grad_in_a_plain_attribute_is_refused(make):
+    refused(
+        make,
+        lambda: Attribute(log_t=torch.zeros(1, requires_grad=True)),
+        r"Attribute\.log_t is a tensor that requires grad in a plain attribute, so a replica's copy would not learn\.",
+    )
+
+
+@pytest.mark.parametrize("what", ["leaf", "with history"])
+def test_a_tensor_that_requires_grad_is_refused_also_when_it_was_put_there_between_runs(make, what):
+    strategy = make(3)
+    with strategy.scope():
+        model = Attribute()
+    strategy.run(lambda: model(torch.ones(1, 3)).detach())
+    model.kept = torch.zeros(1, requires_grad=True) if what == "leaf" else model(torch.ones(1, 3))
+    with pytest.raises(TypeError, match=r"Attribute\.kept is a tensor that requires grad"):
+        strategy.run(lambda: model(torch.ones(1, 3)).detach())
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_parameters_in_a_plain_container_learn_or_are_refused(make, container):
+    def build() -> nn.Module:
+        model = Attribute()
+        parameter = nn.Parameter(torch.ones(2))
+        model.extra = [parameter] if container == "list" else {"x": parameter}
+        model.forward = None
+        return model
+
+    strategy = make(3)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = build()
+        extra = model.extra[0] if container == "list" else model.extra["x"]
+        optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    start = extra.detach().clone()
+
+    def step(b: Any) -> None:
+        mine = model.extra[0] if container == "list" else model.extra["x"]
+        optimizer.zero_grad()
+        F.mse_loss(model.layer(b[0]) * mine, b[1]).backward()
+        optimizer.step()
+
+    try:
+        strategy.run(step, args=(deal(strategy, data(7, torch.float32)),))
+    except (TypeError, RuntimeError) as error:
+        assert "extra" in str(error) or "param_groups" in str(error)
+    else:
+        assert not torch.equal(extra, start), "the tensor was given to the optimizer, was used, and has not learnt"
+
+
+def test_a_subclass_of_parameter_is_refused(make):
+    class Special(nn.Parameter):
+        pass
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.weight = Special(model.weight.data)
+        return model
+
+    refused(
+        make,
+        build,
+        r"Linear\.weight is a Special\. Replicas can have copies of torch\.nn\.Parameter itself, and not of its",
+    )
+
+
+@pytest.mark.parametrize("when", ["from the start", "between runs"])
+def test_an_attribute_that_cannot_be_copied_is_refused(make, when):
+    match = r"Attribute.* cannot be copied for the replicas: TypeError: cannot pickle '_thread\.lock' object\."
+    if when == "from the start":
+        refused(make, lambda: Attribute(lock=threading.Lock()), match)
+        return
+    strategy = make(3)
+    with strategy.scope():
+        model = Attribute()
+    strategy.run(lambda: model(torch.ones(1, 3)).detach())
+    model.lock = threading.Lock()
+    with pytest.raises(TypeError, match=match):
+        strategy.run(lambda: model(torch.ones(1, 3)).detach())
+    del model.lock
+    strategy.run(lambda: model(torch.ones(1, 3)).detach())
+
+
+def test_one_model_in_two_strategies_is_refused(make):
+    first, second = make(2), make(2)
+    with first.scope():
+        model = mlp()
+    match = r"already belongs to another strategy"
+    with pytest.raises(RuntimeError, match=match):
+        second.distribute_module(model)
+    with pytest.raises(RuntimeError, match=match):
+        second.distribute_module(nn.Sequential(model[0]))
+    own = second.distribute_module(copy.deepcopy(model))
+    assert first.extended.variable_created_in_scope(model) and second.extended.variable_created_in_scope(own)
+    assert not second.extended.variable_created_in_scope(model)
+    first.run(lambda b: mse(model, b).backward(), args=(deal(first, data(4)),))
+    second.run(lambda b: mse(own, b).backward(), args=(deal(second, data(4)),))
+    assert_close(gradients(own), gradients(model), "each in its own strategy")
+
+
+def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_its_first_run(make):
+    first, second = make(2), make(2)
+    with first.scope():
+        model = mlp()
+    with pytest.raises(RuntimeError, match=r"already belongs to another strategy"):
+        with second.scope():
+            other = nn.Sequential(model[2], nn.Tanh())
+        second.run(lambda: other(torch.ones(1, 4, **F64)).detach())
+
+
+def test_a_model_of_another_strategy_in_a_step_is_refused(make):
+    first, second = make(2), make(2)
+    with first.scope():
+        model = mlp()
+    with pytest.raises(RuntimeError, match=r"scope|strategy"):
+        second.run(lambda b: mse(model, b).backward(), args=(deal(second, data(4)),))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_layer_whose_weight_is_computed_by_a_hook_is_refused(make):
+    # Pruning and the old weight_norm keep a tensor with a history where the weight was.
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 2)
+        prune.l1_unstructured(layer, "weight", amount=3)
+        return layer
+
+    refused(make, build, r"Linear\.weight is a tensor that requires grad in a plain attribute")
+
+
+def test_a_buffer_of_another_shape_is_refused_by_name(make):
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("queue", torch.zeros(2))
+
+        def forward(self) -> None:
+            self.queue = torch.cat([self.queue, torch.ones(1)])
+
+    strategy = make(2)
+    with strategy.scope():
+        model = Growing()
+    with pytest.raises(
+        RuntimeError, match=r"A replica replaced the buffer Growing\.queue, of shape \(2,\) and torch\.float32, by"
+    ):
+        strategy.run(lambda: model())
+    assert model.queue.tolist() == [0.0, 0.0]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("build", [mlp], ids=["sequential"])
+@pytest.mark.parametrize("first", ["model", "strategy", "together"])
+def test_a_model_and_a_strategy_that_are_dropped_are_freed(make, first, build):
+    strategy = make(3)
+    model, optimizer, twin, plain = trained(strategy, build)
+    results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, data(7)),))
+    strategy.reduce("mean", results, axis=0).backward()
+    of_replicas: list[Any] = []
+    strategy.run(lambda: of_replicas.append(weakref.ref(next(model.parameters()))))
+    watched = {
+        "model": weakref.ref(model),
+        "submodule": weakref.ref(next(m for m in model.modules() if isinstance(m, nn.Linear))),
+        "parameter": weakref.ref(next(model.parameters())),
+        "optimizer": weakref.ref(optimizer),
+        "strategy": weakref.ref(strategy),
+        "extended": weakref.ref(strategy.extended),
+    }
+    del results, twin, plain
+    if first == "model":
+        del model, optimizer
+        gc.collect()
+        alive = [name for name in ("model", "submodule", "parameter", "optimizer") if watched[name]() is not None]
+        assert not alive, f"the strategy keeps {alive}"
+        assert all(p() is None for p in of_replicas), "the strategy keeps the replicas' parameters"
+        strategy.run(lambda: None)
+        del strategy
+    elif first == "strategy":
+        del strategy
+        gc.collect()
+        assert watched["strategy"]() is None and watched["extended"]() is None
+        assert all(p() is None for p in of_replicas)
+        train(model, optimizer, data(7))  # which is plain
+        del model, optimizer
+    else:
+        del model, optimizer, strategy
+    gc.collect()
+    alive = [name for name, reference in watched.items() if reference() is not None]
+    assert not alive and all(p() is None for p in of_replicas), f"still alive: {alive}"
+
+
+def test_models_that_come_and_go_leave_nothing_behind(make):
+    strategy = make(2)
+    gone = []
+    for _ in range(5):
+        with strategy.scope():
+            model = mlp()
+            optimizer = sgd(model)
+        strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(4)),))
+        gone.append(weakref.ref(model))
+        del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 5

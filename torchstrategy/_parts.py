@@ -1,0 +1,49 @@
+"""What belongs to a module: its children, and the modules and tensors in plain lists and dicts that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_DEPTH = 3  # a list of lists of modules is as deep as people go
+
+
+def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules and everything below them, each once, parents before their children.
+
+    What a module holds in a plain list or dict counts, which `Module.modules()` leaves out.
+    """
+    found: dict[int, nn.Module] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop(0)
+        if id(module) in found:
+            continue
+        found[id(module)] = module
+        waiting.extend(module.children())
+        waiting.extend(value for _, value in held_plainly(module) if isinstance(value, nn.Module))
+    return list(found.values())
+
+
+def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """The modules and tensors among the plain attributes of a module, each with the path to it."""
+    for name, value in vars(module).items():
+        if name not in _TORCHS_OWN:
+            yield from _within(f".{name}", value, _DEPTH)
+
+
+def _within(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        yield path, value
+    elif depth and type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _within(f"{path}[{index}]", item, depth - 1)
+    elif depth and type(value) is dict:
+        for key, item in value.items():
+            yield from _within(f"{path}[{key!r}]", item, depth - 1)
+
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in every module: tables, hooks, flags

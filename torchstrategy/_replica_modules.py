@@ -1,0 +1,258 @@
+"""The copies of the user's modules that one replica has: how they are made, and how values reach them.
+
+`copy.deepcopy` copies the structure, with every tensor put there beforehand: the replica's own parameters, and its
+buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from torchstrategy._comm import sent_to
+from torchstrategy._ledger import LocalParameter
+from torchstrategy._parts import held_plainly
+from torchstrategy._torch import foreach_copy_, version
+from torchstrategy._types import Device
+
+TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MISSING = object()
+VALUES = methodcaller("values")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@final
+@dataclass(slots=True)
+class Original:
+    """A tensor of the user's, and what it was when the copies last agreed with it."""
+
+    name: str
+    tensor: torch.Tensor
+    is_running: bool = False  # a running statistic, which torch's kernels write without counting it
+    version: int = -1
+    place: tuple[object, ...] = ()
+
+    def has_changed(self) -> bool:
+        """Whether it was written, or lies elsewhere."""
+        return version(self.tensor) != self.version or self.has_moved()
+
+    def has_moved(self) -> bool:
+        """Whether it lies elsewhere, or means another part of the same memory."""
+        return _place(self.tensor) != self.place
+
+    def is_known(self) -> None:
+        """The copies agree with it."""
+        self.version, self.place = version(self.tensor), _place(self.tensor)
+
+    def is_written(self) -> None:
+        """It was written in a way that counts no version."""
+        self.version = -1
+
+
+@final
+class ReplicaModules:
+    """The copies of one replica.
+
+    Args:
+        roots: The user's modules: none of them is part of another.
+        modules: They and everything below them.
+        parameters: Their parameters.
+        buffers: Their buffers.
+        device: Where the replica computes.
+        may_alias: Whether a parameter on that device shares the memory of its original.
+
+    Raises:
+        TypeError: If a module cannot be copied.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
+        parameters: Sequence[Original],
+        buffers: Sequence[Original],
+        device: Device,
+        may_alias: bool,
+    ) -> None:
+        owners = [original.tensor for original in parameters]
+        self._aliased = [may_alias and owner.device == device for owner in owners]
+        data = [
+            owner.detach() if aliased else sent_to([owner], [device])[0][0]
+            for owner, aliased in zip(owners, self._aliased, strict=True)
+        ]
+        self.parameters = [LocalParameter.over(d, owner.requires_grad) for d, owner in zip(data, owners, strict=True)]
+        self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
+        self._note_versions()
+        own = sent_to([original.tensor for original in buffers], [device])[0]
+        self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
+        self._memo.update((id(original.tensor), tensor) for original, tensor in zip(buffers, own, strict=True))
+        for module in modules:
+            self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
+            for _, held in held_plainly(module):
+                if isinstance(held, torch.Tensor) and id(held) not in self._memo:
+                    self._memo[id(held)] = sent_to([held], [device])[0][0]
+        copied = _copied(roots, dict(self._memo))
+        originals = (m for root in roots for m in root.modules())
+        pairs = {
+            id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
+        }
+        self._memo.update(pairs)
+        self._device = device
+        self._insides = [pairs[id(module)].__dict__ for module in modules]
+        self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
+        self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
+        self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
+        self._agreed = [(tensor, version(tensor)) for tensor in own]
+        self._attribute_values = values_of(self._insides)
+
+    def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> None:
+        """Brings the values of parameters. What was written in place, in memory that is shared, is there already."""
+        targets, sources = [], []
+        for index in moved if all(self._aliased) else changed:
+            if self._aliased[index] and index not in moved:
+                continue
+            local, owner = self.parameters[index], originals[index].tensor.detach()
+            if self._aliased[index] and owner.device == local.device:
+                local.data = owner
+            elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
+                local.data = owner.to(local.device, copy=True)
+                self._aliased[index] = False
+            else:
+                targets.append(local.detach())
+                sources.append(owner)
+        if targets:
+            foreach_copy_(targets, sources)
+        self._note_versions()
+
+    def has_written(self, index: int) -> bool:
+        """Whether the step wrote on a parameter that has memory of its own; where it is shared, the original tells."""
+        return self._versions[index] not in (-1, version(self.parameters[index]))
+
+    def bring_requires_grad(self, flags: Sequence[bool]) -> None:
+        """Brings which parameters are trained."""
+        if [parameter.requires_grad for parameter in self.parameters] != flags:
+            for parameter, flag in zip(self.parameters, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def bring_buffers(self, indices: Sequence[int], originals: Sequence[torch.Tensor]) -> None:
+        """Brings the values of buffers."""
+        for index, original in zip(indices, originals, strict=True):
+            own, _ = self._agreed[index]
+            if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
+                own = original.detach().to(own.device, copy=True)
+            else:
+                own.copy_(original.detach())
+            table, name = self._slots[index]
+            table[name] = own
+            self._agreed[index] = (own, version(own))
+
+    def bring_attribute(self, position: int, name: str, value: object) -> None:
+        """Brings a plain attribute of a module; `MISSING` takes it away."""
+        inside = self._insides[position]
+        if value is MISSING:
+            inside.pop(name, None)
+        else:
+            memo = dict(self._memo)
+            if isinstance(value, torch.Tensor):
+                memo[id(value)] = sent_to([value], [self._device])[0][0]
+            inside[name] = copy.deepcopy(value, memo)
+        self._attribute_values = values_of(self._insides)
+
+    def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
+        """Brings to the originals the plain attributes, and the buffers out of nothing, that the step wrote."""
+        values = values_of(self._insides)
+        if not same(self._attribute_values, values):
+            self._attribute_values = values
+            for original, local in zip(originals, self._insides, strict=True):
+                for name, value in local.items():
+                    if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
+                        original[name] = value
+        for original, local in zip(originals, self._insides, strict=True):
+            for name, buffer in original["_buffers"].items():
+                if buffer is None and local["_buffers"].get(name) is not None:
+                    original["_buffers"][name] = local["_buffers"][name].detach().clone()
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """The replica's own buffer, or what the step put in its place."""
+        table, name = self._slots[index]
+        value = table[name]
+        return self._agreed[index][0] if value is None else value
+
+    def written_buffers(self, originals: Sequence[Original]) -> set[int]:
+        """The buffers that the step wrote, or put another tensor in the place of."""
+        written = set()
+        for index, (own, agreed) in enumerate(self._agreed):
+            buffer = self.buffer(index)
+            is_uncounted = originals[index].is_running and differ(own, originals[index].tensor)
+            if is_uncounted or buffer is not own or version(own) != agreed:
+                written.add(index)
+        return written
+
+    def _note_versions(self) -> None:
+        if not all(self._aliased):
+            pairs = zip(self.parameters, self._aliased, strict=True)
+            self._versions = [-1 if aliased else version(parameter) for parameter, aliased in pairs]
+
+
+def values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
+    """What the modules with these insides hold, one list for all of them."""
+    return list(chain.from_iterable(map(VALUES, insides)))
+
+
+def same(first: Sequence[object], second: Sequence[object]) -> bool:
+    """Whether two lists hold the very same objects; what they are equal to is not asked."""
+    return len(first) == len(second) and all(map(is_, first, second))
+
+
+def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors hold different numbers."""
+    return first.shape != second.shape or not torch.equal(first, second.to(first.device))
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _slot_of(
+    tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]
+) -> tuple[dict[str, Any], str]:
+    """Where the replica's copy of a buffer is held."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is tensor:
+                return local[id(module)]._buffers, name
+    raise AssertionError("a buffer of no module")
+
+
+def _hooks_to_share(module: nn.Module) -> list[object]:
+    """The hooks of which a replica uses the user's own object: a recorder that is not copied records all replicas."""
+    hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
+    return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
+
+
+def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
+    """Copies of all roots at once, so that what they share stays shared."""
+    try:
+        return copy.deepcopy(list(roots), memo)
+    except Exception as error:
+        raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
+
+
+def uncopyable(name: str, error: Exception) -> TypeError:
+    """What is raised when `copy.deepcopy` fails on something of the user's."""
+    return TypeError(
+        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Every attribute of a module "
+        "must be one that copy.deepcopy can copy; keep files, locks and tensors with a history elsewhere."
+    )
