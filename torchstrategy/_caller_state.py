@@ -7,20 +7,23 @@ and the deterministic flag belong to the process and need nothing.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
-from torchstrategy._devices import is_accelerator, needs_device_context
+from torchstrategy._devices import in_use, is_accelerator
 from torchstrategy._torch import (
     dispatch_modes,
     function_modes,
     pop_dispatch_mode,
     pop_function_mode,
     pop_saved_tensors_hooks,
+    privateuse1_name,
     push_dispatch_mode,
     push_function_mode,
     push_saved_tensors_hooks,
@@ -48,11 +51,10 @@ class CallerState:
     @classmethod
     def take(cls, devices: tuple[Device, ...]) -> CallerState:
         """The state of the current thread, as far as replicas on `devices` are concerned."""
-        types = dict.fromkeys(["cpu", *(device.type for device in devices)])
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensors=saved_tensors_hooks(),
             function_modes=tuple(function_modes()),
@@ -70,47 +72,63 @@ class CallerState:
         return self.variables.copy().run(self._run_in, device, fn)
 
     def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
-        with ExitStack() as stack:
+        try:
             torch.set_num_threads(self.num_threads)
             if device in self.streams:
                 torch.accelerator.set_device_index(device)
                 torch.accelerator.set_stream(self.streams[device])
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            stack.enter_context(self._autocast_on())
-            # The backward of this replica runs on this thread, where its context is, also on an accelerator.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(self.autocast_cache)
+            for device_type, enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(device_type, enabled)
+                torch.set_autocast_dtype(device_type, dtype)
             if self.saved_tensors is not None:
                 push_saved_tensors_hooks(*self.saved_tensors)
-                stack.callback(pop_saved_tensors_hooks)
             for mode in self.function_modes:
                 push_function_mode(mode)
-                stack.callback(pop_function_mode)
-            if needs_device_context(device):
-                stack.enter_context(device)
             for mode in self.dispatch_modes:
                 push_dispatch_mode(mode)
-                stack.callback(pop_dispatch_mode)
-            return fn()
-
-    @contextmanager
-    def _autocast_on(self) -> Iterator[None]:
-        # These threads are ours and between runs they wear nothing, so leaving resets only what was put on.
-        torch.autocast_increment_nesting()
-        before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        usual = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t, _, _ in self.autocast]
-        _set_autocast(self.autocast)
-        try:
-            yield
+            # The backward of this replica runs on this thread, where its context is, also on an accelerator.
+            with (
+                torch.inference_mode(self.inference),
+                torch.set_grad_enabled(self.grad),
+                torch.autograd.set_multithreading_enabled(False),
+                in_use(device),
+            ):
+                return fn()
         finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            _set_autocast(usual)
-            torch.set_autocast_cache_enabled(before)
+            _take_everything_off()
 
 
-def _set_autocast(settings: Any) -> None:
-    for device_type, enabled, dtype in settings:
-        torch.set_autocast_enabled(device_type, enabled)
+def _take_everything_off() -> None:
+    """Leaves a replica's thread bare, as it is between runs, whatever the step left on."""
+    torch.set_default_device(None)
+    while dispatch_modes():
+        pop_dispatch_mode()
+    while function_modes():
+        pop_function_mode()
+    while saved_tensors_hooks() is not None:
+        pop_saved_tensors_hooks()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    for device_type, dtype in _usual_autocast().items():
+        torch.set_autocast_enabled(device_type, False)
         torch.set_autocast_dtype(device_type, dtype)
+
+
+@functools.cache
+def _usual_autocast() -> dict[str, torch.dtype]:
+    """The device types that have autocast, and to which dtype if nobody says; read on a thread that wears nothing."""
+    usual: dict[str, torch.dtype] = {}
+
+    def read() -> None:
+        for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", privateuse1_name()):
+            with suppress(RuntimeError):
+                usual[device_type] = torch.get_autocast_dtype(device_type)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    return usual

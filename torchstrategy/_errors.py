@@ -13,6 +13,14 @@ from __future__ import annotations
 from contextlib import suppress
 
 
+def described(error: BaseException) -> str:
+    """The type and text of an error; some errors have no text that can be had."""
+    text = "its text cannot be had"
+    with suppress(Exception):
+        text = str(error)
+    return f"{type(error).__name__}: {text}"
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Adds `note` to what a traceback prints below `error`, once however often the same object is raised."""
     notes = getattr(error, "__notes__", [])

@@ -30,14 +30,16 @@ class RandomStreams:
         devices: The device of each replica.
         one_at_a_time: Whether no two replicas ever run at once. Only then can the one generator of the CPU be lent to
             each in turn; otherwise they draw from it as they come, and have streams of their own on their accelerators.
+        depth: Of runs within runs, whose replicas must not draw what those around them draw.
     """
 
-    def __init__(self, devices: Sequence[Device], one_at_a_time: bool) -> None:
+    def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0) -> None:
         self._generators = [_generators(device, one_at_a_time) for device in devices]
         self._holders: dict[torch.Generator, int] = {}  # whose stream a generator produces; if not here, replica 0's
         self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # where a replica's stream was left
         states = [generator.get_state() for generator in _generators(devices[0], with_cpu=True)]
-        self._origin = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states)).digest()
+        seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in states)]
+        self._origin = hashlib.blake2b(b"".join(seeds)).digest()
 
     def put_in_force(self, replica: int) -> None:
         """From here on the generators of `replica` produce its stream."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, final
 
 from torchstrategy._caller_state import CallerState
 from torchstrategy._devices import place
-from torchstrategy._errors import add_note
+from torchstrategy._errors import add_note, described
 from torchstrategy._randomness import RandomStreams
 from torchstrategy._types import Device, Tree
 
@@ -269,6 +269,15 @@ class Replicas:
         return Team(self.devices)
 
 
+class _Here(threading.local):
+    """How many runs are under way on this thread, one in the other: a merge function may run the strategy."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
 @final
 class _Run:
     """One run of a team. All of it happens on the thread that called `run`."""
@@ -284,9 +293,10 @@ class _Run:
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
         places = {place(team.devices[r]) for r in tasks}
-        self._streams = RandomStreams(team.devices, one_at_a_time=len(places) == 1)
+        self._streams = RandomStreams(team.devices, one_at_a_time=len(places) == 1, depth=_here.depth)
 
     def result(self) -> dict[int, Tree]:
+        _here.depth += 1
         try:
             while self._to_send and not self._errors:
                 self._let_run()
@@ -303,6 +313,7 @@ class _Run:
                 self._team.abandon(self._tasks)
             raise
         finally:
+            _here.depth -= 1
             self._streams.give_back()
             self._errors.clear()  # their tracebacks hold this frame
 
@@ -375,7 +386,7 @@ class _Run:
         note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.devices[first]}"
         for r, other in self._errors.items():
             if r != first:
-                note += f"; replica {r} also failed: {type(other).__name__}: {other}"
+                note += f"; replica {r} also failed: {described(other)}"
         add_note(error, note)
         return error
 

@@ -36,6 +36,7 @@ __all__ = [
     "pop_dispatch_mode",
     "pop_function_mode",
     "pop_saved_tensors_hooks",
+    "privateuse1_name",
     "push_dispatch_mode",
     "push_function_mode",
     "push_saved_tensors_hooks",
@@ -60,6 +61,9 @@ foreach_mul = torch._foreach_mul
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
+
+# What a device type of one's own is called.
+privateuse1_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 # The slot of a tensor that autograd itself writes, below whatever a subclass makes of `grad`.
 _grad: Any = torch.Tensor.grad
