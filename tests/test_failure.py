@@ -28,7 +28,7 @@ import torchstrategy
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
 
-HANG = 5.0  # seconds: a run of these tests takes milliseconds
+HANG = 15.0  # seconds: a run of these tests takes milliseconds
 
 needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
 needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork is what Linux does")
@@ -790,24 +790,24 @@ def test_two_hundred_failures_leak_nothing() -> None:
     assert not grown, f"more than before, of (before, now): {grown}"
 
 
+@pytest.mark.slow
 def test_failures_do_not_use_up_memory() -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
 
-    def fail(times: int) -> int:
-        for i in range(times):
+    def fail() -> int:
+        for i in range(10):
             with pytest.raises(ValueError, match="bad"):
                 problem.run(Steps(problem, "after backward", i % 2, ValueError("bad")))
-        gc.collect()
+        for _ in range(3):  # a tensor's memory may outlive the first collection of a cycle that it is in
+            gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
     try:
-        fail(20)
-        first = fail(20)
-        last = fail(60)
+        _, first, *_, last = [fail() for _ in range(4)]
     finally:
         tracemalloc.stop()
-    assert last - first < 60 * 200, "each failure keeps some of what it allocated"
+    assert last - first < 20 * 200, "each failure keeps some of what it allocated"
 
 
 def test_an_error_that_the_user_keeps_does_not_keep_later_runs() -> None:

@@ -433,10 +433,10 @@ def test_a_team_that_is_gone_ends_its_threads(no_thread_left: None) -> None:
     assert team.run(lambda replica: replica.index, [0, 1]) == {0: 0, 1: 1}
 
 
-def test_a_team_that_was_dismissed_is_not_fit(no_thread_left: None) -> None:
+def test_a_team_that_was_abandoned_is_not_fit(no_thread_left: None) -> None:
     team = Team(cpus(0, 0))
     assert team.is_fit
-    team.dismiss()
+    team.abandon({})
     assert not team.is_fit
 
 

@@ -7,6 +7,7 @@ from j is scaled by w_j / w_i on its way. With equal shares, and for SUM, that i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -44,7 +45,7 @@ class Collective:
         """How many replicas take part."""
         return len(self._present)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> list[torch.Tensor]:
         """The sums of what all replicas bring, tensor by tensor, on this replica's device.
 
         Raises:
@@ -56,10 +57,10 @@ class Collective:
                 check_addable(column)
             return [added(column, self._devices[r]) for column in columns]
 
-        outputs, wants_grad = self._exchange("all_reduce", tensors, sums)
+        outputs, wants_grad = self._exchange("all_reduce", tensors, sums, names)
         return self._differentiable("all_reduce", tensors, outputs) if wants_grad else outputs
 
-    def all_gather(self, tensors: Sequence[torch.Tensor], axis: int) -> list[torch.Tensor]:
+    def all_gather(self, tensors: Sequence[torch.Tensor], axis: int, names: Sequence[str] = ()) -> list[torch.Tensor]:
         """What all replicas bring, one after the other along `axis`, on this replica's device.
 
         Raises:
@@ -71,7 +72,7 @@ class Collective:
                 check_gatherable(column, axis)
             return [(concatenated(c, axis, self._devices[r]), [tensor.shape[axis] for tensor in c]) for c in columns]
 
-        pairs, wants_grad = self._exchange("all_gather", tensors, gathered)
+        pairs, wants_grad = self._exchange("all_gather", tensors, gathered, names)
         outputs = [output for output, _ in pairs]
         sizes = [size for _, size in pairs]
         return self._differentiable("all_gather", tensors, outputs, axis, sizes) if wants_grad else outputs
@@ -93,22 +94,31 @@ class Collective:
         return added(terms, self._devices[r])
 
     def _exchange(
-        self, name: str, tensors: Sequence[torch.Tensor], given: Callable[[int, _Columns], list[Any]]
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        given: Callable[[int, _Columns], list[Any]],
+        names: Sequence[str] = (),
     ) -> tuple[list[Any], bool]:
         """One meeting: what `given` makes for this replica of what all bring, and whether any of them wants gradients.
 
         One replica's output depends on the inputs of all; so all of them take part in the backward, or none.
         """
 
-        def combine(brought: Sequence[tuple[list[torch.Tensor], bool]]) -> list[tuple[list[Any], bool]]:
-            if len({len(tensors) for tensors, _ in brought}) > 1:
-                raise ValueError(f"The replicas brought different numbers of tensors to one {name}.")
-            columns = list(zip(*(tensors for tensors, _ in brought), strict=True))
-            wants_grad = any(wants for _, wants in brought)
+        def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[tuple[list[Any], bool]]:
+            for r, (_, _, other) in zip(self._present, brought, strict=True):
+                if other != brought[0][2]:
+                    raise ValueError(
+                        f"Replicas {self._present[0]} and {r} brought values of different structure to one {name}: one "
+                        f"has {_listed(brought[0][2])}, the other {_listed(other)}."
+                    )
+            columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
+            wants_grad = any(wants for _, wants, _ in brought)
             return [(given(r, columns), wants_grad) for r in self._present]
 
         wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        answer: tuple[list[Any], bool] = self._replica.meet(name, combine, ([t.detach() for t in tensors], wants_grad))
+        brought = ([tensor.detach() for tensor in tensors], wants_grad, list(names))
+        answer: tuple[list[Any], bool] = self._replica.meet(name, combine, brought)
         return answer
 
     def _differentiable(
@@ -191,9 +201,12 @@ def as_tensor(value: Tree) -> torch.Tensor:
 
     Raises:
         TypeError: If it has no numbers.
+        ValueError: If it is None.
     """
     if isinstance(value, torch.Tensor):
         return value
+    if value is None:
+        raise ValueError("There is a None among the values to combine across replicas: it has no numbers.")
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -215,15 +228,27 @@ def check_addable(tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+def as_axis(axis: object) -> int:
+    """The dimension to gather along.
+
+    Raises:
+        ValueError: If it is None.
+        TypeError: If it is no integer.
+    """
+    if axis is None:
+        raise ValueError("The axis to gather along is an integer; got None.")
+    try:
+        return operator.index(axis)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"The axis to gather along is an integer; got {axis!r}.") from None
+
+
 def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
     """Refuses to put together what does not fit along `axis`.
 
     Raises:
         ValueError: If the values are scalars, or differ in rank, dtype or another dimension; or have no such axis.
-        TypeError: If `axis` is no integer.
     """
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(f"The axis to gather along is an integer; got {axis!r}.")
     first = tensors[0]
     if first.dim() == 0:
         raise ValueError(
@@ -238,6 +263,10 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
                 f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ "
                 "only in the size of that axis."
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name or "a bare value" for name in names) or "nothing"
 
 
 def _without(shape: torch.Size, axis: int) -> list[int]:

@@ -163,8 +163,10 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         _here.set_frame = Frame(strategy, None)
 
 
-def require_cross_replica(strategy: Strategy, what: str) -> None:
+def require_cross_replica(strategy: Strategy, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
     """Refuses to go on unless the caller may speak for all replicas of `strategy`.
+
+    `what` was called; `instead` is what a replica context has for it.
 
     That is so in the strategy's own cross-replica context, and where nothing, or only the default strategy, was
     entered.
@@ -180,7 +182,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
             raise RuntimeError(
                 f"Method requires being in cross-replica context: {what} speaks for all replicas, and was called "
                 f"inside replica {frame.replica_context.replica_id_in_sync_group}. Call it outside of strategy.run, "
-                "or from a merge function: get_replica_context().merge_call(lambda strategy: ...)."
+                f"or in the replica get_replica_context().{instead}."
             )
     elif frame.strategy is not _default[0]:
         raise RuntimeError(mixing(strategy, frame.strategy, what))

@@ -119,8 +119,13 @@ def _parse(name: str) -> Device:
         kind = _accelerator_type()
     try:
         return torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
-    except RuntimeError:
-        return _refuse(name, f"torch knows no device of the type {kind!r}")
+    except (RuntimeError, OverflowError, ValueError):
+        return _refuse(name, f"torch knows no device {_bare_name(kind, index)!r}")
+
+
+def _bare_name(kind: str, index: str) -> str:
+    """`cuda:1`, or `cuda`."""
+    return f"{kind}:{index}" if index else kind
 
 
 def _accelerator_type() -> str:
@@ -136,8 +141,9 @@ def _current_index(device_type: str) -> int:
 
 def _devices_here(device_type: str) -> str:
     count = device_count(device_type) or 0
-    accelerators = [f"{device_type}:{index}" for index in range(count)]
-    return ", ".join([*accelerators, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
+    asked_for = [f"{device_type}:{index}" for index in range(count)]
+    others = [str(device) for device in local_accelerators() if device.type != device_type]
+    return ", ".join([*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
 
 
 def _refuse(name: object, why: str) -> Device:

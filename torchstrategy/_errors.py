@@ -13,6 +13,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 replica`, `3 replicas`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def described(error: BaseException) -> str:
     """The type and text of an error; some errors have no text that can be had."""
     text = "its text cannot be had"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._collectives import Collective, as_tensor
+from torchstrategy._collectives import Collective, as_axis, as_tensor
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
@@ -191,6 +191,7 @@ class ReplicatedExtended(StrategyExtended):
         if isinstance(value, Mirrored) and op is ReduceOp.MEAN:
             return value.values[0]
         if isinstance(value, DistributedValues):
+            check_component_counts([value], self._num_replicas_in_sync)
             return combined(op, value.values, self._storage.parameter_device)
         if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
             return value
@@ -202,6 +203,7 @@ class ReplicatedExtended(StrategyExtended):
         return as_tensor(value).clone()
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        check_component_counts([value], self._num_replicas_in_sync)
         # A plain value counts as the same in every replica.
         values = value.values if isinstance(value, DistributedValues) else [value] * self._num_replicas_in_sync
         return combined_along(op, values, axis, self._storage.parameter_device)
@@ -209,7 +211,8 @@ class ReplicatedExtended(StrategyExtended):
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
             return value
-        return gathered(value.values, axis, self._storage.parameter_device)
+        check_component_counts([value], self._num_replicas_in_sync)
+        return gathered(value.values, as_axis(axis), self._storage.parameter_device)
 
     def _distribute_dataset(self, dataset: Any) -> Any:
         check_is_dataset(dataset, self._num_replicas_in_sync)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from typing_extensions import Self
 
-from torchstrategy._collectives import Collective, as_tensor
+from torchstrategy._collectives import Collective, as_axis, as_tensor
 from torchstrategy._context import Frame, current_frame, entered, get_replica_context
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replica
-from torchstrategy._tree import tree_flatten, unflatten_like
+from torchstrategy._tree import by_name, tree_flatten
 from torchstrategy._types import Device, Tree
-from torchstrategy._values import ABSENT, regroup, select
+from torchstrategy._values import ABSENT, check_component_counts, regroup, select
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -54,8 +55,8 @@ class ReplicaContext:
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
         try:
-            self._replica_id = replica_id_in_sync_group.__index__()
-        except AttributeError:
+            self._replica_id = operator.index(replica_id_in_sync_group)
+        except TypeError:
             raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
         self._strategy = strategy
         self._meetings: Meetings | None = None
@@ -83,7 +84,7 @@ class ReplicaContext:
         Raises:
             RuntimeError: If this is not the replica that the caller is in.
         """
-        self._require_active("devices")
+        self._require_here("devices")
         return (self._strategy.extended._device_of(self._replica_id),)
 
     def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
@@ -118,6 +119,7 @@ class ReplicaContext:
             merged_args, merged_kwargs = meetings.regroup(brought)
             with entered(Frame(self._strategy, None)), meetings.published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+            check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
             return [select(result, r) for r in meetings.present]
 
         return meetings.replica.meet("merge_call", combine, (tuple(args), dict(kwargs)))
@@ -150,13 +152,13 @@ class ReplicaContext:
         meetings = self._require_active("all_reduce")
         op = ReduceOp.of(reduce_op)
         refuse_options("all_reduce", options)
-        leaves, spec = tree_flatten(value)
+        names, leaves, put_back = by_name(value)
         if not leaves:
             return value
-        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves])
-        if op is ReduceOp.MEAN and meetings.collective.size > 1:
+        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves], names)
+        if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / meetings.collective.size for total in sums]
-        return unflatten_like(list(sums), spec)
+        return put_back(sums)
 
     def all_gather(self, value: Tree, axis: int, options: None = None) -> Tree:
         """Meets the other replicas and returns their values, of any nesting, one after the other along `axis`.
@@ -183,8 +185,8 @@ class ReplicaContext:
         """
         meetings = self._require_active("all_gather")
         refuse_options("all_gather", options)
-        leaves, spec = tree_flatten(value)
-        return unflatten_like(list(meetings.collective.all_gather([as_tensor(leaf) for leaf in leaves], axis)), spec)
+        names, leaves, put_back = by_name(value)
+        return put_back(meetings.collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
 
     def __enter__(self) -> Self:
         entry = entered(Frame(self._strategy, self))
@@ -203,7 +205,12 @@ class ReplicaContext:
         self._meetings = None
 
     def _require_active(self, what: str) -> Meetings:
-        if get_replica_context() is not self or self._meetings is None:
+        self._require_here(what, can_meet=self._meetings is not None)
+        assert self._meetings is not None
+        return self._meetings
+
+    def _require_here(self, what: str, can_meet: bool = True) -> None:
+        if get_replica_context() is not self or not can_meet:
             frame = current_frame()
             where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
             raise RuntimeError(
@@ -211,7 +218,6 @@ class ReplicaContext:
                 f"that runs here: the caller is {where}. A replica context is good for one call of the step; ask for "
                 "it inside with torchstrategy.get_replica_context()."
             )
-        return self._meetings
 
 
 @final

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from torchstrategy._errors import plural
 from torchstrategy._options import ReduceOp, RunOptions
 from torchstrategy._types import Tree
 from torchstrategy._values import ABSENT, DistributedValues, PerReplica
@@ -51,8 +52,8 @@ class Shares:
             examples = tuple(options.examples)
             if len(examples) != num_replicas:
                 raise ValueError(
-                    f"RunOptions(examples={examples}) has {len(examples)} numbers; the strategy has {num_replicas} "
-                    "replicas."
+                    f"RunOptions(examples={examples}) has {plural(len(examples), 'number')}; the strategy has "
+                    f"{plural(num_replicas, 'replica')}."
                 )
         absent = {r for leaf in leaves for r in _absent(leaf)}
         if rows is not None and any(rows) and not options.run_empty_replicas:

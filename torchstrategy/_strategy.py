@@ -6,9 +6,10 @@ constructor that picks the parts.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from torchstrategy._comm import sent_to
 from torchstrategy._context import (
     Frame,
     current_frame,
@@ -26,11 +28,12 @@ from torchstrategy._context import (
     require_cross_replica,
 )
 from torchstrategy._devices import canonical, place
+from torchstrategy._errors import plural
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._replica_context import refuse_options
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, DeviceLike, ReplicaFn, Tree
-from torchstrategy._values import DistributedValues, Mirrored, local_results
+from torchstrategy._values import ABSENT, DistributedValues, Mirrored, local_results
 
 
 class Strategy:
@@ -176,6 +179,8 @@ class Strategy:
             )
         if not isinstance(options, (RunOptions, type(None))):
             raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+        if not isinstance(kwargs, (Mapping, type(None))):
+            raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
         require_cross_replica(self, "Strategy.run")
         return self._extended._call_for_each_replica(fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS)
 
@@ -215,7 +220,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
         """
-        require_cross_replica(self, "Strategy.reduce")
+        require_cross_replica(self, "Strategy.reduce", instead="all_reduce(reduce_op, value)")
         op = ReduceOp.of(reduce_op)
         if axis is None:
             return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
@@ -245,7 +250,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
         """
-        require_cross_replica(self, "Strategy.gather (inside a replica use get_replica_context().all_gather())")
+        require_cross_replica(self, "Strategy.gather", instead="all_gather(value, axis)")
         return map_leaves(lambda leaf: self._extended._gather(leaf, axis), value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: None = None) -> Any:
@@ -412,20 +417,20 @@ class Strategy:
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
         """
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
-        if len(parts) != len(shape):
-            raise ValueError(
-                f"partition_dimensions={parts} has {len(parts)} numbers for a tensor of {len(shape)} dimensions."
-            )
         product = 1
-        for size, part in zip(shape, parts, strict=True):
-            if part < 1 or size % part:
-                raise ValueError(f"partition_dimensions={parts} does not divide a tensor of shape {shape}.")
+        for part in parts:
             product *= part
-        if product != 1:
-            raise ValueError(
-                f"partition_dimensions={parts} asks for {product} parts: each replica has 1 logical device."
+        if len(parts) != len(shape):
+            why = (
+                f"it has one number for each of {plural(len(parts), 'dimension')}, and the tensor has the shape {shape}"
             )
-        return tensor
+        elif any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
+            why = f"it does not divide the shape {shape}"
+        elif product != 1:
+            why = f"it asks for {product} parts"
+        else:
+            return tensor
+        raise ValueError(f"The tensor cannot be split by partition_dimensions={parts}: {why}. {_ONE_LOGICAL_DEVICE}")
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
@@ -444,6 +449,15 @@ class Strategy:
 
 NO_OPTIONS = RunOptions()
 
+_ONE_LOGICAL_DEVICE = "Each replica has 1 logical device, number 0."
+
+
+class _Entries(threading.local):
+    """How often, and from where, this thread has entered a scope object."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Frame | None, ExitStack]] = []
+
 
 @final
 class StrategyScope:
@@ -451,7 +465,7 @@ class StrategyScope:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entries: list[tuple[Frame | None, ExitStack]] = []
+        self._here = _Entries()
 
     def __enter__(self) -> Strategy:
         strategy, current = self._strategy, current_frame()
@@ -467,20 +481,34 @@ class StrategyScope:
                 require_cross_replica(strategy, "Strategy.scope")
                 stack.enter_context(entered(Frame(strategy, None)))
                 stack.enter_context(strategy.extended._creation_scope())
-            self._entries.append((current_frame(), stack.pop_all()))
+            self._here.entries.append((current_frame(), stack.pop_all()))
         return strategy
 
     def __exit__(self, *exception: Any) -> None:
-        if not self._entries or current_frame() is not self._entries[-1][0]:
+        entries = self._here.entries
+        if not entries or current_frame() is not entries[-1][0]:
             raise RuntimeError(
                 f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
                 "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
             )
-        self._entries.pop()[1].__exit__(*exception)
+        entries.pop()[1].__exit__(*exception)
+
+
+def _mirrored(value: torch.Tensor, like: DistributedValues) -> Mirrored:
+    """A copy of `value` on the device of each component of `like`."""
+    for component in like.values:
+        if not isinstance(component, torch.Tensor):
+            raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
+    return Mirrored([c if c is ABSENT else sent_to([value], [c.device])[0][0] for c in like._components])
 
 
 class StrategyExtended(ABC):
     """What `Strategy.extended` offers, for libraries that are built on strategies.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.extended.worker_devices
+        (device(type='cpu', index=0), device(type='cpu', index=1))
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended
     """
@@ -554,8 +582,7 @@ class StrategyExtended(ABC):
             )
         reduced = map_leaves(lambda leaf: self._reduce(op, leaf), value)
         if isinstance(destinations, DistributedValues):
-            devices = [component.device for component in destinations.values]
-            return map_leaves(lambda leaf: Mirrored([leaf.to(device) for device in devices]), reduced)
+            return map_leaves(lambda leaf: _mirrored(leaf, destinations), reduced)
         device = destinations.device if isinstance(destinations, torch.Tensor) else place(canonical(destinations))
         return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, reduced)
 

@@ -7,25 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torchstrategy._torch import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+import torch
+
+from torchstrategy import _torch
+from torchstrategy._torch import TreeSpec
 from torchstrategy._types import Tree
 
-__all__ = ["differing_path", "leaves_with_names", "map_leaves", "tree_flatten", "unflatten_like", "zip_leaves"]
+
+def tree_flatten(tree: Tree) -> tuple[list[Tree], TreeSpec]:
+    """The leaves of `tree`, and its shape."""
+    return _torch.tree_flatten(tree, is_leaf=_is_shape)
 
 
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`."""
-    return tree_map(fn, tree)
+    return _torch.tree_map(fn, tree, is_leaf=_is_shape)
+
+
+def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
+    """The names and leaves of `tree` in the order of the names, and what puts other leaves in their place."""
+    named = leaves_with_names(tree)
+    order = sorted(range(len(named)), key=lambda i: named[i][0])
+    spec = tree_flatten(tree)[1]
+
+    def put_back(leaves: list[Tree]) -> Tree:
+        placed = list(leaves)
+        for leaf, i in zip(leaves, order, strict=True):
+            placed[i] = leaf
+        return unflatten_like(placed, spec)
+
+    return [named[i][0] for i in order], [named[i][1] for i in order], put_back
 
 
 def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
     """The tree of the shape `spec` that holds `leaves`."""
-    return tree_unflatten(leaves, spec)
+    return _torch.tree_unflatten(leaves, spec)
 
 
 def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:
     """Every leaf with its path as one would write it: `"['mask'][0]"`; the path of a bare leaf is `""`."""
-    return [("".join(str(key) for key in path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
+    return [
+        ("".join(str(key) for key in path), leaf)
+        for path, leaf in _torch.tree_flatten_with_path(tree, is_leaf=_is_shape)[0]
+    ]
 
 
 def zip_leaves(trees: Sequence[Tree]) -> tuple[list[list[Tree]], TreeSpec]:
@@ -52,7 +76,14 @@ def differing_path(first: Tree, other: Tree) -> str:
     return _difference("", first, other) or "the containers"
 
 
+def _is_shape(value: Tree) -> bool:
+    return isinstance(value, torch.Size)  # a tuple to Python, one thing to everybody else
+
+
 def _difference(path: str, first: Tree, other: Tree) -> str | None:
+    containers = (list, tuple, dict)
+    if not isinstance(first, containers) and not isinstance(other, containers):
+        return None
     if type(first) is not type(other):
         return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
     if isinstance(first, dict):

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from torchstrategy._context import get_replica_context
+from torchstrategy._errors import plural
 from torchstrategy._tree import differing_path, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
 
@@ -20,6 +22,9 @@ class _Absent:
 
     def __repr__(self) -> str:
         return "ABSENT"
+
+    def __reduce__(self) -> str:
+        return "ABSENT"  # there is one, also after copying and pickling
 
 
 ABSENT = _Absent()
@@ -104,37 +109,39 @@ class Mirrored(DistributedValues):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = map_leaves(_first_of_mirrored, (args, kwargs or {}))
+        args, kwargs = map_leaves(_here, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._components[0], name)
-
-    def __float__(self) -> float:
-        return float(self._components[0])
+        return getattr(_here(self), name)
 
 
-def _forward_operator(name: str) -> None:
-    operation: Callable[..., Any] = getattr(operator, name)
+def _forward(name: str, operation: Callable[..., Any]) -> None:
+    def forward(self: Mirrored, *others: Any) -> Any:
+        return operation(*map(_here, (self, *others)))
 
-    def forward(self: Mirrored, other: Any) -> Any:
-        return operation(_first_of_mirrored(self), _first_of_mirrored(other))
-
-    def reflected(self: Mirrored, other: Any) -> Any:
-        return operation(other, _first_of_mirrored(self))
-
-    setattr(Mirrored, f"__{name}__", forward)
-    setattr(Mirrored, f"__r{name}__", reflected)
+    setattr(Mirrored, name, forward)
 
 
-def _first_of_mirrored(value: Any) -> Any:
-    return value._components[0] if isinstance(value, Mirrored) else value
+def _here(value: Any) -> Any:
+    """What a mirrored value is where the caller is: in a replica its own component, else that of the first."""
+    if not isinstance(value, Mirrored):
+        return value
+    context = get_replica_context()
+    r = 0 if context is None else context.replica_id_in_sync_group
+    return value._components[r] if r < len(value._components) else value.values[0]
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    _forward_operator(_name)
+    _operation = getattr(operator, _name)
+    _forward(f"__{_name}__", _operation)
+    _forward(f"__r{_name}__", lambda a, b, operation=_operation: operation(b, a))
+for _name in ("lt", "le", "gt", "ge", "neg", "abs", "getitem"):
+    _forward(f"__{_name}__", getattr(operator, _name))
+_forward("__len__", len)
+_forward("__float__", float)
 
 
 def local_results(value: Tree) -> tuple[Tree, ...]:
@@ -148,7 +155,9 @@ def local_results(value: Tree) -> tuple[Tree, ...]:
     distributed = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
     if not distributed:
         return (value,)
-    replicas = [r for r, _ in distributed[0]._present()]
+    replicas = [
+        r for r in range(len(distributed[0]._components)) if all(component(d, r) is not ABSENT for d in distributed)
+    ]
     return tuple(unflatten_like([component(leaf, r) for leaf in leaves], spec) for r in replicas)
 
 
@@ -171,8 +180,9 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
     for leaf in leaves:
         if isinstance(leaf, DistributedValues) and len(leaf._components) != num_replicas:
             raise ValueError(
-                f"A value with {len(leaf._components)} components was given to a strategy with {num_replicas} "
-                "replicas: there must be one for each. It was probably made by another strategy."
+                f"A value with {plural(len(leaf._components), 'component')} was given to a strategy with "
+                f"{plural(num_replicas, 'replica')}: there must be one for each. It was probably made by another "
+                "strategy."
             )
 
 

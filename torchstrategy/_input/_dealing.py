@@ -61,9 +61,9 @@ def moved(batch: Tree, device: Device) -> Tree:
 def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
     rows: dict[str, int] = {}
     for name, value in named:
-        if _has_rows(value):
+        if _has_rows(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
             rows[name] = value.shape[0]
-        elif not isinstance(value, (torch.Tensor, np.ndarray, *_WHOLE)):
+        elif _has_rows(value) or not isinstance(value, (torch.Tensor, np.ndarray, *_WHOLE)):
             raise TypeError(
                 f"batch{name} is a {type(value).__name__}, and it is not known how to deal out its rows to "
                 f"{replicas} replicas. Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from torchstrategy._central_storage import CentralStorage
@@ -60,6 +60,8 @@ class CentralStorageStrategy(Strategy):
             raise ValueError(
                 f"compute_devices is a list of devices, one for each replica: write [{compute_devices!r}]."
             )
+        if not isinstance(compute_devices, (Iterable, type(None))):
+            raise TypeError(f"compute_devices is a list of devices, one for each replica; got {compute_devices!r}.")
         if compute_devices is None:
             devices = local_accelerators() or [canonical("cpu:0")]
         else:
@@ -68,7 +70,9 @@ class CentralStorageStrategy(Strategy):
             raise ValueError(
                 "compute_devices=[] names no device to run on. Leave it out for all devices of this machine."
             )
-        owner = canonical(parameter_device or (devices[0] if len(devices) == 1 else "cpu:0"))
+        if parameter_device in (None, ""):
+            parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
+        owner = canonical(parameter_device)
         is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
         storage: Storage = InPlaceStorage(devices, owner) if is_in_place else CentralStorage(devices, owner)
         super().__init__(ReplicatedExtended(Replicas(devices), storage, ReduceOp.of(gradient_reduction)))
