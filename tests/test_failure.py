@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -859,28 +859,41 @@ def test_what_a_run_was_given_is_let_go_when_it_is_over(several: torchstrategy.S
 # Ctrl-C
 
 
-@contextmanager
-def interruptions(times: int) -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt in the main thread, but not more often than `times`."""
-    left = [times]
+class CtrlC:
+    """For the length of a block, pressing it raises KeyboardInterrupt in the main thread, `times` times.
 
-    def handle(*_: object) -> None:
-        if left[0]:
-            left[0] -= 1
+    It is pressed again and again, since a main thread that is just about to wait may miss a signal.
+    """
+
+    def __init__(self, times: int = 1) -> None:
+        self._left = times
+        self._pressed, self._over = threading.Event(), threading.Event()
+        self._finger = threading.Thread(target=self._keep_pressing)
+
+    def press(self) -> None:
+        self._pressed.set()
+
+    def _keep_pressing(self) -> None:
+        self._pressed.wait()
+        while not self._over.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def _handle(self, *_: object) -> None:
+        if self._left:
+            self._left -= 1
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        left[0] = 0
-        signal.signal(signal.SIGINT, before)
-    assert left[0] == 0
+    def __enter__(self) -> CtrlC:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._finger.start()
+        return self
 
-
-def press_ctrl_c() -> None:
-    # Where the terminal's signal arrives: the kernel prefers the main thread.
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    def __exit__(self, *exception: object) -> None:
+        self._left = 0
+        self._over.set()
+        self._pressed.set()
+        self._finger.join()
+        signal.signal(signal.SIGINT, self._before)
 
 
 @needs_signals
@@ -898,14 +911,14 @@ def test_ctrl_c_stops_a_replica_that_computes_and_those_that_wait(several: torch
             problem.optimizer.zero_grad()
             problem.model(inputs).square().mean().backward()
             if replica() == loops:
-                press_ctrl_c()
+                ctrl_c.press()
                 while True:
                     pass
             reduce()
         finally:
             ended.append(replica())
 
-    with interruptions(1), pytest.raises(KeyboardInterrupt):
+    with CtrlC() as ctrl_c, pytest.raises(KeyboardInterrupt):
         problem.run(step)
     assert began == list(range(loops + 1))
     assert sorted(ended) == began
@@ -921,13 +934,13 @@ def test_ctrl_c_after_a_meeting_stops_also_those_that_have_not_gone_on(several: 
         began.append(replica())
         try:
             reduce()
-            press_ctrl_c()
+            ctrl_c.press()
             while True:
                 pass
         finally:
             ended.append(replica())
 
-    with interruptions(1), pytest.raises(KeyboardInterrupt):
+    with CtrlC() as ctrl_c, pytest.raises(KeyboardInterrupt):
         several.run(step)
     assert sorted(ended) == sorted(began)
     several.run(reduce)
@@ -938,7 +951,7 @@ def test_ctrl_c_in_a_merge_function_stops_all_replicas(several: torchstrategy.St
     ended = []
 
     def merged(strategy: torchstrategy.Strategy) -> None:
-        press_ctrl_c()
+        ctrl_c.press()
         while True:
             pass
 
@@ -948,7 +961,7 @@ def test_ctrl_c_in_a_merge_function_stops_all_replicas(several: torchstrategy.St
         finally:
             ended.append(replica())
 
-    with interruptions(1), pytest.raises(KeyboardInterrupt):
+    with CtrlC() as ctrl_c, pytest.raises(KeyboardInterrupt):
         several.run(step)
     assert sorted(ended) == list(range(several.num_replicas_in_sync))
     several.run(reduce)
@@ -958,29 +971,20 @@ def test_ctrl_c_in_a_merge_function_stops_all_replicas(several: torchstrategy.St
 def test_a_second_ctrl_c_returns_while_a_replica_is_stuck(no_thread_left: None) -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
     before = problem.state()
-    let_go, returned, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def press_until_it_returns() -> None:
-        while not returned.wait(0.01):
-            press_ctrl_c()
+    let_go, ended = threading.Event(), threading.Event()
 
     def step(inputs: torch.Tensor) -> None:
         problem.model(inputs).square().mean().backward()
         if replica() == 0:
             reduce()
-        impatient.start()
+        ctrl_c.press()
         try:
             let_go.wait(30)
         finally:
             ended.set()
 
-    impatient = threading.Thread(target=press_until_it_returns)
-    with interruptions(2), pytest.raises(KeyboardInterrupt):
-        try:
-            problem.run(step)
-        finally:
-            returned.set()
-    impatient.join()
+    with CtrlC(times=2) as ctrl_c, pytest.raises(KeyboardInterrupt):
+        problem.run(step)
     assert not ended.is_set()
     assert_same(problem.state(), before)
     problem.train()

@@ -365,30 +365,39 @@ def test_places_that_meet_unequally_are_told_so() -> None:
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
 def test_ctrl_c_stops_all_places() -> None:
     replicas, together, log = Replicas(cpus(0, 1, 0)), threading.Barrier(2), []
-    presses = [1]
+    computing, over, presses = threading.Event(), threading.Event(), [1]
 
-    def press(*_: object) -> None:
+    def handle(*_: object) -> None:
         if presses:
             presses.pop()
             raise KeyboardInterrupt
+
+    def keep_pressing() -> None:
+        computing.wait()
+        while not over.wait(0.01):  # a main thread that is just about to wait may miss a signal
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def call(replica: Replica) -> None:
         log.append(("begins", replica.index))
         try:
             together.wait(PATIENCE)
-            if replica.index == 1:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            computing.set()
             while True:
                 pass
         except BaseException as stopped:
             log.append((type(stopped), replica.index))
             raise
 
-    before = signal.signal(signal.SIGINT, press)
+    finger = threading.Thread(target=keep_pressing)
+    before = signal.signal(signal.SIGINT, handle)
+    finger.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             replicas.run(call, everyone(replicas))
     finally:
+        over.set()
+        computing.set()
+        finger.join()
         signal.signal(signal.SIGINT, before)
     assert set(log) == {("begins", 0), ("begins", 1), (ReplicaStopped, 0), (ReplicaStopped, 1)}
     assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {0: 0, 1: 1, 2: 2}

@@ -77,6 +77,7 @@ class CentralStorage(Storage):
             copies.generation = -1  # a step that failed has written who knows what on them
             self._stand_ins.take_down(originals, run)
             copies.gradients.abort()
+            copies.gradients.let_go()
             raise
         finally:
             if hook is not None:

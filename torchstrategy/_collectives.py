@@ -206,7 +206,7 @@ def as_tensor(value: Tree) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if value is None:
-        raise ValueError("There is a None among the values to combine across replicas: it has no numbers.")
+        raise ValueError("Only tensors, arrays and numbers can be combined across replicas; got None.")
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

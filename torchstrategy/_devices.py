@@ -14,6 +14,7 @@ import torch
 
 from torchstrategy._types import Device, DeviceLike
 
+_KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # whose absence is worth another answer than "no such device"
 _TENSORFLOW_PARTS = re.compile(
     r"(?i)^(?:job:(?P<job>\w+)|replica:(?P<replica>\d+)|task:(?P<task>\d+)|device:(?P<device>.+))$"
 )
@@ -33,7 +34,7 @@ def canonical(name: DeviceLike) -> Device:
     if isinstance(name, str):
         device = _parse(name)
     elif isinstance(name, int):
-        device = torch.device(_accelerator_type(), name) if name >= 0 else _refuse(name, "an index is 0 or more")
+        device = _parse(f"{_accelerator_type()}:{name}") if name >= 0 else _refuse(name, "an index is 0 or more")
     else:
         device = torch.get_default_device() if name is None else name
     if device.type == "meta":
@@ -42,7 +43,7 @@ def canonical(name: DeviceLike) -> Device:
         device = torch.device(device.type, _current_index(device.type))
     count = device_count(device.type)
     if count is not None and device.index >= count:
-        raise ValueError(f"The device {str(name)!r} is not on this machine, which has {_devices_here(device.type)}.")
+        raise ValueError(_not_here(name, device.type))
     return device
 
 
@@ -105,6 +106,8 @@ def _parse(name: str) -> Device:
         if match and (match["replica"] or match["task"] or "0") != "0":
             _refuse(name, "this process is replica 0, task 0")
         bare = match["device"] if match else part
+        if match and bare is not None and ":" not in bare:
+            _refuse(name, "after 'device:' stand a type and an index")
         if bare is None:
             continue
         if found is not None:
@@ -117,10 +120,16 @@ def _parse(name: str) -> Device:
         _refuse(name, f"{index!r} is not an index")
     if kind == "gpu":
         kind = _accelerator_type()
+    count = device_count(kind) if index.isdigit() else None
+    if count is not None and int(index) >= count and kind in _KNOWN:
+        raise ValueError(_not_here(name, kind))
     try:
-        return torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
+        device = torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
     except (RuntimeError, OverflowError, ValueError):
         return _refuse(name, f"torch knows no device {_bare_name(kind, index)!r}")
+    if index.isdigit() and device.index != int(index):
+        return _refuse(name, f"torch cannot count to {index}")
+    return device
 
 
 def _bare_name(kind: str, index: str) -> str:
@@ -137,6 +146,10 @@ def _current_index(device_type: str) -> int:
     if device_type == "cpu" or not device_count(device_type):
         return 0
     return int(torch.get_device_module(device_type).current_device())
+
+
+def _not_here(name: DeviceLike, device_type: str) -> str:
+    return f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}."
 
 
 def _devices_here(device_type: str) -> str:

@@ -100,6 +100,12 @@ class Gradients:
         self._give(self._kept)
         self._leave()
 
+    def let_go(self) -> None:
+        """These replicas will not run again: nothing of theirs has to wait for the collector of cycles."""
+        for ledger in self.ledgers:
+            if not any(parameter.delivers for parameter in ledger.parameters):
+                ledger.let_go()
+
     @contextmanager
     def published(self) -> Iterator[None]:
         """Settles, and for the length of the block the owners have their gradients, as plain PyTorch would."""

@@ -179,6 +179,12 @@ class ReplicaLedger:
         """Notes that backward has added to the gradient of a parameter."""
         self.added[index] = self.added.get(index, 0) + 1
 
+    def let_go(self) -> None:
+        """Breaks the circle of parameters and ledger."""
+        for parameter in self.parameters:
+            parameter.ledger = None
+        self.parameters = []
+
     def leave(self) -> None:
         """The run has ended."""
         self.replica = None

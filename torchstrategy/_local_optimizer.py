@@ -60,13 +60,18 @@ class LocalOptimizer:
         """Clears this replica's gradients, and what was accumulated before. No meeting."""
         self._ledger.clear(list(self._index_of.values()), set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    @property
+    def step(self) -> Callable[..., Any]:
+        """Takes a step; asking for it is refused to those who count steps, before they count one."""
+        refuse_once_per_step_callers()
+        return self._step
+
+    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """A meeting: the gradients of all replicas are combined and the optimizer takes one step.
 
         Raises:
             RuntimeError: If there is a closure: it would have to be run in every replica at once.
         """
-        refuse_once_per_step_callers()
         if closure is not None:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}.step(closure) was called in a replica: the optimizer, which is "

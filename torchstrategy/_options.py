@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -94,11 +94,13 @@ class RunOptions:
         if self.gradient_reduction is not None:
             object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
         if self.examples is not None:
-            if not isinstance(self.examples, Iterable) or not all(isinstance(c, (int, float)) for c in self.examples):
+            try:
+                examples = tuple(self.examples)
+                [float(count) for count in examples]
+            except (TypeError, ValueError):
                 raise TypeError(
                     f"RunOptions(examples={self.examples!r}): it is a list of numbers, one for each replica."
-                )
-            examples = tuple(self.examples)
+                ) from None
             if not all(0 <= count < float("inf") for count in examples):
                 raise ValueError(
                     f"RunOptions(examples={examples}) counts examples: each is a number, and not negative."

@@ -39,11 +39,11 @@ def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, 
         raise TypeError(f"The axis to reduce along is an integer or a tuple of them; got {axis!r}.")
     tensors = [as_tensor(value) for value in values]
     for tensor in tensors:
-        if tensor.dim() and len({a % tensor.dim() for a in axes}) < len(axes):
-            raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
         for a in axes:
             if not -tensor.dim() <= a < tensor.dim():
                 raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
+        if len({a % tensor.dim() for a in axes}) < len(axes):
+            raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
     sums = [
         tensor.sum(dim=axes, dtype=tensor.dtype) if tensor.dtype != torch.bool else tensor.sum(dim=axes)
         for tensor in tensors

@@ -220,7 +220,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
         """
-        require_cross_replica(self, "Strategy.reduce", instead="all_reduce(reduce_op, value)")
+        require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
         op = ReduceOp.of(reduce_op)
         if axis is None:
             return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
@@ -250,7 +250,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
         """
-        require_cross_replica(self, "Strategy.gather", instead="all_gather(value, axis)")
+        require_cross_replica(self, "Strategy.gather", instead="all_gather()")
         return map_leaves(lambda leaf: self._extended._gather(leaf, axis), value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: None = None) -> Any:
@@ -421,16 +421,14 @@ class Strategy:
         for part in parts:
             product *= part
         if len(parts) != len(shape):
-            why = (
-                f"it has one number for each of {plural(len(parts), 'dimension')}, and the tensor has the shape {shape}"
-            )
+            why = f"has {plural(len(parts), 'number')} for a tensor of {plural(len(shape), 'dimension')}"
         elif any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
-            why = f"it does not divide the shape {shape}"
+            why = f"does not divide a tensor of shape {shape}"
         elif product != 1:
-            why = f"it asks for {product} parts"
+            why = f"asks for {product} parts"
         else:
             return tensor
-        raise ValueError(f"The tensor cannot be split by partition_dimensions={parts}: {why}. {_ONE_LOGICAL_DEVICE}")
+        raise ValueError(f"partition_dimensions={parts} {why}. {_ONE_LOGICAL_DEVICE}")
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
@@ -537,7 +535,8 @@ class StrategyExtended(ABC):
         """Does what `Strategy.run` does.
 
         Example:
-            >>> torchstrategy.CentralStorageStrategy(["cpu"]).extended.call_for_each_replica(lambda x: x + 1, (1,))
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"])
+            >>> strategy.extended.call_for_each_replica(lambda x: x + 1, (1,))
             2
         """
         require_cross_replica(self._strategy, "call_for_each_replica")
@@ -600,6 +599,7 @@ class StrategyExtended(ABC):
         Raises:
             ValueError: If an entry is no pair; and as `reduce_to`.
         """
+        require_cross_replica(self._strategy, "batch_reduce_to")
         pairs = list(value_destination_pairs)
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:

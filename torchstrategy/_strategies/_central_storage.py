@@ -60,7 +60,7 @@ class CentralStorageStrategy(Strategy):
             raise ValueError(
                 f"compute_devices is a list of devices, one for each replica: write [{compute_devices!r}]."
             )
-        if not isinstance(compute_devices, (Iterable, type(None))):
+        if compute_devices is not None and not _is_list(compute_devices):
             raise TypeError(f"compute_devices is a list of devices, one for each replica; got {compute_devices!r}.")
         if compute_devices is None:
             devices = local_accelerators() or [canonical("cpu:0")]
@@ -76,3 +76,7 @@ class CentralStorageStrategy(Strategy):
         is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
         storage: Storage = InPlaceStorage(devices, owner) if is_in_place else CentralStorage(devices, owner)
         super().__init__(ReplicatedExtended(Replicas(devices), storage, ReduceOp.of(gradient_reduction)))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (bytes, dict, set, frozenset))
