@@ -804,10 +804,10 @@ def test_failures_do_not_use_up_memory() -> None:
 
     tracemalloc.start()
     try:
-        _, first, *_, last = [fail() for _ in range(4)]
+        _, _, first, *_, last = [fail() for _ in range(6)]
     finally:
         tracemalloc.stop()
-    assert last - first < 20 * 200, "each failure keeps some of what it allocated"
+    assert last - first < 30 * 400, "each failure keeps some of what it allocated"
 
 
 def test_an_error_that_the_user_keeps_does_not_keep_later_runs() -> None:
@@ -971,26 +971,25 @@ def test_ctrl_c_in_a_merge_function_stops_all_replicas(several: torchstrategy.St
 def test_a_second_ctrl_c_returns_while_a_replica_is_stuck(no_thread_left: None) -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
     before = problem.state()
-    let_go, ended = threading.Event(), threading.Event()
+    let_go, stuck = threading.Event(), []
 
     def step(inputs: torch.Tensor) -> None:
         problem.model(inputs).square().mean().backward()
         if replica() == 0:
             reduce()
+        stuck.append(threading.current_thread())
         ctrl_c.press()
-        try:
-            let_go.wait(30)
-        finally:
-            ended.set()
+        let_go.wait(30)
 
     with CtrlC(times=2) as ctrl_c, pytest.raises(KeyboardInterrupt):
         problem.run(step)
-    assert not ended.is_set()
+    assert stuck[0].is_alive()
     assert_same(problem.state(), before)
     problem.train()
     trained = problem.state()
     let_go.set()
-    assert ended.wait(10)
+    stuck[0].join(10)
+    assert not stuck[0].is_alive()
     assert_same(problem.state(), trained)
 
 

@@ -36,19 +36,14 @@ MAX_LINES = 350
 # The staircase. A module imports only from floors below its own, and not from its own. `_input` and `_strategies` count
 # as one module each, with a staircase inside.
 FLOORS = [
-    {"_errors", "_options", "_torch", "_types"},  # words
-    {"_captured", "_context", "_creation", "_devices", "_tree"},  # where one is, what there is
-    {
-        "_caller_state",
-        "_comm",
-        "_randomness",
-        "_stand_ins",
-        "_values",
-    },  # what goes from place to place
+    {"_captured", "_context", "_creation", "_errors", "_options", "_parts", "_torch", "_types"},  # words
+    {"_devices", "_stand_ins", "_tree"},  # what there is
+    {"_caller_state", "_comm", "_randomness", "_values"},  # what goes from place to place
     {"_input", "_replicas", "_shares"},  # who runs, on which rows
-    {"_collectives", "_gradients"},  # how replicas meet
-    {"_local_optimizer", "_mirrors", "_reductions", "_replica_context"},  # what a replica has and may do
-    {"_storage", "_strategy"},  # who owns a parameter; the noun
+    {"_collectives", "_ledger", "_storage"},  # how replicas meet, and what is lent to them
+    {"_gradients", "_local_optimizer", "_reductions", "_replica_context", "_replica_modules"},  # what a replica has
+    {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
+    {"_central_storage", "_strategy"},  # who owns a parameter; the noun
     {"_extended"},  # the parts, put together
     {"_strategies"},  # the choices
     {"experimental"},  # facades

@@ -681,7 +681,6 @@ def test_containers_meet_key_by_key_in_whatever_order_the_keys_are(several: Stra
 
 STRUCTURES: dict[str, tuple[Any, Any]] = {
     "keys": ({"a": torch.ones(1)}, {"b": torch.ones(1)}),
-    "types": ([torch.ones(1)], (torch.ones(1),)),
     "depths": ([torch.ones(1)], torch.ones(1)),
     "lengths": ([torch.ones(1)], [torch.ones(1), torch.ones(1)]),
 }

@@ -408,6 +408,23 @@ def test_replicas_that_wait_are_unwound_when_another_fails(several: Strategy) ->
     assert log == list(range(several.num_replicas_in_sync - 1))
 
 
+def test_replicas_that_stand_at_a_meeting_are_unwound_when_another_fails_after_it(several: Strategy) -> None:
+    unwound: list[int] = []
+
+    def step() -> None:
+        try:
+            context().merge_call(lambda _: None)
+            if replica_id() == 0:
+                raise KeyError
+        finally:
+            unwound.append(replica_id())
+
+    with pytest.raises(KeyError):
+        several.run(step)
+    assert unwound == list(range(several.num_replicas_in_sync))
+    assert from_each(several, several.run(replica_id)) == unwound
+
+
 @pytest.mark.parametrize("topology", ["default", "one_device", "central_1", "central_2", "copies_3"])
 def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
     strategy = TOPOLOGIES[topology]()

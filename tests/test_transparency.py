@@ -1153,9 +1153,7 @@ def test_a_script_module_is_refused(make):
             super().__init__()
             self.inner = scripted
 
-    refused(
-        make, Holder, r"Holder\.inner is a ScriptModule, of which replicas cannot have copies"
-    )
+    refused(make, Holder, r"Holder\.inner is a ScriptModule, of which replicas cannot have copies")
 
 
 def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(make):

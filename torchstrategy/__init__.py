@@ -33,7 +33,8 @@ from torchstrategy._input import DistributedDataset
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._replica_context import ReplicaContext
 from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy
-from torchstrategy._strategy import Strategy, StrategyExtended
+from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._values import DistributedValues
 
 __all__ = [

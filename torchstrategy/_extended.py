@@ -14,13 +14,14 @@ from torchstrategy._collectives import Collective, as_axis, as_tensor
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
-from torchstrategy._options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._reductions import combined, combined_along, gathered
 from torchstrategy._replica_context import Meetings, ReplicaContext, running_context
 from torchstrategy._replicas import InlineReplica, Replica, Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
-from torchstrategy._strategy import NO_OPTIONS, Strategy, StrategyExtended
+from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._tree import tree_flatten
 from torchstrategy._types import Device, ReplicaFn, Tree
 from torchstrategy._values import (

@@ -115,6 +115,9 @@ _TPU_ONLY = (
 )
 
 
+NO_OPTIONS = RunOptions()
+
+
 @final
 @dataclass(frozen=True)
 class ValueContext:
