@@ -238,7 +238,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 # What comes out of `run`
 
 
-@pytest.mark.parametrize("moment", ["in forward", "in backward", "in a merge function"])
+@pytest.mark.parametrize("moment", ["in backward", "in a merge function"])
 @pytest.mark.parametrize("make_error", ERRORS.values(), ids=ERRORS)
 def test_what_a_replica_raises_comes_out_as_the_same_object(
     strategy: torchstrategy.Strategy, make_error: Callable[[], BaseException], moment: str
@@ -253,7 +253,7 @@ def test_what_a_replica_raises_comes_out_as_the_same_object(
     assert sorted(steps.entered) == sorted(steps.left)
 
 
-@pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment != "in a merge function"])
+@pytest.mark.parametrize("moment", ["at the beginning", "in backward", "after a merge call"])
 def test_a_note_names_the_replica_and_its_device(several: torchstrategy.Strategy, moment: str) -> None:
     count, error = several.num_replicas_in_sync, ValueError("bad")
     steps = Steps(Problem(several), moment, count - 1, error)
@@ -309,16 +309,6 @@ def test_replicas_whose_turn_has_not_come_do_not_begin(several: torchstrategy.St
     assert steps.entered == [0]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("who", ["first", "last"])
-def test_no_replica_goes_on_after_another_failed(several: torchstrategy.Strategy, moment: str, who: str) -> None:
-    last = several.num_replicas_in_sync - 1
-    steps = Steps(Problem(several), moment, 0 if who == "first" else last, ValueError("bad"))
-    with pytest.raises(ValueError, match="bad"):
-        steps.problem.run(steps)
-    assert sorted(steps.left) == sorted(steps.entered), "a replica is still in the step"
-
-
 def test_what_a_stopped_replica_raises_does_not_hide_the_error_that_stopped_it(
     several: torchstrategy.Strategy,
 ) -> None:
@@ -356,6 +346,7 @@ def test_a_failure_before_an_update_leaves_everything_as_it_was(
     steps = Steps(problem, moment, 0 if who == "first" else several.num_replicas_in_sync - 1, ValueError("bad"), clears)
     with pytest.raises(ValueError, match="bad"):
         problem.run(steps)
+    assert sorted(steps.left) == sorted(steps.entered), "a replica is still in the step"
     assert_same(problem.state(), before)
 
 
@@ -795,10 +786,10 @@ def test_failures_do_not_use_up_memory() -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
 
     def fail() -> int:
-        for i in range(10):
+        for i in range(6):
             with pytest.raises(ValueError, match="bad"):
                 problem.run(Steps(problem, "after backward", i % 2, ValueError("bad")))
-        for _ in range(3):  # a tensor's memory may outlive the first collection of a cycle that it is in
+        for _ in range(2):  # a tensor's memory may outlive the first collection of a cycle that it is in
             gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
@@ -807,7 +798,7 @@ def test_failures_do_not_use_up_memory() -> None:
         _, _, first, *_, last = [fail() for _ in range(6)]
     finally:
         tracemalloc.stop()
-    assert last - first < 30 * 400, "each failure keeps some of what it allocated"
+    assert last - first < 18 * 600, "each failure keeps some of what it allocated"
 
 
 def test_an_error_that_the_user_keeps_does_not_keep_later_runs() -> None:
@@ -837,14 +828,14 @@ def test_threads_are_made_once_and_end_when_the_strategy_is_collected(no_thread_
     assert set(threading.enumerate()) - before == made
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_threads_end_when_a_strategy_whose_replicas_failed_is_collected(no_thread_left: None, moment: str) -> None:
+def test_threads_end_when_a_strategy_whose_replicas_failed_is_collected(no_thread_left: None) -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 3))
-    for who in range(3):
-        steps = Steps(problem, moment, who, ValueError("bad"))
-        with pytest.raises(ValueError, match="bad"):
-            problem.run(steps)
-        steps.forget()
+    for moment in MOMENTS:
+        for who in range(3):
+            steps = Steps(problem, moment, who, ValueError("bad"))
+            with pytest.raises(ValueError, match="bad"):
+                problem.run(steps)
+            steps.forget()
 
 
 def test_what_a_run_was_given_is_let_go_when_it_is_over(several: torchstrategy.Strategy) -> None:
@@ -968,28 +959,29 @@ def test_ctrl_c_in_a_merge_function_stops_all_replicas(several: torchstrategy.St
 
 
 @needs_signals
-def test_a_second_ctrl_c_returns_while_a_replica_is_stuck(no_thread_left: None) -> None:
+def test_a_second_ctrl_c_returns_while_a_replica_is_stuck() -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
     before = problem.state()
-    let_go, stuck = threading.Event(), []
+    let_go, ended = threading.Event(), threading.Event()
 
     def step(inputs: torch.Tensor) -> None:
         problem.model(inputs).square().mean().backward()
         if replica() == 0:
             reduce()
-        stuck.append(threading.current_thread())
         ctrl_c.press()
-        let_go.wait(30)
+        try:
+            let_go.wait(30)
+        finally:
+            ended.set()
 
     with CtrlC(times=2) as ctrl_c, pytest.raises(KeyboardInterrupt):
         problem.run(step)
-    assert stuck[0].is_alive()
+    assert not ended.is_set()
     assert_same(problem.state(), before)
     problem.train()
     trained = problem.state()
     let_go.set()
-    stuck[0].join(10)
-    assert not stuck[0].is_alive()
+    assert ended.wait(10), "the replica that was stuck has not gone on"
     assert_same(problem.state(), trained)
 
 

@@ -1016,9 +1016,9 @@ def test_a_module_and_its_parameters_are_known_to_their_strategy(topology: str) 
 
 
 @pytest.mark.parametrize(
-    "make", [torch.nn.ReLU, lambda: torch.nn.Parameter(torch.ones(1))], ids=["module", "parameter"]
+    "make", [torch.nn.ReLU, lambda: torch.nn.ParameterList([torch.ones(1)])[0]], ids=["module", "parameter"]
 )
-def test_a_module_without_parameters_and_a_parameter_without_a_module_are_known_too(make: Callable[[], Any]) -> None:
+def test_a_module_without_parameters_and_a_parameter_of_a_module_are_known_too(make: Callable[[], Any]) -> None:
     strategy = central(2)
     with strategy.scope():
         thing = make()

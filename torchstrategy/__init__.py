@@ -28,10 +28,10 @@ from torchstrategy._context import (
     in_cross_replica_context,
     set_default,
 )
-from torchstrategy._extended import single_context
+from torchstrategy._extended import ALONE
 from torchstrategy._input import DistributedDataset
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
-from torchstrategy._replica_context import ReplicaContext
+from torchstrategy._replica_context import ReplicaContext, running_context
 from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy
 from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended
@@ -60,9 +60,9 @@ __version__ = "0.1.0"
 
 # The one fact that looks up: what `_context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()
-set_default(_default_strategy, single_context(_default_strategy))
+set_default(_default_strategy, running_context(_default_strategy, ALONE))
 
 for _name in __all__:
     if getattr(globals()[_name], "__module__", "").startswith("torchstrategy._"):
         globals()[_name].__module__ = "torchstrategy"
-del _name, DefaultStrategy, set_default, single_context
+del _name, ALONE, DefaultStrategy, running_context, set_default

@@ -16,7 +16,7 @@ from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._reductions import combined, combined_along, gathered
-from torchstrategy._replica_context import Meetings, ReplicaContext, running_context
+from torchstrategy._replica_context import Meetings, running_context
 from torchstrategy._replicas import InlineReplica, Replica, Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
@@ -29,6 +29,7 @@ from torchstrategy._values import (
     DistributedValues,
     Mirrored,
     check_component_counts,
+    distributed_within,
     regroup,
     select,
 )
@@ -69,13 +70,14 @@ class SingleExtended(StrategyExtended):
     def _call_for_each_replica(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
     ) -> Tree:
-        distributed = [value for value in (*args, *kwargs.values()) if isinstance(value, DistributedValues)]
+        distributed = list(distributed_within((args, kwargs)))
         if distributed:
             check_component_counts(distributed, 1)
             args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        with entered(Frame(self._strategy, single_context(self._strategy))), in_use(self._device):
+        context = running_context(self._strategy, ALONE)
+        with entered(Frame(self._strategy, context)), in_use(self._device):
             return fn(*args, **kwargs)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
@@ -156,12 +158,13 @@ class ReplicatedExtended(StrategyExtended):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._strategy, self._num_replicas_in_sync
+        if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
+            check_component_counts(list(distributed_within((args, kwargs))), 1)
+            args, kwargs = select((args, kwargs), 0)
+            with entered(Frame(strategy, running_context(strategy, ALONE))), in_use(self._replicas.devices[0]):
+                return fn(*args, **kwargs)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
-        if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
-            args, kwargs = select((args, kwargs), 0)
-            with entered(Frame(strategy, single_context(strategy))), in_use(self._replicas.devices[0]):
-                return fn(*args, **kwargs)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
         with self._storage.lend(shares, (fn, leaves), lambda: entered(Frame(strategy, None))) as loan:
 
@@ -243,12 +246,14 @@ class ReplicatedExtended(StrategyExtended):
         return ReplicatedExtended(Replicas(self._replicas.devices), self._storage.like(), self._gradient_reduction)
 
 
-def single_context(strategy: Strategy) -> ReplicaContext:
-    """The context of a lone replica of `strategy`: it meets itself, and nothing is lent to it."""
+def _alone() -> Meetings:
+    """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
     device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
     replica = InlineReplica(0, device)
-    collective = Collective(replica, (0,), (1.0,), (device,))
-    return running_context(strategy, Meetings(replica, collective, (0,), 1, nullcontext))
+    return Meetings(replica, Collective(replica, (0,), (1.0,), (device,)), (0,), 1, nullcontext)
+
+
+ALONE = _alone()
 
 
 def _requires_grad(value: Tree) -> bool:

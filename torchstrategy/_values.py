@@ -161,6 +161,17 @@ def local_results(value: Tree) -> tuple[Tree, ...]:
     return tuple(unflatten_like([component(leaf, r) for leaf in leaves], spec) for r in replicas)
 
 
+def distributed_within(tree: Tree) -> Iterator[DistributedValues]:
+    """The distributed values in a tree of lists, tuples and dicts; to find none is quicker than to flatten it."""
+    if isinstance(tree, DistributedValues):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from distributed_within(item)
+    elif isinstance(tree, dict):
+        yield from distributed_within(list(tree.values()))
+
+
 def component(value: Tree, replica: int) -> Tree:
     """What replica `replica` has of one leaf."""
     return value._components[replica] if isinstance(value, DistributedValues) else value
