@@ -564,6 +564,19 @@ def test_a_strategy_that_was_set_runs_its_replicas(chosen: Strategy) -> None:
         assert state() == in_scope_of(chosen)
 
 
+def test_what_is_created_under_a_strategy_that_was_set_belongs_to_it(chosen: Strategy) -> None:
+    with set_strategy(chosen):
+        inside = torch.nn.Linear(1, 1)
+        with chosen.scope():
+            nested = torch.nn.Linear(1, 1)
+    outside_again = torch.nn.Linear(1, 1)
+    assert [chosen.extended.variable_created_in_scope(m) for m in (inside, nested, outside_again)] == [
+        True,
+        True,
+        False,
+    ]
+
+
 @pytest.mark.parametrize("choice", ["another", "the same", None])
 def test_no_strategy_can_be_set_in_a_scope(chosen: Strategy, other: Strategy, choice: str | None) -> None:
     with chosen.scope():
@@ -618,6 +631,16 @@ def test_a_replica_context_that_was_kept_still_knows_who_it_was_and_does_nothing
                 use(context)
             with pytest.raises(RuntimeError, match=r"^Mismatching replica context: "):
                 chosen.run(lambda context=context, use=use: use(context))
+
+
+def test_a_replica_context_that_was_kept_meets_nobody_even_where_it_is_entered(chosen: Strategy) -> None:
+    kept: list[ReplicaContext] = []
+    chosen.run(lambda: kept.append(get_replica_context()))
+    for context in kept:
+        for meet in ("merge_call", "all_reduce", "all_gather"):
+            with context, pytest.raises(RuntimeError, match=r"^Mismatching replica context: "):
+                USES[meet](context)
+    assert state() == outside()
 
 
 USES: dict[str, Callable[[ReplicaContext], object]] = {

@@ -37,11 +37,10 @@ MAX_LINES = 350
 # as one module each, with a staircase inside.
 FLOORS = [
     {"_captured", "_context", "_creation", "_errors", "_options", "_parts", "_torch", "_types"},  # words
-    {"_devices", "_stand_ins", "_tree"},  # what there is
+    {"_devices", "_replica", "_stand_ins", "_tree"},  # what there is
     {"_caller_state", "_comm", "_randomness", "_values"},  # what goes from place to place
-    {"_input", "_replicas", "_shares"},  # who runs, on which rows
-    {"_collectives", "_ledger", "_storage"},  # how replicas meet, and what is lent to them
-    {"_gradients", "_local_optimizer", "_reductions", "_replica_context", "_replica_modules"},  # what a replica has
+    {"_collectives", "_input", "_ledger", "_shares", "_team"},  # how replicas meet, and what each counts for
+    {"_gradients", "_local_optimizer", "_reductions", "_replica_context", "_replica_modules", "_replicas", "_storage"},
     {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
     {"_central_storage", "_strategy"},  # who owns a parameter; the noun
     {"_extended"},  # the parts, put together

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchstrategy import _randomness, _replicas
+from torchstrategy import _randomness, _team
 from torchstrategy._devices import canonical
 from torchstrategy._randomness import RandomStreams
-from torchstrategy._replicas import Replica, Replicas, ReplicaStopped, Team
+from torchstrategy._replica import Replica, ReplicaStopped
+from torchstrategy._replicas import Replicas
+from torchstrategy._team import Team
 
 PATIENCE = 5.0  # seconds that a test waits for what must happen at once
 
@@ -31,7 +33,7 @@ def several_places(monkeypatch: pytest.MonkeyPatch) -> None:
     All logical CPUs are in one place, and there may be no accelerators here. Who gives the turns asks nothing about a
     device but its place; so this is all that it takes to see replicas run at the same time, and all else is as it is.
     """
-    monkeypatch.setattr(_replicas, "place", lambda device: device)
+    monkeypatch.setattr(_team, "place", lambda device: device)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ def a_hang_is_a_failure() -> Iterator[None]:
 
     def ring(number: int, frame: Any) -> None:
         while frame is not None:
-            if frame.f_code.co_filename == _replicas.__file__:
+            if frame.f_code.co_filename == _team.__file__:
                 raise TimeoutError("this run would never have returned")
             frame = frame.f_back
 

@@ -15,7 +15,7 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     meeting           where every replica brings something and all go on together
 
 To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then
-`_values`, `_context`, `_replicas` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
+`_values`, `_context`, `_team` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
 `_stand_ins`.
 """
 

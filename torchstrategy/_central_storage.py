@@ -24,7 +24,7 @@ from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._parts import parts_of
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import StandIns
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage

@@ -15,7 +15,7 @@ import torch
 
 from torchstrategy._comm import added, concatenated
 from torchstrategy._devices import is_accelerator, place
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 from torchstrategy._types import Device, Tree
 
 _Columns = list[tuple[torch.Tensor, ...]]  # tensor by tensor: what each replica brings, in replica order

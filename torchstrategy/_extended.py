@@ -16,8 +16,9 @@ from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._reductions import combined, combined_along, gathered
+from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._replica_context import Meetings, running_context
-from torchstrategy._replicas import InlineReplica, Replica, Replicas
+from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
 from torchstrategy._strategy import Strategy

@@ -24,7 +24,7 @@ import torch
 
 from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
 from torchstrategy._options import ReduceOp
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot
 

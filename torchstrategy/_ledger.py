@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 from torchstrategy._torch import make_parameter, set_slot, slot
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy import _stand_ins
 from torchstrategy._ledger import ReplicaLedger
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 
 Update = Callable[[Optimizer, dict[str, Any]], Any]
 """Takes one step of an optimizer on the owners' parameters, with these keyword arguments."""

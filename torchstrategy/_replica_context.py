@@ -11,7 +11,7 @@ from typing_extensions import Self
 from torchstrategy._collectives import Collective, as_axis, as_tensor
 from torchstrategy._context import Frame, current_frame, entered, get_replica_context
 from torchstrategy._options import ReduceOp
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 from torchstrategy._tree import by_name, tree_flatten
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import ABSENT, check_component_counts, regroup, select

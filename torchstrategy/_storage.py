@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._creation import watched
 from torchstrategy._parts import parts_of
-from torchstrategy._replicas import Replica
+from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._types import Device
 

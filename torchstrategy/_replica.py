@@ -1,0 +1,49 @@
+"""One replica of one run, as the code that runs in it sees it: it can meet the others.
+
+A meeting is where every replica brings something and gets something back: `combine` runs once, on the thread that
+called `run`, while all of them stand still. `merge_call`, `all_reduce` and `optimizer.step` are meetings.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torchstrategy._types import Device, Tree
+
+Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
+"""What happens at a meeting: from what each replica brought, in replica order, to what each gets."""
+
+
+class ReplicaStopped(BaseException):
+    """Unwinds a replica because another one failed. Not an `Exception`: no step should catch it and go on."""
+
+
+class Replica(ABC):
+    """One replica of one run, as the code that runs in it sees it."""
+
+    def __init__(self, index: int, device: Device) -> None:
+        self.index = index
+        self.device = device
+
+    @abstractmethod
+    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        """Waits until every replica of the run is at a meeting of this name, and returns this replica's share of it.
+
+        Args:
+            name: What the meeting is, in the words of the caller of the step: `"optimizer.step()"`.
+            combine: Called once, on the thread that called `run`. That of the lowest replica is taken.
+            brought: What this replica brings.
+
+        Raises:
+            RuntimeError: From `run`, if the replicas are at meetings of different names, or some have ended.
+        """
+
+
+@final
+class InlineReplica(Replica):
+    """The one replica of a run, on the caller's thread: it meets itself."""
+
+    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        return combine([brought])[0]

@@ -1,0 +1,328 @@
+"""Threads for several replicas, and whose turn it is.
+
+Replicas that share a physical device run one at a time, in replica order, and hand over only where they meet or end;
+replicas on different accelerators run at the same time.
+
+    caller's thread      give turn ......... give turn ......... combine ... give turn ...
+                              \\           /     \\           /                 \\
+    replica 0's thread         run to meeting      |           |                continue
+                                                   \\          /
+    replica 1's thread                              run to meeting
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NamedTuple, final
+
+from torchstrategy._caller_state import CallerState
+from torchstrategy._devices import place
+from torchstrategy._errors import add_note, described
+from torchstrategy._randomness import RandomStreams
+from torchstrategy._replica import Combine, Replica, ReplicaStopped
+from torchstrategy._types import Device, Tree
+
+
+@final
+class _ThreadReplica(Replica):
+    """One of several replicas, on a thread of its own."""
+
+    def __init__(self, index: int, device: Device, inbox: SimpleQueue[Any], reports: SimpleQueue[_Report]) -> None:
+        super().__init__(index, device)
+        self._inbox = inbox
+        self._reports = reports
+
+    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        self._reports.put(_Met(self.index, name, combine, brought))
+        answer = self._inbox.get()
+        if answer is _STOP:
+            raise ReplicaStopped
+        return answer.value
+
+
+class _Met(NamedTuple):
+    replica: int
+    name: str
+    combine: Combine
+    brought: Tree
+
+
+class _Ended(NamedTuple):
+    replica: int
+    result: Tree
+
+
+class _Failed(NamedTuple):
+    replica: int
+    error: BaseException
+
+
+_Report = _Met | _Ended | _Failed
+
+
+class _Answer(NamedTuple):
+    value: Tree
+
+
+_STOP = object()
+
+
+@final
+class _Task:
+    """One call of the step in one replica. Runs on the replica's thread."""
+
+    def __init__(self, call: Callable[[], Tree], replica: int, reports: SimpleQueue[_Report]) -> None:
+        self._call = call
+        self._replica = replica
+        self._reports = reports
+        self.is_cancelled = False  # written by the caller's thread
+        self.is_running = False
+
+    def run(self) -> None:
+        """Calls the step and reports how it ended."""
+        outcome: _Report
+        self.is_running = True
+        try:
+            if self.is_cancelled:
+                raise ReplicaStopped
+            outcome = _Ended(self._replica, self._call())
+        except BaseException as error:
+            outcome = _Failed(self._replica, error)
+        self.is_running = False
+        self._reports.put(outcome)
+
+
+def _serve(inbox: SimpleQueue[Any]) -> None:
+    """The life of a replica's thread: one task after another, until it is sent None."""
+    with suppress(ReplicaStopped):  # sent by `Team.abandon`, too late to reach the step
+        while (task := inbox.get()) is not None:
+            if task is not _STOP:
+                task.run()
+            del task  # it holds the step's arguments
+
+
+@final
+class Team:
+    """Long-lived threads, one for each of several replicas, for one run at a time.
+
+    The threads hold nothing between runs and do not keep the team alive; they end when it is gone.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._threads = [
+            threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
+            for r, inbox in enumerate(self._inboxes)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
+        self._finalizer.atexit = False  # they are daemons: at the interpreter's exit they need no word
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it can run: not dismissed, and not a copy that a fork made, which has no threads."""
+        return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
+
+    def run(self, call: Callable[[Replica], Tree], replicas: Sequence[int]) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas that are named, and returns what each returned.
+
+        Raises:
+            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
+            RuntimeError: If the replicas met a different number of times, or at different meetings.
+        """
+        state = CallerState.take(self._devices)
+        reports: SimpleQueue[_Report] = SimpleQueue()
+        calls: dict[int, Any] = {}
+        for r in replicas:
+            replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
+            calls[r] = _Task(_bind(state, replica, call), r, reports)
+        return _Run(self, calls, reports).result()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each replica."""
+        return self._devices
+
+    def send(self, replica: int, message: Any) -> None:
+        """Wakes the thread of a replica that waits for something to do or for the answer of a meeting."""
+        self._inboxes[replica].put(message)
+
+    def abandon(self, tasks: Mapping[int, _Task]) -> None:
+        """Stops the replicas whatever they are doing, waits until their threads have ended, and is fit no more.
+
+        It asks nothing of what the caller knows about them, since that may be wrong: a signal's handler can raise
+        between any two steps of it. Called again, or left by a second exception, it has still told every thread to
+        end.
+        """
+        self._finalizer.detach()
+        for task in tasks.values():
+            task.is_cancelled = True
+        for inbox in self._inboxes:
+            inbox.put(_STOP)  # for one that waits at a meeting
+            inbox.put(None)
+        for r, task in tasks.items():
+            while self._threads[r].is_alive():
+                if task.is_running:
+                    self._interrupt(r)
+                self._threads[r].join(_PATIENCE_S)
+
+    def _interrupt(self, replica: int) -> None:
+        """Makes the step of a replica raise `ReplicaStopped` at its next line of Python."""
+        thread_id = ctypes.c_ulong(self._threads[replica].ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
+
+
+_PATIENCE_S = 0.1  # before a replica that has swallowed one interruption gets another
+
+
+def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+def _bind(state: CallerState, replica: Replica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
+    return lambda: state.run_in(replica.device, lambda: call(replica))
+
+
+class _Here(threading.local):
+    """How many runs are under way on this thread, one in the other: a merge function may run the strategy."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
+@final
+class _Run:
+    """One run of a team. All of it happens on the thread that called `run`."""
+
+    def __init__(self, team: Team, tasks: Mapping[int, _Task], reports: SimpleQueue[_Report]) -> None:
+        self._team = team
+        self._tasks = tasks
+        self._reports = reports
+        self._process = os.getpid()
+        self._to_send: dict[int, Any] = dict(tasks)  # what wakes each replica that stands still
+        self._running: set[int] = set()
+        self._met: dict[int, _Met] = {}
+        self._results: dict[int, Tree] = {}
+        self._errors: dict[int, BaseException] = {}
+        places = {place(team.devices[r]) for r in tasks}
+        self._streams = RandomStreams(team.devices, one_at_a_time=len(places) == 1, depth=_here.depth)
+
+    def result(self) -> dict[int, Tree]:
+        _here.depth += 1
+        try:
+            while self._to_send and not self._errors:
+                self._let_run()
+                if self._met and not self._errors:
+                    self._hold_meeting()
+            if self._errors:
+                raise self._error()
+            return self._results
+        except BaseException as error:
+            # What a replica raised, what a merge function raised, or what a signal's handler raised, anywhere.
+            if self._is_orderly(error):
+                self._stop_waiting()
+            if self._running or self._met or self._to_send:
+                self._team.abandon(self._tasks)
+            raise
+        finally:
+            _here.depth -= 1
+            self._streams.give_back()
+            self._errors.clear()  # their tracebacks hold this frame
+
+    def _let_run(self) -> None:
+        """Lets every replica run until it meets or ends: those in one place one after another, else at once."""
+        queues: dict[Device, deque[int]] = {}
+        for r in sorted(self._to_send):
+            queues.setdefault(place(self._team.devices[r]), deque()).append(r)
+        for queue in queues.values():
+            self._wake(queue.popleft())
+        while self._running:
+            r = self._receive()
+            queue = queues[place(self._team.devices[r])]
+            if queue and not self._errors:
+                self._wake(queue.popleft())
+
+    def _wake(self, r: int) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
+            )
+        self._streams.put_in_force(r)
+        self._running.add(r)
+        self._team.send(r, self._to_send.pop(r))
+
+    def _receive(self) -> int:
+        report = self._reports.get()
+        self._running.discard(report.replica)
+        if isinstance(report, _Met):
+            self._met[report.replica] = report
+        elif isinstance(report, _Ended):
+            self._results[report.replica] = report.result
+        elif not isinstance(report.error, ReplicaStopped):
+            self._errors[report.replica] = report.error
+        return report.replica
+
+    def _hold_meeting(self) -> None:
+        meetings = [self._met[r] for r in sorted(self._met)]
+        if self._results or any(meeting.name != meetings[0].name for meeting in meetings):
+            raise RuntimeError(self._unequal())
+        self._streams.put_in_force(0)
+        answers = meetings[0].combine([meeting.brought for meeting in meetings])
+        self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
+        self._met.clear()
+
+    def _is_orderly(self, error: BaseException) -> bool:
+        """Whether every replica stands still, so that those that wait can be stopped one by one."""
+        if self._running or not self._team.is_fit:
+            return False
+        return isinstance(error, Exception) or any(error is raised for raised in self._errors.values())
+
+    def _stop_waiting(self) -> None:
+        """Unwinds every replica that waits at a meeting, one at a time, and leaves those that have not begun."""
+        waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._met.keys()
+        self._to_send.clear()
+        self._met.clear()
+        while waiting:
+            r = min(waiting)
+            waiting.discard(r)
+            self._streams.put_in_force(r)
+            self._running.add(r)
+            self._team.send(r, _STOP)
+            self._receive()
+            if self._met.pop(r, None):  # it went to another meeting while it was being unwound
+                waiting.add(r)
+
+    def _error(self) -> BaseException:
+        first = min(self._errors)
+        error = self._errors[first]
+        note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.devices[first]}"
+        for r, other in self._errors.items():
+            if r != first:
+                note += f"; replica {r} also failed: {described(other)}"
+        add_note(error, note)
+        return error
+
+    def _unequal(self) -> str:
+        where = [f"replica {r} is at {met.name}" for r, met in self._met.items()]
+        where += [f"replica {r} has ended" for r in self._results]
+        return (
+            "The replicas met a different number of times, or in a different order: "
+            f"{', '.join(sorted(where))}. Every replica must come to the same meetings (merge_call, all_reduce, "
+            "all_gather, optimizer.step, the first read of a gradient after backward) in the same order: let no such "
+            "call depend on the replica or on its data."
+        )
