@@ -36,7 +36,17 @@ MAX_LINES = 350
 # The staircase. A module imports only from floors below its own, and not from its own. `_input` and `_strategies` count
 # as one module each, with a staircase inside.
 FLOORS = [
-    {"_captured", "_context", "_creation", "_errors", "_options", "_parts", "_torch", "_types"},  # words
+    {
+        "_captured",
+        "_context",
+        "_creation",
+        "_errors",
+        "_optimizer_steps",
+        "_options",
+        "_parts",
+        "_torch",
+        "_types",
+    },  # words
     {"_devices", "_replica", "_stand_ins", "_tree"},  # what there is
     {"_caller_state", "_comm", "_randomness", "_values"},  # what goes from place to place
     {"_collectives", "_input", "_ledger", "_shares", "_team"},  # how replicas meet, and what each counts for

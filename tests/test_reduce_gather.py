@@ -267,6 +267,12 @@ def test_an_axis_cannot_be_reduced_along_twice(kind: Strategy, axis: Any) -> Non
         kind.reduce("sum", kind.run(lambda: torch.ones(2)), axis=axis)
 
 
+def test_reducing_along_no_axis_at_all_is_reducing_over_the_replicas(several: Strategy) -> None:
+    value = several.run(lambda: torch.tensor([1.0, 2.0]) * replica_id())
+    for op in ("sum", "mean"):
+        assert torch.equal(several.reduce(op, value, axis=()), several.reduce(op, value, axis=None))
+
+
 def test_booleans_are_counted_along_an_axis() -> None:
     value = per_replica(TWO, [torch.tensor([True, False, True]), torch.tensor([True])])
     assert TWO.reduce("sum", value, axis=0).item() == 3

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrategy._captured import captured
 from torchstrategy._context import current_frame
@@ -23,6 +22,7 @@ from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer
 from torchstrategy._mirrors import Mirrors
+from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -54,20 +54,18 @@ class CentralStorage(Storage):
         self._stand_ins = StandIns()
         self._lock = threading.RLock()
         self._is_copying = False  # in which case new modules are copies, not the user's
-        hook = register_optimizer_step_post_hook(_calling(weakref.WeakMethod(self._after_any_step)))
-        weakref.finalize(self, hook.remove)
+        tell_after(self._after_any_step)
 
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
         copies = self._borrow()
         originals = copies.originals()
         run = object()
-        hook = None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
             outsiders = list(self._outsiders(step, copies))
             loan = _CentralLoan(copies, shares, outsiders, cross_replica)
-            hook = register_optimizer_step_pre_hook(loan.before_any_step)
+            tell_before(run, loan.before_any_step)
             copies.gradients.begin(shares, outsiders)
             self._stand_ins.put_up(originals, run)
             yield loan
@@ -80,8 +78,7 @@ class CentralStorage(Storage):
             copies.gradients.let_go()
             raise
         finally:
-            if hook is not None:
-                hook.remove()
+            stop_telling(run)
             self._return(copies)
 
     def like(self) -> Storage:
@@ -159,15 +156,6 @@ class CentralStorage(Storage):
         if any(group.get("fused") for group in vars(optimizer)["param_groups"]):
             for copies in (*self._idle, *self._in_use):
                 copies.mirrors.note_written(_parameters(optimizer))
-
-
-def _calling(method: weakref.WeakMethod[Callable[[Optimizer], None]]) -> Callable[[Optimizer, Any, Any], None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        bound = method()
-        if bound is not None:
-            bound(optimizer)
-
-    return hook
 
 
 @final
@@ -285,7 +273,7 @@ class _CentralLoan(Loan):
             optimizer.return_settings()
         self._copies.gradients.end()
 
-    def before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
         in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())

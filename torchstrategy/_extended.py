@@ -77,9 +77,7 @@ class SingleExtended(StrategyExtended):
             args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        context = running_context(self._strategy, ALONE)
-        with entered(Frame(self._strategy, context)), in_use(self._device):
-            return fn(*args, **kwargs)
+        return _run_alone(self._strategy, self._device, lambda: fn(*args, **kwargs))
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return value
@@ -162,8 +160,7 @@ class ReplicatedExtended(StrategyExtended):
         if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
             check_component_counts(list(distributed_within((args, kwargs))), 1)
             args, kwargs = select((args, kwargs), 0)
-            with entered(Frame(strategy, running_context(strategy, ALONE))), in_use(self._replicas.devices[0]):
-                return fn(*args, **kwargs)
+            return _run_alone(strategy, self._replicas.devices[0], lambda: fn(*args, **kwargs))
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
@@ -255,6 +252,16 @@ def _alone() -> Meetings:
 
 
 ALONE = _alone()
+
+
+def _run_alone(strategy: Strategy, device: Device | None, call: Callable[[], Tree]) -> Tree:
+    """Calls the step in a lone replica on the user's own objects."""
+    context = running_context(strategy, ALONE)
+    try:
+        with entered(Frame(strategy, context)), in_use(device):
+            return call()
+    finally:
+        context._ends()
 
 
 def _requires_grad(value: Tree) -> bool:

@@ -1,0 +1,56 @@
+"""Who is told of the steps that optimizers take.
+
+torch calls global hooks before and after every step of every optimizer. It walks over them without a lock, so they
+are put there once, when somebody first wants to be told, and stay; who is told changes in a list of ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+Told = Callable[[Optimizer], None]
+
+_before: dict[object, Told] = {}
+_after: list[weakref.WeakMethod[Told]] = []
+_hooks: list[object] = []
+
+
+def tell_before(key: object, told: Told) -> None:
+    """Calls `told` on the thread of each optimizer, before it takes a step; until `stop_telling(key)`."""
+    _hook()
+    _before[key] = told
+
+
+def stop_telling(key: object) -> None:
+    """The reverse of `tell_before`. May be called again."""
+    _before.pop(key, None)
+
+
+def tell_after(told: Told) -> None:
+    """Calls the bound method `told` after each step that an optimizer has taken, for as long as its object lives."""
+    _hook()
+    _after[:] = [reference for reference in _after if reference() is not None]
+    _after.append(weakref.WeakMethod(told))
+
+
+def _hook() -> None:
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_on_step_begin))
+        _hooks.append(register_optimizer_step_post_hook(_on_step_end))
+
+
+def _on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for told in list(_before.values()):
+        told(optimizer)
+
+
+def _on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for reference in list(_after):
+        told = reference()
+        if told is not None:
+            told(optimizer)
