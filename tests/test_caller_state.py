@@ -21,6 +21,12 @@ import torchstrategy
 SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("SETTING", default="default")
 
 
+@pytest.fixture(params=[["cpu"] * 3, ["cpu:1", "cpu:2"]], ids=["one device", "two devices"])
+def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
+    """Several replicas. Where their parameters live makes no difference to what their threads wear."""
+    return torchstrategy.CentralStorageStrategy(request.param)
+
+
 class RecordsFunctions(TorchFunctionMode):
     """Writes down its name whenever torch.sin is called."""
 

@@ -45,8 +45,15 @@ class Collective:
         """How many replicas take part."""
         return len(self._present)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> list[torch.Tensor]:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], names: Sequence[str] = (), name: str = "all_reduce"
+    ) -> list[torch.Tensor]:
         """The sums of what all replicas bring, tensor by tensor, on this replica's device.
+
+        Args:
+            tensors: What this replica brings.
+            names: What to call each of them, the same in every replica.
+            name: What to call the meeting.
 
         Raises:
             ValueError: From `run`, if the shapes or dtypes of what they bring differ.
@@ -57,8 +64,8 @@ class Collective:
                 check_addable(column)
             return [added(column, self._devices[r]) for column in columns]
 
-        outputs, wants_grad = self._exchange("all_reduce", tensors, sums, names)
-        return self._differentiable("all_reduce", tensors, outputs) if wants_grad else outputs
+        outputs, wants_grad = self._exchange(name, tensors, sums, names)
+        return self._differentiable(name, tensors, outputs) if wants_grad else outputs
 
     def all_gather(self, tensors: Sequence[torch.Tensor], axis: int, names: Sequence[str] = ()) -> list[torch.Tensor]:
         """What all replicas bring, one after the other along `axis`, on this replica's device.
@@ -72,7 +79,7 @@ class Collective:
                 check_gatherable(column, axis)
             return [(concatenated(c, axis, self._devices[r]), [tensor.shape[axis] for tensor in c]) for c in columns]
 
-        pairs, wants_grad = self._exchange("all_gather", tensors, gathered, names)
+        pairs, wants_grad = self._exchange(f"all_gather(axis={axis})", tensors, gathered, names)
         outputs = [output for output, _ in pairs]
         sizes = [size for _, size in pairs]
         return self._differentiable("all_gather", tensors, outputs, axis, sizes) if wants_grad else outputs

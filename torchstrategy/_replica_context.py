@@ -155,7 +155,7 @@ class ReplicaContext:
         names, leaves, put_back = by_name(value)
         if not leaves:
             return value
-        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves], names)
+        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / meetings.collective.size for total in sums]
         return put_back(sums)
@@ -255,4 +255,4 @@ def running_context(strategy: Strategy, meetings: Meetings) -> ReplicaContext:
 def refuse_options(method: str, options: object) -> None:
     """Refuses options that nothing here has a use for, rather than ignore them."""
     if options is not None:
-        raise ValueError(f"{method}(options={options!r}): there is one way of communicating here; leave options out.")
+        raise ValueError(f"{method}(options={options!r}): there are no options to choose from here; leave it out.")

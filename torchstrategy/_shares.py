@@ -70,7 +70,8 @@ class Shares:
 def _rows(leaves: Sequence[Tree], options: RunOptions) -> tuple[int, ...] | None:
     records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
     if len(records) > 1 and options.examples is not None:
-        return None  # what each replica counts for has been said
+        # What each replica counts for has been said; one that has no rows of something still sits out.
+        return tuple(map(min, zip(*records, strict=True)))
     if len(records) > 1:
         first, second = sorted(records)[:2]
         raise ValueError(

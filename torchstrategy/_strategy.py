@@ -219,7 +219,7 @@ class Strategy:
         """
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
         op = ReduceOp.of(reduce_op)
-        if axis is None:
+        if axis is None or axis == ():
             return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
         return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 

@@ -19,9 +19,9 @@ def tree_flatten(tree: Tree) -> tuple[list[Tree], TreeSpec]:
     return _torch.tree_flatten(tree, is_leaf=_is_shape)
 
 
-def map_leaves(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """`tree` with every leaf replaced by `fn(leaf)`."""
-    return _torch.tree_map(fn, tree, is_leaf=_is_shape)
+def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
+    """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
+    return _torch.tree_map(fn, tree, is_leaf=is_leaf or _is_shape)
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
@@ -44,12 +44,15 @@ def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
     return _torch.tree_unflatten(leaves, spec)
 
 
-def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:
-    """Every leaf with its path as one would write it: `"['mask'][0]"`; the path of a bare leaf is `""`."""
-    return [
-        ("".join(str(key) for key in path), leaf)
-        for path, leaf in _torch.tree_flatten_with_path(tree, is_leaf=_is_shape)[0]
-    ]
+def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
+    """Every leaf with its path as one would write it: `"['mask'][0]"`; the path of a bare leaf is `""`.
+
+    Args:
+        tree: Any tree.
+        is_leaf: Which containers not to look into.
+    """
+    named, _ = _torch.tree_flatten_with_path(tree, is_leaf=is_leaf or _is_shape)
+    return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
 def zip_leaves(trees: Sequence[Tree]) -> tuple[list[list[Tree]], TreeSpec]:
@@ -101,4 +104,5 @@ def _difference(path: str, first: Tree, other: Tree) -> str | None:
 
 def _describe(value: Tree) -> str:
     kind = type(value).__name__
-    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"a {kind}"
+    article = "an" if kind[0] in "aeiouAEIOU" else "a"
+    return f"{article} {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"{article} {kind}"

@@ -201,7 +201,8 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
     """One tree out of the trees of all replicas, with a `PerReplica` at every leaf.
 
     A leaf that is one and the same object on every replica is that object, and a lone replica's leaf is bare, unless
-    `always_wrap`. Equal is not the same: two equal tensors stay two components. `None` is always bare.
+    `always_wrap`. Equal is not the same: two equal tensors stay two components. `None` is bare even when only one
+    replica is present.
 
     Args:
         by_replica: One tree a replica; `ABSENT` for those that sat the step out.

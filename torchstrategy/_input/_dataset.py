@@ -33,8 +33,15 @@ class DistributedDataset:
     def __init__(self, batches: Iterable[Tree], deal: Callable[[Tree], Tree]) -> None:
         self._batches = batches
         self._deal = deal
+        self._is_spent = False
 
     def __iter__(self) -> Iterator[Tree]:
+        if self._is_spent:
+            raise RuntimeError(
+                f"The dataset is a {type(self._batches).__name__}, which can be iterated over once, and has been. "
+                "Distribute something that starts afresh, such as a torch.utils.data.DataLoader."
+            )
+        self._is_spent = isinstance(self._batches, Iterator)
         return map(self._deal, _iterator(self._batches))
 
     def __len__(self) -> int:
@@ -45,7 +52,8 @@ def check_is_dataset(dataset: Any, replicas: int) -> None:
     """Refuses what cannot be dealt out to `replicas` replicas.
 
     Raises:
-        TypeError: If it cannot be iterated over, or yields single elements where batches are needed.
+        TypeError: If it cannot be iterated over.
+        ValueError: If it yields single elements where batches are needed.
     """
     if _is_unbatched(dataset):
         if replicas > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy._tree import leaves_with_names, map_leaves, tree_flatten, unflatten_like
+from torchstrategy._tree import leaves_with_names, map_leaves
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import PerReplica
 
@@ -29,44 +29,55 @@ def shares_of(rows: int, replicas: int) -> list[slice]:
 def dealt(batch: Tree, devices: Sequence[Device]) -> Tree:
     """`batch` with a per-replica value in place of each leaf that has rows, on the replicas' devices.
 
-    The pieces of a tensor that is where it is needed share its memory.
+    The pieces of a tensor that is where it is needed share its memory. A list of strings, which is what collating
+    strings makes, is one leaf with a row for each.
 
     Raises:
         ValueError: If no leaf has rows, or two have different numbers of them.
         TypeError: If it is not known how to cut a leaf.
     """
-    named = leaves_with_names(batch)
+    named = leaves_with_names(batch, _is_list_of_strings)
     rows = _rows(named, len(devices))
     slices = shares_of(rows, len(devices))
     record = tuple(piece.stop - piece.start for piece in slices)
-    _, spec = tree_flatten(batch)
 
     def leaf(value: Any) -> Any:
+        if _is_list_of_strings(value):
+            return PerReplica([value[piece] for piece in slices], record)
         if not _has_rows(value):
             return value
-        tensor = torch.as_tensor(value)
+        tensor = _as_tensor(value)
         pieces = [tensor[piece].to(device, non_blocking=True) for piece, device in zip(slices, devices, strict=True)]
         return PerReplica(pieces, record)
 
-    return unflatten_like([leaf(value) for _, value in named], spec)
+    return map_leaves(leaf, batch, _is_list_of_strings)
 
 
 def moved(batch: Tree, device: Device) -> Tree:
-    """`batch` with each tensor on `device`."""
-    return map_leaves(
-        lambda value: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value, batch
-    )
+    """`batch` with each array as a tensor, and each tensor on `device`."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) or _is_numeric(value):
+            return _as_tensor(value).to(device, non_blocking=True)
+        return value
+
+    return map_leaves(leaf, batch)
 
 
 def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
     rows: dict[str, int] = {}
     for name, value in named:
-        if _has_rows(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
+        if _is_list_of_strings(value):
+            rows[name] = len(value)
+        elif _has_rows(value) and (isinstance(value, torch.Tensor) or _is_numeric(value)):
             rows[name] = value.shape[0]
         elif _has_rows(value) or not isinstance(value, (torch.Tensor, np.ndarray, *_WHOLE)):
+            kind = f"{type(value).__name__} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+            article = "an" if kind[0] in "aeiou" else "a"
             raise TypeError(
-                f"batch{name} is a {type(value).__name__}, and it is not known how to deal out its rows to "
-                f"{replicas} replicas. Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."
+                f"batch{name} is {article} {kind}, and it is not known how to deal out its rows to "
+                f"{replicas} replicas. "
+                "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."
             )
     if not rows:
         raise ValueError(
@@ -77,12 +88,26 @@ def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
     for name, count in rows.items():
         if count != rows[first]:
             raise ValueError(
-                f"The leaves of a batch have different numbers of rows: batch{first} has {rows[first]} and "
-                f"batch{name} has {count}. Cut into pieces they would no longer belong together. Give each as many "
-                "rows, or make what is not per row a tensor without dimensions."
+                f"The leaves of a batch have different numbers of rows: batch{first} has {rows[first]} and batch{name} "
+                f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows, or make "
+                "what is not per row a tensor without dimensions."
             )
     return rows[first]
 
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
+
+
+def _as_tensor(value: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # torch has no tensors that cannot be written, and would warn
+    return torch.as_tensor(value)
