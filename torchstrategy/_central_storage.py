@@ -50,6 +50,7 @@ class CentralStorage(Storage):
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
+        self._new: set[int] = set()  # modules of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
         self._stand_ins = StandIns()
         self._lock = threading.RLock()
@@ -89,7 +90,7 @@ class CentralStorage(Storage):
             return
         self.claim(module)
         self._modules[id(module)] = weakref.ref(module, self._forget)
-        self._generation += 1
+        self._new.add(id(module))
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not _in_replica():
@@ -100,12 +101,18 @@ class CentralStorage(Storage):
         for table in (self._modules, self._optimizers):
             for key in [key for key, known in list(table.items()) if known is reference]:
                 del table[key]
-        self._generation += 1
-        self._idle.clear()
+                if key in self._new:
+                    self._new.discard(key)
+                else:
+                    self._generation += 1
+                    self._idle.clear()
 
     def _borrow(self) -> Copies:
         with self._lock:
             optimizers = _alive(self._optimizers)
+            if self._new:
+                self._new.clear()
+                self._generation += 1
             copies = None
             while self._idle and copies is None:
                 copies = self._idle.pop()

@@ -141,7 +141,7 @@ class StrategyExtended(ABC):
 
     @abstractmethod
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        """Whether a module, or a parameter, was created in a scope of this strategy.
+        """Whether a module was created in a scope of this strategy, or a parameter given to a module there.
 
         Raises:
             TypeError: If it is neither.

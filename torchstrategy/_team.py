@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
 from torchstrategy._caller_state import CallerState
@@ -184,6 +184,7 @@ class Team:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
 
 
+_LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
 _PATIENCE_S = 0.1  # before a replica that has swallowed one interruption gets another
 
 
@@ -267,7 +268,7 @@ class _Run:
         self._team.send(r, self._to_send.pop(r))
 
     def _receive(self) -> int:
-        report = self._reports.get()
+        report = self._next_report()
         self._running.discard(report.replica)
         if isinstance(report, _Met):
             self._met[report.replica] = report
@@ -276,6 +277,12 @@ class _Run:
         elif not isinstance(report.error, ReplicaStopped):
             self._errors[report.replica] = report.error
         return report.replica
+
+    def _next_report(self) -> _Report:
+        # A signal that comes just when this thread begins to wait is seen only when it wakes again.
+        while True:
+            with suppress(Empty):
+                return self._reports.get(timeout=_LOOK_UP_S)
 
     def _hold_meeting(self) -> None:
         meetings = [self._met[r] for r in sorted(self._met)]
