@@ -466,8 +466,14 @@ def test_a_plain_value_is_gathered_as_it_is(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("topology", SINGLE)
 def test_a_single_replica_gathers_along_any_axis_what_it_has(topology: str) -> None:
-    value = torch.tensor(1.0)
+    value = torch.ones(2)
     assert TOPOLOGIES[topology]().gather(value, axis=17) is value
+
+
+@pytest.mark.parametrize("topology", SINGLE)
+def test_a_single_replica_refuses_a_scalar_as_several_do(topology: str) -> None:
+    with pytest.raises(ValueError, match=r"^Scalars cannot be gathered: they have no axis\."):
+        TOPOLOGIES[topology]().gather(torch.tensor(1.0), axis=0)
 
 
 def test_a_batch_that_was_dealt_is_gathered_whole(several: Strategy) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._collectives import Collective, as_axis, as_tensor
+from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gatherable
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
@@ -87,6 +87,8 @@ class SingleExtended(StrategyExtended):
         return combined_along(op, [tensor], axis, tensor.device)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            check_gatherable([value], axis)  # code that is written with one device should not break on two
         return value
 
     def _distribute_dataset(self, dataset: Any) -> Any:
