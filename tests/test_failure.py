@@ -1112,7 +1112,7 @@ EVERYWHERE = """
                 raise KeyboardInterrupt
 
         found = []
-        signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+        signal.setitimer(signal.ITIMER_REAL, 5, 0.5)
         try:
             sys.setprofile(profile)
             strategy.run(step)
@@ -1140,7 +1140,7 @@ EVERYWHERE = """
             hooks.popitem()
         if torchstrategy.get_replica_context() is None:
             found.append(("traces", "still in the cross-replica context"))
-        signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+        signal.setitimer(signal.ITIMER_REAL, 5, 0.5)
         try:
             result = strategy.experimental_local_results(strategy.run(lambda: 1000 * 1000))
             if set(result) != {1000000}:
@@ -1215,7 +1215,7 @@ FORK = """
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, ring)
-            signal.setitimer(signal.ITIMER_REAL, 3, 0.5)
+            signal.setitimer(signal.ITIMER_REAL, 15, 0.5)
             try:
                 fn()
                 os._exit(0)
@@ -1247,7 +1247,7 @@ FORK = """
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, ring)
-            signal.setitimer(signal.ITIMER_REAL, 3, 0.5)
+            signal.setitimer(signal.ITIMER_REAL, 15, 0.5)
             return
         outcomes["and goes on with the run"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
