@@ -20,8 +20,7 @@ _DEPTH = 3  # a step may call a function that calls a function that uses the mod
 
 def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """The modules and leaf tensors that require grad which `fn` names, each with the name."""
-    seen: set[int] = set()
-    yield from _in_function(fn, _DEPTH, seen)
+    return _in_function(fn, _DEPTH, seen=set())
 
 
 def _in_function(fn: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
@@ -59,12 +58,8 @@ def _in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tup
     elif isinstance(value, torch.Tensor):
         if value.requires_grad and value.is_leaf:
             yield name, value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, (nn.Module, torch.Tensor)):
-                yield from _in_value(name, item, 0, seen)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, (nn.Module, torch.Tensor)):
                 yield from _in_value(name, item, 0, seen)
     elif depth:

@@ -18,6 +18,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def an(noun: str) -> str:
+    """`a list`, `an int`."""
+    return f"an {noun}" if noun[0] in "aeiouAEIOU" else f"a {noun}"
+
+
 def described(error: BaseException) -> str:
     """The type and text of an error; some errors have no text that can be had."""
     text = "its text cannot be had"

@@ -23,7 +23,7 @@ from torch import nn
 
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
-from torchstrategy._parts import held_plainly
+from torchstrategy._parts import TORCHS_OWN, held_plainly
 from torchstrategy._replica_modules import (
     HOOK_TABLES,
     MISSING,
@@ -197,7 +197,7 @@ class Mirrors:
             (value, _contents(value))
             for inside in self._insides
             for name, value in inside.items()
-            if type(value) in (list, dict, set) and name not in _TORCHS_OWN
+            if type(value) in (list, dict, set) and name not in TORCHS_OWN
         ]
 
     def _bring_attributes(self) -> bool:
@@ -205,7 +205,7 @@ class Mirrors:
             if len(known) == len(now) and all(map(is_, known.values(), now.values())):
                 continue
             changed = [name for name in {**known, **now} if known.get(name, MISSING) is not now.get(name, MISSING)]
-            if any(name in _TORCHS_OWN and name != "training" for name in changed):
+            if any(name in TORCHS_OWN and name != "training" for name in changed):
                 return False
             for name in changed:
                 value = now.get(name, MISSING)
@@ -218,9 +218,6 @@ class Mirrors:
                     raise uncopyable(f"{self._paths[position]}.{name}", error) from error
             self._attributes[position] = dict(now)
         return True
-
-
-_TORCHS_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in every module: tables, hooks, flags
 
 
 def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[Original]:

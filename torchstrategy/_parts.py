@@ -31,7 +31,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """The modules and tensors among the plain attributes of a module, each with the path to it."""
     for name, value in vars(module).items():
-        if name not in _TORCHS_OWN:
+        if name not in TORCHS_OWN:
             yield from _within(f".{name}", value, _DEPTH)
 
 
@@ -46,4 +46,4 @@ def _within(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module 
             yield from _within(f"{path}[{key!r}]", item, depth - 1)
 
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in every module: tables, hooks, flags
+TORCHS_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in every module: tables, hooks, flags

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchstrategy import _torch
+from torchstrategy._errors import an
 from torchstrategy._torch import TreeSpec
 from torchstrategy._types import Tree
 
@@ -64,14 +65,10 @@ def zip_leaves(trees: Sequence[Tree]) -> tuple[list[list[Tree]], TreeSpec]:
         ValueError: If the shapes differ; `differing_path` says where.
     """
     first, spec = tree_flatten(trees[0])
-    columns = [first] + [spec.flatten_up_to(tree) for tree in trees[1:]]
-    if any(
-        tree_flatten(leaf)[1] != tree_flatten(column[0])[1]
-        for column in zip(*columns, strict=True)
-        for leaf in column[1:]
-    ):
+    others = [spec.flatten_up_to(tree) for tree in trees[1:]]
+    if any(not tree_flatten(leaf)[1].is_leaf() for leaves in others for leaf in leaves):
         raise ValueError("the trees differ in depth")
-    return [list(column) for column in zip(*columns, strict=True)], spec
+    return [list(column) for column in zip(first, *others, strict=True)], spec
 
 
 def differing_path(first: Tree, other: Tree) -> str:
@@ -93,16 +90,13 @@ def _difference(path: str, first: Tree, other: Tree) -> str | None:
         if first.keys() != other.keys():
             return f"{path or 'the result'}: keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
         pairs = [(f"{path}[{key!r}]", first[key], other[key]) for key in first]
-    elif isinstance(first, (list, tuple)):
+    else:
         if len(first) != len(other):
             return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, other, strict=True))]
-    else:
-        return None
     return next(filter(None, (_difference(*pair) for pair in pairs)), None)
 
 
 def _describe(value: Tree) -> str:
-    kind = type(value).__name__
-    article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    return f"{article} {kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else f"{article} {kind}"
+    kind = an(type(value).__name__)
+    return f"{kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else kind

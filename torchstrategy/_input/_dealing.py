@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchstrategy._errors import an
 from torchstrategy._tree import leaves_with_names, map_leaves
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import PerReplica
@@ -73,9 +74,8 @@ def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
             rows[name] = value.shape[0]
         elif _has_rows(value) or not isinstance(value, (torch.Tensor, np.ndarray, *_WHOLE)):
             kind = f"{type(value).__name__} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-            article = "an" if kind[0] in "aeiou" else "a"
             raise TypeError(
-                f"batch{name} is {article} {kind}, and it is not known how to deal out its rows to "
+                f"batch{name} is {an(kind)}, and it is not known how to deal out its rows to "
                 f"{replicas} replicas. "
                 "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."
             )
