@@ -55,6 +55,15 @@ def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     return TOPOLOGIES[request.param]()
 
 
+MAKERS = {"aliased": central, "copies": central_with_copies}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strategy]:
+    """What makes a strategy of so many replicas: with parameters that share the owner's memory, and with copies."""
+    return MAKERS[request.param]
+
+
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
     """Seeds torch, and fails the test that leaves a scope, a mode or a setting behind."""

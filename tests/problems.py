@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from conftest import central, central_with_copies
 
-MAKERS = {"aliased": central, "copies": central_with_copies}
 Step = Callable[[Any, Any, Any], Any]
 
 
@@ -46,11 +44,16 @@ def deal(strategy: torchstrategy.Strategy, batch: Any) -> Any:
     return next(iter(strategy.experimental_distribute_dataset([batch])))
 
 
+def context() -> torchstrategy.ReplicaContext:
+    """The replica that the step is in."""
+    here = torchstrategy.get_replica_context()
+    assert here is not None
+    return here
+
+
 def replica_id() -> int:
     """Which replica the step is in; 0 for plain PyTorch."""
-    context = torchstrategy.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
+    return context().replica_id_in_sync_group
 
 
 def built(

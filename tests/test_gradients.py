@@ -15,7 +15,6 @@ from torch import nn
 import torchstrategy
 from conftest import central, central_with_copies
 from problems import (
-    MAKERS,
     assert_close,
     built,
     compare,
@@ -37,11 +36,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
 }
-
-
-@pytest.fixture(params=MAKERS)
-def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strategy]:
-    return MAKERS[request.param]
 
 
 # ---- the gradient of the whole batch

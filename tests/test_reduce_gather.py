@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import torchstrategy
 from conftest import TOPOLOGIES, central, central_with_copies
-from torchstrategy import OneDeviceStrategy, ReduceOp, ReplicaContext, RunOptions, Strategy, get_replica_context
+from problems import context, replica_id
+from torchstrategy import OneDeviceStrategy, ReduceOp, RunOptions, Strategy
 
 DEFAULT = torchstrategy.get_strategy()
 ONE = OneDeviceStrategy("cpu")
@@ -33,16 +34,6 @@ def kind(request: pytest.FixtureRequest) -> Strategy:
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def context() -> ReplicaContext:
-    here = get_replica_context()
-    assert here is not None
-    return here
-
-
-def replica_id() -> int:
-    return context().replica_id_in_sync_group
 
 
 def per_replica(strategy: Strategy, components: Sequence[Any]) -> Any:

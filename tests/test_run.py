@@ -17,16 +17,15 @@ import torch
 
 import torchstrategy
 from conftest import TOPOLOGIES, central
+from problems import context, replica_id
 from torchstrategy import (
     CentralStorageStrategy,
     DistributedValues,
     OneDeviceStrategy,
     ReduceOp,
-    ReplicaContext,
     RunOptions,
     Strategy,
     ValueContext,
-    get_replica_context,
     get_strategy,
 )
 
@@ -46,16 +45,6 @@ class Opaque:
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
-
-
-def context() -> ReplicaContext:
-    here = get_replica_context()
-    assert here is not None
-    return here
-
-
-def replica_id() -> int:
-    return context().replica_id_in_sync_group
 
 
 def per_replica(strategy: Strategy, components: Sequence[Any]) -> Any:

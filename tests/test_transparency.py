@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchstrategy
 from conftest import central, central_with_copies
 from problems import (
-    MAKERS,
     assert_close,
     built,
     compare,
@@ -41,11 +40,6 @@ from problems import (
 from torchstrategy import RunOptions
 
 F64: dict[str, Any] = {"dtype": torch.float64}
-
-
-@pytest.fixture(params=MAKERS)
-def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strategy]:
-    return MAKERS[request.param]
 
 
 class Net(nn.Module):
