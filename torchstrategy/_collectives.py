@@ -137,9 +137,11 @@ class Collective:
         sizes: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
         self._refuse_on_shared_accelerator(name)
+        here = place(self._replica.device)
         # Outputs have to require grad also where only another replica's inputs do.
-        gate = torch.ones((), device=inputs[0].device, requires_grad=True)
-        return list(_apply_backward(self, axis, sizes, outputs, gate, *inputs))
+        gate = torch.ones((), device=here, requires_grad=True)
+        # The gradients come back to this device; from there each goes to where the step had its tensor.
+        return list(_apply_backward(self, axis, sizes, outputs, gate, *(tensor.to(here) for tensor in inputs)))
 
     def _refuse_on_shared_accelerator(self, name: str) -> None:
         here = place(self._replica.device)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gatherable
+from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
@@ -261,7 +262,7 @@ def _run_alone(strategy: Strategy, device: Device | None, call: Callable[[], Tre
     context = running_context(strategy, ALONE)
     try:
         with entered(Frame(strategy, context)), in_use(device):
-            return call()
+            return performed_alone(call)
     finally:
         context._ends()
 

@@ -22,6 +22,7 @@ from typing import final
 
 import torch
 
+from torchstrategy._conductors import combined_gradients
 from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
@@ -155,8 +156,11 @@ class Gradients:
         self._check_hooks()
         self._settle_views()
         with torch.no_grad():
-            for index, gradient in self._combined().items():
+            combined = self._combined()
+            for index, gradient in combined.items():
                 self._add(index, gradient)
+        if combined and len(self.ledgers) > 1:
+            combined_gradients()
 
     def check_reads(self, seen: Sequence[set[int]]) -> None:
         """Refuses to settle if a replica has read, as complete, a gradient that others still had to add to.

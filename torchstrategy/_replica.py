@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import final
 
+from torchstrategy._conductors import held, reached
 from torchstrategy._types import Device, Tree
 
 Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
@@ -27,7 +28,6 @@ class Replica(ABC):
         self.index = index
         self.device = device
 
-    @abstractmethod
     def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
         """Waits until every replica of the run is at a meeting of this name, and returns this replica's share of it.
 
@@ -39,11 +39,25 @@ class Replica(ABC):
         Raises:
             RuntimeError: From `run`, if the replicas are at meetings of different names, or some have ended.
         """
+        reached(self.index, name)
+        return self._meet(name, combine, brought)
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stands still until it is this replica's turn again, which may be at once."""
+
+    @abstractmethod
+    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        """See `meet`."""
 
 
 @final
 class InlineReplica(Replica):
     """The one replica of a run, on the caller's thread: it meets itself."""
 
-    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def pause(self) -> None:
+        pass  # there is nobody else
+
+    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        held(name)
         return combine([brought])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
+from torchstrategy._conductors import performed_alone
 from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._team import Team
 from torchstrategy._types import Device, Tree
@@ -28,7 +29,8 @@ class Replicas:
     def run(self, call: Callable[[Replica], Tree], present: Sequence[int]) -> dict[int, Tree]:
         """Calls `call` for each of the replicas `present`, and returns what each returned; see `Team.run`."""
         if len(self.devices) == 1:
-            return {0: call(InlineReplica(0, self.devices[0]))}
+            replica = InlineReplica(0, self.devices[0])
+            return {0: performed_alone(lambda: call(replica))}
         team = self._borrow()
         try:
             return team.run(call, present)

@@ -1,7 +1,8 @@
 """Threads for several replicas, and whose turn it is.
 
 Replicas that share a physical device run one at a time, in replica order, and hand over only where they meet or end;
-replicas on different accelerators run at the same time.
+replicas on different accelerators run at the same time. A conductor may have all of them run one at a time, in an order
+of its own, and hand over also where they pause.
 
     caller's thread      give turn ......... give turn ......... combine ... give turn ...
                               \\           /     \\           /                 \\
@@ -16,13 +17,13 @@ import ctypes
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
 from torchstrategy._caller_state import CallerState
+from torchstrategy._conductors import Turns, begins, held, performed
 from torchstrategy._devices import place
 from torchstrategy._errors import add_note, described
 from torchstrategy._randomness import RandomStreams
@@ -39,8 +40,14 @@ class _ThreadReplica(Replica):
         self._inbox = inbox
         self._reports = reports
 
-    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        self._reports.put(_Met(self.index, name, combine, brought))
+    def pause(self) -> None:
+        self._stand_still(_Paused(self.index))
+
+    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        return self._stand_still(_Met(self.index, name, combine, brought))
+
+    def _stand_still(self, report: _Report) -> Tree:
+        self._reports.put(report)
         answer = self._inbox.get()
         if answer is _STOP:
             raise ReplicaStopped
@@ -54,6 +61,10 @@ class _Met(NamedTuple):
     brought: Tree
 
 
+class _Paused(NamedTuple):
+    replica: int
+
+
 class _Ended(NamedTuple):
     replica: int
     result: Tree
@@ -64,7 +75,7 @@ class _Failed(NamedTuple):
     error: BaseException
 
 
-_Report = _Met | _Ended | _Failed
+_Report = _Met | _Paused | _Ended | _Failed
 
 
 class _Answer(NamedTuple):
@@ -142,13 +153,14 @@ class Team:
             BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
             RuntimeError: If the replicas met a different number of times, or at different meetings.
         """
+        turns = begins(len(self._devices))
         state = CallerState.take(self._devices)
         reports: SimpleQueue[_Report] = SimpleQueue()
         calls: dict[int, Any] = {}
         for r in replicas:
             replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
             calls[r] = _Task(_bind(state, replica, call), r, reports)
-        return _Run(self, calls, reports).result()
+        return _Run(self, calls, reports, turns).result()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -194,7 +206,7 @@ def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
 
 
 def _bind(state: CallerState, replica: Replica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
-    return lambda: state.run_in(replica.device, lambda: call(replica))
+    return lambda: state.run_in(replica.device, lambda: performed(replica.index, lambda: call(replica)))
 
 
 class _Here(threading.local):
@@ -206,11 +218,18 @@ class _Here(threading.local):
 _here = _Here()
 
 
+def runs_under_way() -> int:
+    """How many runs of several replicas this thread is in, one in the other."""
+    return _here.depth
+
+
 @final
 class _Run:
     """One run of a team. All of it happens on the thread that called `run`."""
 
-    def __init__(self, team: Team, tasks: Mapping[int, _Task], reports: SimpleQueue[_Report]) -> None:
+    def __init__(
+        self, team: Team, tasks: Mapping[int, _Task], reports: SimpleQueue[_Report], turns: Turns | None
+    ) -> None:
         self._team = team
         self._tasks = tasks
         self._reports = reports
@@ -220,8 +239,12 @@ class _Run:
         self._met: dict[int, _Met] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        places = {place(team.devices[r]) for r in tasks}
-        self._streams = RandomStreams(team.devices, one_at_a_time=len(places) == 1, depth=_here.depth)
+        # Replicas of one lane run one at a time.
+        self._lanes = {r: place(team.devices[r]) if turns is None else None for r in tasks}
+        self._next: Turns = turns or min
+        self._streams = RandomStreams(
+            team.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
+        )
 
     def result(self) -> dict[int, Tree]:
         _here.depth += 1
@@ -246,17 +269,18 @@ class _Run:
             self._errors.clear()  # their tracebacks hold this frame
 
     def _let_run(self) -> None:
-        """Lets every replica run until it meets or ends: those in one place one after another, else at once."""
-        queues: dict[Device, deque[int]] = {}
-        for r in sorted(self._to_send):
-            queues.setdefault(place(self._team.devices[r]), deque()).append(r)
-        for queue in queues.values():
-            self._wake(queue.popleft())
+        """Lets every replica run until it meets or ends: those in one lane one after another, else at once."""
+        for lane in dict.fromkeys(self._lanes[r] for r in sorted(self._to_send)):
+            self._wake_one(lane)
         while self._running:
-            r = self._receive()
-            queue = queues[place(self._team.devices[r])]
-            if queue and not self._errors:
-                self._wake(queue.popleft())
+            lane = self._lanes[self._receive()]
+            if not self._errors:
+                self._wake_one(lane)
+
+    def _wake_one(self, lane: Device | None) -> None:
+        waiting = [r for r in sorted(self._to_send) if self._lanes[r] == lane]
+        if waiting:
+            self._wake(self._next(waiting))
 
     def _wake(self, r: int) -> None:
         if os.getpid() != self._process:
@@ -272,6 +296,8 @@ class _Run:
         self._running.discard(report.replica)
         if isinstance(report, _Met):
             self._met[report.replica] = report
+        elif isinstance(report, _Paused):
+            self._to_send[report.replica] = _Answer(None)
         elif isinstance(report, _Ended):
             self._results[report.replica] = report.result
         elif not isinstance(report.error, ReplicaStopped):
@@ -289,6 +315,7 @@ class _Run:
         if self._results or any(meeting.name != meetings[0].name for meeting in meetings):
             raise RuntimeError(self._unequal())
         self._streams.put_in_force(0)
+        held(meetings[0].name)
         answers = meetings[0].combine([meeting.brought for meeting in meetings])
         self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
         self._met.clear()
@@ -311,7 +338,8 @@ class _Run:
             self._running.add(r)
             self._team.send(r, _STOP)
             self._receive()
-            if self._met.pop(r, None):  # it went to another meeting while it was being unwound
+            # It may have gone to another meeting, or paused, while it was being unwound.
+            if self._met.pop(r, None) or self._to_send.pop(r, None):
                 waiting.add(r)
 
     def _error(self) -> BaseException:

@@ -9,12 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as _modules
+from torch.optim import optimizer as _optimizers
 
 # `with mode:` would run the mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero).
 # A replica thread has to wear the very mode that the caller has on. No public way to push without entering.
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
+from torch.utils import backend_registration
+
+# What a default device acts on, by function. torch lists it once; it has to be listed again where names change hands.
+from torch.utils._device import _device_constructors as list_device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
@@ -24,15 +31,35 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
+    "ALLOWED_BEFORE_SIZES_ARE_KNOWN",
+    "BROADCAST",
+    "BROADCAST_COALESCED",
+    "ENGINE",
+    "GATHER",
+    "MAY_SHARE_IMPLEMENTATION",
+    "PRIVATEUSE1_ID",
+    "SCATTER",
+    "DispatchKey",
+    "DispatchKeySet",
+    "TorchDispatchMode",
     "TreeSpec",
+    "conjugate_view",
     "dispatch_modes",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
+    "from_dlpack",
     "function_modes",
+    "generator_id",
+    "global_hooks",
     "has_gradient_hooks",
+    "has_kernel",
+    "list_device_constructors",
     "make_parameter",
+    "make_sparse",
+    "negative_view",
     "on_gradient",
+    "operator_names",
     "pop_dispatch_mode",
     "pop_function_mode",
     "pop_saved_tensors_hooks",
@@ -40,15 +67,27 @@ __all__ = [
     "push_dispatch_mode",
     "push_function_mode",
     "push_saved_tensors_hooks",
+    "register_hooks_again",
+    "register_python_backend",
     "saved_tensors_hooks",
+    "schema",
     "set_slot",
     "slot",
+    "sparse_indices",
+    "sparse_values",
+    "storage_users",
+    "swap_tensors",
+    "tensor_cuda",
+    "tensor_data",
+    "tensor_to",
+    "to_dlpack",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
     "version",
+    "without_keys",
 ]
 
 # The fused loops that torch's optimizers run on. `torch.optim` is their only public user.
@@ -97,3 +136,70 @@ on_gradient = torch.Tensor.register_post_accumulate_grad_hook  # public, but wit
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks of the user wait for this leaf's gradient. Registered publicly, readable only here."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def register_hooks_again(tensor: Any) -> None:
+    """Tells autograd of a tensor's hooks, which it knows by the implementation that the tensor had before."""
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+# What a simulated device needs, which torch offers to backends of C++ only. Nothing here acts when it is imported.
+# DLPack capsules, the one way from a tensor to another over the same memory on another device.
+to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
+conjugate_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj
+negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+# Dispatch: what kernels there are, and how to go on below a key.
+DispatchKey: Any = torch._C.DispatchKey
+DispatchKeySet: Any = torch._C.DispatchKeySet
+without_keys: Any = torch._C._ExcludeDispatchKeyGuard
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+# The two parts of a sparse tensor as they are, also of one that is not coalesced; and one made of its parts.
+sparse_indices: Any = torch.ops.aten._indices
+sparse_values: Any = torch.ops.aten._values
+make_sparse: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
+# A tensor takes the place of another one, under every reference to it.
+swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+tensor_data: Any = torch._C.TensorBase.data
+tensor_to: Any = torch._C.TensorBase.to
+tensor_cuda: Any = torch._C.TensorBase.cuda
+_privateuse1: Any = torch._C._autograd.DeviceType.PrivateUse1
+PRIVATEUSE1_ID = int(_privateuse1)
+# Lets Python stand in for a backend; since torch 2.10, "might change without notice".
+register_python_backend: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+# What may be asked of a parameter of a lazy module.
+_uninitialized: Any = torch.nn.UninitializedParameter
+ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
+# What a simulated device puts in the place of, as (owner, name), where torch asks its C++ and no Python.
+ENGINE = (torch.autograd.Variable, "_execution_engine")
+MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
+SCATTER, GATHER = (torch._C, "_scatter"), (torch._C, "_gather")
+BROADCAST, BROADCAST_COALESCED = (torch._C, "_broadcast"), (torch._C, "_broadcast_coalesced")
+
+
+def schema(operator: Any) -> Any:
+    """The declared arguments and results of an operator, with what it writes and what aliases what."""
+    return operator._schema
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects refer to a storage."""
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users
+
+
+def generator_id(generator: Any) -> int:
+    """The same for every Python object that stands for one generator: a kernel is handed a new one each time."""
+    identity: int = generator._cdata
+    return identity
+
+
+def global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
+    """The hooks that all modules and all optimizers have, by kind. Registered publicly, readable only here."""
+    kinds = {**vars(_modules), **vars(_optimizers)}
+    found = {name: hooks for name, hooks in kinds.items() if name.startswith("_global_") and name.endswith("_hooks")}
+    return {name.strip("_").replace("_", " "): tuple(hooks.values()) for name, hooks in found.items()}

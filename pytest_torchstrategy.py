@@ -1,0 +1,235 @@
+"""The pytest plugin of torchstrategy: tests run under every strategy, on one device, on simulated and on real ones.
+
+It stands outside of the package, and imports it only where a test or an option asks for it: pytest loads plugins
+before anything else, and torch takes seconds to import and reads its environment when it is.
+
+    --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
+    --real-devices                       runs on the machine's accelerators, too
+    strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
+    simulated_devices                    the simulated devices; the test is skipped where there are none
+    no_leaks and its parts               fail the test that leaves threads, scopes or settings of torch behind
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    import torchstrategy
+    from torchstrategy.testing._topologies import Topology
+
+_REAL: pytest.StashKey[list[torch.device]] = pytest.StashKey()
+_MARK = "strategies"
+_OPTIONS_OF_MARK = ("replicas", "places")
+_WHERE_FROM = {
+    "sim": "there are no simulated devices: run pytest with --simulate-devices=4",
+    "real": "it is to run on real devices: run pytest with --real-devices, on a machine that has some",
+}
+
+
+# Options
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("torchstrategy", "tests of code for several devices")
+    group.addoption(
+        "--simulate-devices",
+        type=_count,
+        metavar="N",
+        help="simulate N devices, sim:0 to sim:<N-1>, and run tests that take the fixture `strategy` on them, too",
+    )
+    group.addoption(
+        "--real-devices",
+        action="store_true",
+        help="run tests that take the fixture `strategy` on the accelerators of this machine, too",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices: 1 or more")
+    return int(text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    _find_devices(early_config, early_config.known_args_namespace)  # conftest files may list them when imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        f"{_MARK}(*names, replicas=[1, 2, 3], places=['cpu', 'sim', 'real']): run the test, which takes the fixture "
+        "`strategy`, once under each of these strategies, with each number of replicas, in each place",
+    )
+    if _REAL not in config.stash:  # a conftest file has loaded this plugin
+        _find_devices(config, config.option)
+
+
+def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
+    config.stash[_REAL] = _real_devices() if options.real_devices else []  # before simulated ones take their place
+    if options.simulate_devices is not None:
+        _simulate(options.simulate_devices, config.stash[_REAL])
+
+
+def _real_devices() -> list[torch.device]:
+    from torchstrategy.testing._topologies import accelerators
+
+    return accelerators()
+
+
+def _simulate(count: int, real: list[torch.device]) -> None:
+    """Simulates devices. Where this torch cannot, the tests that need them are skipped."""
+    from torchstrategy.testing import _simulation
+
+    if real:
+        raise pytest.UsageError(
+            f"--simulate-devices={count} and --real-devices exclude each other on a machine with {_named(real)}: "
+            "simulated devices take the place of torch's accelerator. Run pytest twice, once with each."
+        )
+    if _simulation.why_not_simulated() is None:
+        try:
+            _simulation.simulate_devices(count)
+        except (RuntimeError, ValueError) as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    parts = []
+    if config.getoption("simulate_devices") is not None:
+        parts.append(_simulated_in_words())
+    if config.getoption("real_devices"):
+        parts.append(f"real devices: {_named(config.stash[_REAL])}")
+    return f"torchstrategy: {'; '.join(parts)}" if parts else None
+
+
+def _simulated_in_words() -> str:
+    from torchstrategy import testing
+    from torchstrategy._errors import plural
+
+    devices = testing.simulated_devices()
+    if not devices:
+        return f"no simulated devices: {_why_not_simulated()}"
+    return f"{plural(len(devices), 'simulated device')} ({devices[0]} to {devices[-1]})"
+
+
+def _why_not_simulated() -> str:
+    from torchstrategy.testing._simulation import why_not_simulated
+
+    return why_not_simulated() or _WHERE_FROM["sim"]
+
+
+def _named(devices: list[torch.device]) -> str:
+    return ", ".join(map(str, devices)) or "none"
+
+
+# Strategies
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "strategy_topology" in metafunc.fixturenames:
+        parameters = [_parameter(topology) for topology in _topologies(metafunc)]
+        metafunc.parametrize("strategy_topology", parameters, indirect=True)
+    elif any(mark.name == _MARK for mark in metafunc.definition.own_markers):
+        raise pytest.Collector.CollectError(
+            f"{metafunc.definition.nodeid} is marked with `{_MARK}`, and does not take the fixture `strategy` of "
+            "torchstrategy: give the test an argument `strategy`, or take the mark away. (A fixture or a parameter of "
+            "that name that is the test's own takes its place.)"
+        )
+
+
+def _topologies(metafunc: pytest.Metafunc) -> list[Topology]:
+    """What the nearest marks say; several decorators on one function, class or module add up."""
+    from torchstrategy.testing._topologies import devices_here, topologies
+
+    here = devices_here(metafunc.config.stash.get(_REAL, []))
+    found = list(metafunc.definition.iter_markers_with_node(_MARK))
+    marks = [mark for node, mark in found if node is found[0][0]] or [pytest.mark.strategies.mark]
+    try:
+        asked = [topologies(*mark.args, **_checked(mark.kwargs), here=here) for mark in reversed(marks)]
+    except (TypeError, ValueError) as error:
+        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}, mark `{_MARK}`: {error}") from error
+    return list(dict.fromkeys(topology for some in asked for topology in some))
+
+
+def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in options.items():
+        if name not in _OPTIONS_OF_MARK:
+            raise TypeError(f"it does not take {name}={value!r}: choose from {', '.join(_OPTIONS_OF_MARK)}.")
+    return options
+
+
+def _parameter(topology: Topology) -> Any:
+    reason = "" if topology.is_here else _why_not_in(topology.place)
+    marks = [pytest.mark.skip(reason=reason)] if reason else []
+    return pytest.param(topology, id=str(topology), marks=marks)
+
+
+def _why_not_in(place: str | None) -> str:
+    return _why_not_simulated() if place == "sim" else _WHERE_FROM["real"]
+
+
+@pytest.fixture
+def strategy_topology(request: pytest.FixtureRequest) -> Topology:
+    """Which strategy this test runs under; `str()` of it is its id, and `make()` makes another such strategy."""
+    topology: Topology = request.param
+    return topology
+
+
+@pytest.fixture
+def strategy(strategy_topology: Topology) -> torchstrategy.Strategy:
+    """A new strategy. The test runs once under each of those that `@pytest.mark.strategies` names, or under all."""
+    return strategy_topology.make()
+
+
+@pytest.fixture
+def simulated_devices() -> list[torch.device]:
+    """The simulated devices, in order. The test is skipped where there are none; see --simulate-devices."""
+    from torchstrategy import testing
+
+    return testing.simulated_devices() or pytest.skip(_why_not_simulated())
+
+
+# Leaks
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails the test that leaves threads, an open scope, or another state of torch behind."""
+    from torchstrategy.testing import _leaks
+
+    with _leaks.no_leaks():
+        yield
+
+
+@pytest.fixture
+def no_thread_leaks() -> Iterator[None]:
+    """Fails the test that leaves threads behind, but for those of strategies that are still in use."""
+    from torchstrategy.testing import _leaks
+
+    with _leaks.no_thread_leaks():
+        yield
+
+
+@pytest.fixture
+def no_scope_leaks() -> Iterator[None]:
+    """Fails the test that ends in the scope of another strategy than it began in."""
+    from torchstrategy.testing import _leaks
+
+    with _leaks.no_scope_leaks():
+        yield
+
+
+@pytest.fixture
+def no_torch_state_leaks() -> Iterator[None]:
+    """Fails the test that leaves a setting of torch changed: grad mode, autocast, default dtype, modes, hooks ..."""
+    from torchstrategy.testing import _leaks
+
+    with _leaks.no_torch_state_leaks():
+        yield

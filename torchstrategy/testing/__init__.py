@@ -1,0 +1,31 @@
+"""Code for several devices, tested on one: simulated devices, and what tells a right step from a wrong one."""
+
+from torchstrategy.testing._counters import Traffic, count_traffic
+from torchstrategy.testing._drift import assert_replicas_agree
+from torchstrategy.testing._faults import fail_in_replica, slow_replica
+from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
+from torchstrategy.testing._lockstep import Lockstep
+from torchstrategy.testing._same_as_plain import assert_same_as_plain
+from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices, simulated_devices
+
+__all__ = [
+    "Lockstep",
+    "Traffic",
+    "assert_replicas_agree",
+    "assert_same_as_plain",
+    "count_traffic",
+    "cuda_alias",
+    "fail_in_replica",
+    "no_leaks",
+    "no_scope_leaks",
+    "no_thread_leaks",
+    "no_torch_state_leaks",
+    "record_streams",
+    "simulate_devices",
+    "simulated_devices",
+    "slow_replica",
+]
+
+for _name in __all__:
+    globals()[_name].__module__ = "torchstrategy.testing"
+del _name

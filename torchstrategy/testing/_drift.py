@@ -1,0 +1,153 @@
+"""Do the replicas still have the same parameters and buffers?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchstrategy._conductors import none_in_force
+from torchstrategy._context import current_frame, local_object
+from torchstrategy._errors import plural
+from torchstrategy._strategy import Strategy
+from torchstrategy._team import runs_under_way
+from torchstrategy.testing._refusals import refuse_in_replica
+
+_MOST_NAMED = 5
+
+_Tensors = Mapping[str, torch.Tensor]
+
+
+def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
+    """Fails if the replicas' copies of some modules have drifted apart.
+
+    Every parameter and buffer of each replica is compared with that of replica 0, bit by bit; NaN agrees with NaN.
+    Nothing that a program can see changes: no value, gradient or random number. A step that writes on memory behind
+    torch's back (through NumPy, `.data` of a buffer, a kernel of its own) makes replicas drift. On several
+    real devices nothing tells of it but a loss that is a little wrong.
+
+    Call it between runs. It looks at the copies that the next run would use; when they have drifted, the next run has
+    fresh ones.
+
+    Args:
+        strategy: The strategy whose replicas they are.
+        modules: Modules of this strategy, with all below them.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        >>> torchstrategy.testing.assert_replicas_agree(strategy, model)
+
+    Raises:
+        AssertionError: If they differ: which tensors, in which replicas, and by how much.
+        TypeError: If there are no modules, or one is none.
+        ValueError: If a module is not the strategy's.
+        RuntimeError: If it is called in a replica or in a merge function, or in another strategy's scope.
+    """
+    _refuse_misuse(strategy, modules)
+
+    def look() -> None:
+        frame = current_frame()
+        assert frame is not None and frame.replica_context is not None
+        meetings = frame.replica_context._meetings
+        assert meetings is not None
+        # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
+        meetings.replica.meet("assert_replicas_agree", lambda brought: _compared(meetings.present, brought), _taken())
+
+    def _taken() -> dict[str, torch.Tensor]:
+        return dict(_tensors([local_object(module) for module in modules]))
+
+    with none_in_force():
+        strategy.run(look)
+
+
+def _refuse_misuse(strategy: Strategy, modules: Sequence[nn.Module]) -> None:
+    refuse_in_replica("assert_replicas_agree")
+    if runs_under_way():
+        raise RuntimeError(
+            "assert_replicas_agree was called in a merge function. The copies of the run that is under way are in use, "
+            "and it would look at others. Call it after strategy.run."
+        )
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
+    if not modules:
+        raise TypeError("assert_replicas_agree(strategy) looks at nothing: name the modules to look at.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"assert_replicas_agree looks at modules; got a {type(module).__name__}.")
+        if not strategy.extended.variable_created_in_scope(module):
+            raise ValueError(
+                f"assert_replicas_agree: {type(module).__name__} does not belong to {strategy!r}, which has no copies "
+                "of it. Create it in strategy.scope(), or give it to strategy.distribute_module(module)."
+            )
+
+
+def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for position, module in enumerate(modules):
+        prefix = type(module).__name__ if len(modules) == 1 else f"{type(module).__name__} {position}"
+        yield from module.named_parameters(prefix)
+        yield from module.named_buffers(prefix)
+
+
+def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]:
+    """Held as a meeting: raises if the tensors of the replicas differ."""
+    first, others = brought[0], dict(zip(present[1:], brought[1:], strict=True))
+    names = dict.fromkeys(name for tensors in brought for name in tensors)
+    drifts = {name: drift for name in names if (drift := _drifts(name, first, others))}
+    if drifts:
+        lines = [f"    {name}: {'; '.join(drift)}" for name, drift in drifts.items()]
+        if len(lines) > _MOST_NAMED:
+            lines[_MOST_NAMED:] = [f"    and {len(lines) - _MOST_NAMED} more"]
+        raise AssertionError(
+            f"The replicas have drifted apart in {len(drifts)} of {plural(len(names), 'tensor')}:\n"
+            + "\n".join(lines)
+            + "\nSomething wrote on a replica's copy where torch does not see it, such as through NumPy or `.data`."
+        )
+    return [None] * len(brought)
+
+
+def _drifts(name: str, first: _Tensors, others: Mapping[int, _Tensors]) -> list[str]:
+    found = {r: _difference(first.get(name), tensors.get(name)) for r, tensors in others.items()}
+    return [f"replica {r} {difference}" for r, difference in found.items() if difference]
+
+
+class _Kind(NamedTuple):
+    """What tensors must have in common before their numbers can be compared."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device_type: str
+
+
+def _difference(first: torch.Tensor | None, other: torch.Tensor | None) -> str:
+    """How a replica's tensor differs from that of replica 0; empty if it does not."""
+    if first is None or other is None:
+        return "has it and replica 0 has not" if first is None else "does not have it and replica 0 does"
+    kinds = [_Kind(t.dtype, tuple(t.shape), t.device.type) for t in (first, other)]
+    if kinds[0] != kinds[1]:
+        pairs = zip(kinds[0], kinds[1], strict=True)
+        return ", ".join(f"has {theirs} instead of {ours}" for ours, theirs in pairs if ours != theirs)
+    with torch.no_grad():
+        numbers, others = (_listed(tensor) for tensor in (first, other))
+        differs = (_bits(numbers) != _bits(others)).any(1)
+        if numbers.is_floating_point() or numbers.is_complex():
+            differs &= ~(_wide(numbers).isnan() & _wide(others).isnan())
+        if not differs.any():
+            return ""
+        most = float((_wide(numbers) - _wide(others))[differs].abs().max())
+    return f"differs by up to {most:.3g}, in {int(differs.sum())} of {plural(len(differs), 'number')}"
+
+
+def _listed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_dense().cpu().reshape(-1)
+
+
+def _bits(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.unsqueeze(1).contiguous().view(torch.uint8)
+
+
+def _wide(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.to(torch.complex128)

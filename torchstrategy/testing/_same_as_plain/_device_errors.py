@@ -1,0 +1,23 @@
+"""How torch says that a tensor or a generator is on another device, and which replica it says it of."""
+
+from __future__ import annotations
+
+import re
+
+# Of its check of operands, of that of generators, and of kernels that check by themselves.
+_WORDS = re.compile(
+    r"same device|different devices|at least two devices|device type for generator|to (have|be on) .*device",
+    re.IGNORECASE,
+)
+_REPLICA = re.compile(r"raised by replica (\d+) of ")
+
+
+def is_about_devices(error: BaseException) -> bool:
+    """Whether torch refused to work on tensors, or with a generator, of another device."""
+    return isinstance(error, (RuntimeError, ValueError)) and _WORDS.search(str(error)) is not None
+
+
+def replica_of(error: BaseException) -> int | None:
+    """The replica that raised: a note of the run says so, where there are several. None: it was raised for all."""
+    matches = (_REPLICA.search(note) for note in getattr(error, "__notes__", ()))
+    return next((int(match[1]) for match in matches if match), None)

@@ -1,0 +1,142 @@
+"""Where the random numbers of a step come from, so that several trainings can each draw as if they were the only one.
+
+torch's default generators, Python's and numpy's are sources, and so is every generator that the step itself holds.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from torchstrategy._devices import is_accelerator
+from torchstrategy._types import Device
+from torchstrategy.testing._same_as_plain._held import held_by
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """One generator.
+
+    Args:
+        name: What a person would call it.
+        read: Returns its state.
+        write: Sets its state.
+        is_shared: Whether the step itself holds it, so that all replicas draw from it.
+    """
+
+    name: str
+    read: Callable[[], bytes]
+    write: Callable[[bytes], Any]
+    is_shared: bool = False
+
+
+@final
+class Sources:
+    """All generators that a step may draw from.
+
+    Args:
+        functions: What may hold generators of its own.
+        devices: The devices in use.
+    """
+
+    def __init__(self, functions: Iterable[object], devices: Iterable[Device]) -> None:
+        accelerators = sorted({device for device in devices if is_accelerator(device)}, key=str)
+        self.all = [
+            _of_torch("torch's generator of the CPU", torch.default_generator),
+            *(_of_torch(f"torch's generator of {device}", _default_generator(device)) for device in accelerators),
+            _pickled("Python's `random`", random.getstate, random.setstate, is_shared=False),
+            _pickled("numpy's `np.random`", np.random.get_state, np.random.set_state, is_shared=False),
+        ]
+        held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
+        found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
+        self.all += [source for source in found if source is not None]
+
+    def seed(self, seed: int) -> None:
+        """Seeds those that belong to the process; what the step holds is in the state that its owner gave it."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    def states(self) -> list[bytes]:
+        """The state of each."""
+        return [source.read() for source in self.all]
+
+    def put(self, states: Sequence[bytes]) -> None:
+        """Gives each the state that it had."""
+        for source, state in zip(self.all, states, strict=True):
+            source.write(state)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block after which all are as they were before it."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            self.put(states)
+
+
+@final
+class Stream:
+    """The random numbers of one of several trainings.
+
+    Args:
+        sources: Where they come from.
+        states: What it begins with.
+    """
+
+    def __init__(self, sources: Sources, states: Sequence[bytes]) -> None:
+        self._sources = sources
+        self._states = list(states)
+        self.drawn: list[Source] = []  # what the last block drew from
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """A block that goes on drawing where the last one stopped."""
+        before = self._states
+        self._sources.put(before)
+        try:
+            yield
+        finally:
+            self._states = self._sources.states()
+            pairs = zip(self._sources.all, before, self._states, strict=True)
+            self.drawn = [source for source, old, new in pairs if old != new]
+
+
+def _default_generator(device: Device) -> torch.Generator:
+    generator: torch.Generator = torch.get_device_module(device.type).default_generators[device.index]
+    return generator
+
+
+def _of_torch(name: str, generator: torch.Generator, is_shared: bool = False) -> Source:
+    return Source(
+        name,
+        lambda: generator.get_state().numpy().tobytes(),
+        lambda state: generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy())),
+        is_shared,
+    )
+
+
+def _pickled(name: str, read: Callable[[], Any], write: Callable[[Any], Any], is_shared: bool) -> Source:
+    return Source(name, lambda: pickle.dumps(read()), lambda state: write(pickle.loads(state)), is_shared)
+
+
+def _of_the_step(name: str, value: object) -> Source | None:
+    if isinstance(value, torch.Generator):
+        return _of_torch(name, value, is_shared=True)
+    if isinstance(value, random.Random):
+        return _pickled(name, value.getstate, value.setstate, is_shared=True)
+    if isinstance(value, np.random.RandomState):
+        return _pickled(name, value.get_state, value.set_state, is_shared=True)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return _pickled(name, lambda: bits.state, lambda state: setattr(bits, "state", state), is_shared=True)
+    return None

@@ -1,0 +1,132 @@
+"""Simulated devices: memory of the CPU that says it is on `sim:0`, `sim:1` ..., and torch that believes it.
+
+A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own autograd, optimizers and modules work
+on it. Whatever needs a kernel is run by the CPU on the same bytes. What a reader wants to know, file by file:
+
+    _ordinals      which devices there are, and which is current
+    _memory        the same bytes as a tensor of the CPU and of a device
+    _recorder      who waits for whom, for tests of streams
+    _accounts      how many bytes each device holds
+    _kernels       how any operator is run
+    _backend       how torch learns of kernels
+    _creation, _layers, _sparse, _autocast      the few operators that need more
+    _generators, _streams, _storages, _tensors, _accelerator      what torch asks besides operators
+    _module        what `torch.sim` is
+    _cuda_alias    code that says "cuda"
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchstrategy._torch import privateuse1_name, register_python_backend
+from torchstrategy.testing._simulation import (
+    _accelerator,
+    _autocast,
+    _creation,
+    _cuda_alias,
+    _generators,
+    _layers,
+    _sparse,
+    _storages,
+    _streams,
+    _tensors,
+)
+from torchstrategy.testing._simulation._backend import Backend
+from torchstrategy.testing._simulation._cuda_alias import cuda_alias
+from torchstrategy.testing._simulation._memory import check_byte_order
+from torchstrategy.testing._simulation._module import make_module
+from torchstrategy.testing._simulation._ordinals import NAME, declare, device_count, simulated_devices
+from torchstrategy.testing._simulation._recorder import record_streams
+
+__all__ = ["cuda_alias", "record_streams", "simulate_devices", "simulated_devices", "why_not_simulated"]
+
+_registered: list[Backend] = []  # kernels live as long as what registered them
+
+
+def simulate_devices(count: int) -> list[torch.device]:
+    """Gives this process devices `sim:0` to `sim:<count - 1>`, on which code for several GPUs can be tested.
+
+    Tensors report the device that they were put on, compute true numbers, and torch refuses to mix two devices in its
+    own words, "Expected all tensors to be on the same device". Autograd, `Module.to`, optimizers, checkpoints with
+    `map_location`, generators, autocast, streams, `torch.accelerator` and `torch.nn.parallel` work as on accelerators;
+    `torch.sim` is to these devices what `torch.cuda` is to GPUs. An operator that cannot be simulated raises and names
+    itself. Work is done at once, on the CPU, in the thread that asks for it, backward included: what only shows when
+    streams run at the same time does not show here.
+
+    It is for the whole process and cannot be undone: these devices become torch's accelerator, also where there are
+    GPUs. Call it in processes that run tests, once, before tensors are made; the pytest option `--simulate-devices=4`
+    does. It costs each operator on such a device 20 to 30 microseconds, and nothing else anything.
+
+    Args:
+        count: How many devices, 1 to 64.
+
+    Returns:
+        The devices, in order.
+
+    Raises:
+        TypeError: If `count` is not an int.
+        ValueError: If it is below 1 or above 64.
+        RuntimeError: If this process simulates another number of devices already, if torch has another device of this
+            kind (torch has room for one out-of-tree device type), or if it cannot simulate any (torch before 2.10).
+
+    Example:
+        >>> import subprocess, sys  # in a process of its own: it cannot be undone
+        >>> program = '''
+        ... import torch, torchstrategy.testing
+        ... devices = torchstrategy.testing.simulate_devices(2)
+        ... print(torch.ones(2, device="sim:1") * 3)
+        ... torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
+        ... '''
+        >>> done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        >>> print(done.stdout.strip())
+        tensor([3., 3.], device='sim:1')
+        >>> "Expected all tensors to be on the same device" in done.stderr
+        True
+    """
+    _check_count(count)
+    if device_count():
+        if count != device_count():
+            raise RuntimeError(
+                f"simulate_devices({count}): this process simulates {device_count()} devices, and that cannot be "
+                "changed. Decide on a number once, or use another process."
+            )
+        return simulated_devices()
+    reason = why_not_simulated()
+    if reason is not None:
+        raise RuntimeError(f"simulate_devices({count}): {reason}")
+    check_byte_order()
+    register_python_backend(NAME, backend_module=make_module())
+    declare(count)
+    backend = Backend()
+    for part in (_creation, _layers, _sparse, _autocast):
+        part.register(backend)
+    backend.fall_back()
+    backend.run_directly()
+    _registered.append(backend)
+    for mended in (_generators, _streams, _storages, _tensors, _accelerator, _cuda_alias):
+        mended.install()
+    _generators.make_default_generators(count)
+    return simulated_devices()
+
+
+def why_not_simulated() -> str | None:
+    """Why this process cannot simulate devices; None if it can."""
+    if register_python_backend is None:
+        return f"devices are simulated with torch 2.10 or newer, and this is {torch.__version__}."
+    if privateuse1_name() not in ("privateuseone", NAME):
+        return (
+            f"torch has room for one device type from outside, and {privateuse1_name()!r} has taken it. Do not import "
+            "the package that brings it."
+        )
+    return None
+
+
+def _check_count(count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"simulate_devices takes a number of devices; got {count!r}, a {type(count).__name__}.")
+    if not 1 <= count <= _MOST:
+        raise ValueError(f"simulate_devices({count}): simulate 1 to {_MOST} devices.")
+
+
+_MOST = 64

@@ -1,0 +1,101 @@
+"""Which simulated devices there are, and which of them is current on this thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+import torch
+
+NAME = "sim"
+
+_devices: list[torch.device] = []  # filled once, by `simulate_devices`
+_indices: dict[torch.device, int] = {}
+
+
+@final
+class _Here(threading.local):
+    current = 0
+
+
+_here = _Here()
+
+
+def declare(count: int) -> None:
+    """Says how many devices there are. Possible once torch knows their name."""
+    _devices.extend(torch.device(NAME, index) for index in range(count))
+    _indices.update((device, index) for index, device in enumerate(_devices))
+
+
+def simulated_devices() -> list[torch.device]:
+    """The simulated devices of this process, in order; none before `simulate_devices`.
+
+    Example:
+        >>> torchstrategy.testing.simulated_devices()
+        []
+    """
+    return list(_devices)
+
+
+def is_simulated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on one of them."""
+    return tensor.device in _indices
+
+
+def index_of(tensor: torch.Tensor) -> int | None:
+    """The index of the simulated device that a tensor is on; None if it is on none."""
+    return _indices.get(tensor.device)
+
+
+def device_count() -> int:
+    """How many there are."""
+    return len(_devices)
+
+
+def current_device() -> int:
+    """The index of this thread's current device: where a tensor goes that was sent to `"sim"`."""
+    return _here.current
+
+
+def set_device(device: torch.device | str | int | None) -> None:
+    """Makes a device this thread's current one."""
+    _here.current = ordinal(device)
+
+
+def ordinal(device: torch.device | str | int | None) -> int:
+    """The index that `device` means; None and `"sim"` mean the current one.
+
+    Raises:
+        ValueError: If it is a device of another type.
+        RuntimeError: If there is no such device.
+    """
+    if isinstance(device, int):
+        index: int | None = device
+    elif device is None:
+        index = None
+    else:
+        device = torch.device(device)
+        if device.type != NAME:
+            raise ValueError(f"Expected a simulated device, {NAME}:0 to {NAME}:{len(_devices) - 1}; got {device}.")
+        index = device.index
+    if index is None:
+        return _here.current
+    if not 0 <= index < len(_devices):
+        raise RuntimeError(f"{NAME}: invalid device ordinal {index}: this process simulates {len(_devices)} devices.")
+    return index
+
+
+@final
+class current:
+    """A block in which a device is the current one. None: nothing changes; so does an index below zero."""
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        self.idx = _here.current if device is None or device == -1 else ordinal(device)
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_here.current)
+        _here.current = self.idx
+
+    def __exit__(self, *error: object) -> None:
+        _here.current = self._before.pop()
