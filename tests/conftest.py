@@ -15,23 +15,42 @@ from torchstrategy._devices import canonical
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
+from torchstrategy.testing import simulated_devices
+
+collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
+
+# Where the strategies of these tests run: on the one CPU, or each replica on a simulated device of its own.
+SIMULATED = simulated_devices()
+
+
+def compute_devices(replicas: int) -> list[torch.device]:
+    """The device of each of so many replicas. Simulated are five; the last of them computes nothing."""
+    return [SIMULATED[r % 4] if SIMULATED else torch.device("cpu") for r in range(replicas)]
 
 
 def central(replicas: int, **kwargs: object) -> torchstrategy.Strategy:
-    """CentralStorage with some replicas on the one CPU; their parameters share the owner's memory."""
-    return torchstrategy.CentralStorageStrategy(["cpu"] * replicas, "cpu", **kwargs)  # type: ignore[arg-type]
+    """CentralStorage whose parameters are where replica 0 is; replicas there share the owner's memory."""
+    devices = compute_devices(replicas)
+    return torchstrategy.CentralStorageStrategy(devices, devices[0], **kwargs)  # type: ignore[arg-type]
+
+
+def central_in_one_place(replicas: int) -> torchstrategy.Strategy:
+    """The same with all replicas on one device, so that they run one after the other."""
+    device = SIMULATED[1] if SIMULATED else "cpu"
+    return torchstrategy.CentralStorageStrategy([device] * replicas, device)
 
 
 def central_with_copies(replicas: int) -> torchstrategy.Strategy:
-    """The same, but each replica's parameters are real copies, as on several accelerators."""
-    devices = [canonical("cpu:0")] * replicas
-    storage = CentralStorage(devices, devices[0], may_alias=False)
+    """The same, but each replica's parameters are real copies of those on another device, or as if on another."""
+    devices = [canonical(device) for device in compute_devices(replicas)]
+    owner = SIMULATED[4] if SIMULATED else devices[0]
+    storage = CentralStorage(devices, owner, may_alias=False)
     return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
 
 
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "default": torchstrategy.get_strategy,
-    "one_device": lambda: torchstrategy.OneDeviceStrategy("cpu"),
+    "one_device": lambda: torchstrategy.OneDeviceStrategy(SIMULATED[1] if SIMULATED else "cpu"),
     "central_1": lambda: central(1),
     "central_2": lambda: central(2),
     "central_3": lambda: central(3),
@@ -53,6 +72,12 @@ def strategy(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
 def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     """Every strategy of several replicas."""
     return TOPOLOGIES[request.param]()
+
+
+@pytest.fixture(params=[2, 3, 4], ids=lambda replicas: f"replicas_{replicas}")
+def in_one_place(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
+    """Several replicas that share a device, and run one after the other."""
+    return central_in_one_place(request.param)
 
 
 MAKERS = {"aliased": central, "copies": central_with_copies}

@@ -14,8 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
+from torchstrategy._devices import place
 
 Step = Callable[[Any, Any, Any], Any]
+
+# Where replicas have devices of their own, torch itself refuses what the library would.
+ELSEWHERE = "Expected all tensors to be on the same device"
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -44,6 +48,17 @@ def deal(strategy: torchstrategy.Strategy, batch: Any) -> Any:
     return next(iter(strategy.experimental_distribute_dataset([batch])))
 
 
+def in_pieces(strategy: torchstrategy.Strategy, whole: torch.Tensor) -> Any:
+    """A piece of a tensor for each replica, where that replica is. It is not dealt: all pieces weigh the same."""
+    count = strategy.num_replicas_in_sync
+    return strategy.run(lambda: whole.chunk(count)[replica_id()].to(torch.get_default_device()))
+
+
+def share_a_place(strategy: torchstrategy.Strategy) -> bool:
+    """Whether its replicas are on one device, and so run one at a time and in order."""
+    return len({place(device) for device in strategy.extended.worker_devices}) == 1
+
+
 def context() -> torchstrategy.ReplicaContext:
     """The replica that the step is in."""
     here = torchstrategy.get_replica_context()
@@ -69,12 +84,22 @@ def built(
     return (model, ours), (twin, optimizer(twin) if optimizer else None)
 
 
+def where_it_is(model: nn.Module, batch: Any) -> Any:
+    """A batch of tensors, on the device of a model."""
+    return [tensor.to(next(model.parameters()).device) for tensor in batch]
+
+
+def close(actual: Any, expected: Any, **tolerance: float) -> None:
+    """`torch.testing.assert_close` of tensors that may be on different devices."""
+    torch.testing.assert_close(actual, expected, check_device=False, **tolerance)
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else p.grad.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def assert_close(
@@ -87,7 +112,7 @@ def assert_close(
         if wanted is None or got is None:
             assert got is None and wanted is None, f"{case}: {name} is {got} and should be {wanted}"
             continue
-        got, wanted = got.to_dense(), wanted.to_dense()
+        got, wanted = got.cpu().to_dense(), wanted.cpu().to_dense()
         double = wanted.dtype == torch.float64
         rtol = relative or (1e-12 if double else 2e-6)
         atol = absolute or (1e-15 if double else 1e-8)

@@ -621,7 +621,7 @@ def test_what_is_no_strategy_cannot_be_set(junk: Any) -> None:
 def test_a_replica_context_that_was_kept_still_knows_who_it_was_and_does_nothing_more(chosen: Strategy) -> None:
     kept: list[ReplicaContext] = []
     chosen.run(lambda: kept.append(get_replica_context()))
-    for r, context in enumerate(kept):
+    for r, context in enumerate(sorted(kept, key=lambda context: context.replica_id_in_sync_group)):
         assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (r, chosen.num_replicas_in_sync)
         assert context.strategy is chosen
         for use in USES.values():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import torchstrategy
 from conftest import TOPOLOGIES, central, central_with_copies
-from problems import context, replica_id
+from problems import close, context, replica_id
 from torchstrategy import OneDeviceStrategy, ReduceOp, RunOptions, Strategy
 
 DEFAULT = torchstrategy.get_strategy()
@@ -469,7 +469,7 @@ def test_a_single_replica_refuses_a_scalar_as_several_do(topology: str) -> None:
 
 def test_a_batch_that_was_dealt_is_gathered_whole(several: Strategy) -> None:
     rows = torch.arange(10).reshape(5, 2)
-    assert torch.equal(several.gather(dealt(several, rows), axis=0), rows)
+    assert torch.equal(several.gather(dealt(several, rows), axis=0).cpu(), rows)
 
 
 # Against torch on everything at once
@@ -484,10 +484,10 @@ def test_reducing_rows_is_reducing_all_rows_at_once(rows: list[int], columns: in
     whole = torch.randn(sum(rows), columns, dtype=torch.float64)
     value = per_replica(strategy, list(whole.split(rows)))
     axis = data.draw(st.sampled_from([0, -2]))
-    torch.testing.assert_close(strategy.reduce("sum", value, axis=axis), whole.sum(0))
-    torch.testing.assert_close(strategy.reduce("mean", value, axis=axis), whole.mean(0))
-    torch.testing.assert_close(strategy.reduce("mean", value, axis=(0, 1)), whole.mean())
-    assert torch.equal(strategy.gather(value, axis=axis), whole)
+    close(strategy.reduce("sum", value, axis=axis), whole.sum(0))
+    close(strategy.reduce("mean", value, axis=axis), whole.mean(0))
+    close(strategy.reduce("mean", value, axis=(0, 1)), whole.mean())
+    assert torch.equal(strategy.gather(value, axis=axis).cpu(), whole)
 
 
 @quickly
@@ -498,10 +498,10 @@ def test_reducing_components_is_reducing_their_stack(replicas: int, shape: list[
     value = per_replica(strategy, list(stack))
     total, mean = strategy.reduce("sum", value, axis=None), strategy.reduce("mean", value, axis=None)
     assert total.dtype is dtype
-    assert torch.equal(total, stack.sum(0, dtype=dtype))
+    assert torch.equal(total.cpu(), stack.sum(0, dtype=dtype))
     wide = stack.to(mean.dtype)
     assert mean.dtype is (dtype if dtype.is_floating_point else torch.float32)
-    torch.testing.assert_close(mean, stack.sum(0, dtype=dtype).to(mean.dtype) / len(wide))
+    close(mean, stack.sum(0, dtype=dtype).to(mean.dtype) / len(wide))
 
 
 @quickly
@@ -515,9 +515,9 @@ def test_gathering_is_torch_cat(replicas: int, rank: int, data: st.DataObject) -
         shape[axis] = data.draw(st.integers(0, 3))
         parts.append(torch.randn(shape))
     whole = torch.cat(parts, dim=axis)
-    assert torch.equal(strategy.gather(per_replica(strategy, parts), axis=axis), whole)
+    assert torch.equal(strategy.gather(per_replica(strategy, parts), axis=axis).cpu(), whole)
     for mine in in_replicas(strategy, lambda x: context().all_gather(x, axis), parts):
-        assert torch.equal(mine, whole)
+        assert torch.equal(mine.cpu(), whole)
 
 
 @quickly
@@ -527,7 +527,7 @@ def test_an_all_reduce_is_a_reduction_that_every_replica_has(replicas: int, shap
     stack = torch.randn(replicas, *shape, dtype=torch.float64)
     for op, expected in (("sum", stack.sum(0)), ("mean", stack.mean(0))):
         for mine in in_replicas(strategy, lambda x, op=op: context().all_reduce(op, x), list(stack)):
-            torch.testing.assert_close(mine, expected)
+            close(mine, expected)
 
 
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 5)}
@@ -871,9 +871,14 @@ INPUTS = [torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.tensor([[3.0, -
 COEFFICIENTS = [1.5, -0.7]
 
 
+def inputs_of(model: torch.nn.Module, r: int) -> torch.Tensor:
+    """The rows of replica r, where the model is."""
+    return INPUTS[r].to(model.weight.device)
+
+
 def local_loss(model: torch.nn.Module, r: int, hidden: torch.Tensor) -> torch.Tensor:
     """The loss of replica r: its own rows, and what all replicas know."""
-    return COEFFICIENTS[r] * (hidden**2).sum() + (model(INPUTS[r]) * COEFFICIENTS[r]).sum()
+    return COEFFICIENTS[r] * (hidden**2).sum() + (model(inputs_of(model, r)) * COEFFICIENTS[r]).sum()
 
 
 def new_model(strategy: Strategy) -> torch.nn.Linear:
@@ -900,12 +905,12 @@ def check_against_one_graph(strategy: Strategy, shares: str, collective: str, le
 
     def step() -> None:
         r = replica_id()
-        hidden = torch.tanh(model(INPUTS[r]))
+        hidden = torch.tanh(model(inputs_of(model, r)))
         local_loss(model, r, meet(hidden if r in learns else hidden.detach())).backward()
 
     strategy.run(step, options=options)
     expected = in_one_graph(weights, combine, learns)
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
+    close([p.grad for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("learns", [(0, 1), (0,), (1,)], ids=["both", "replica 0", "replica 1"])
@@ -927,9 +932,10 @@ def test_so_it_is_where_the_strategy_was_made_to_sum(collective: str) -> None:
     strategy = central(2, gradient_reduction="sum")
     model = new_model(strategy)
     meet, combine = COLLECTIVES[collective]
-    strategy.run(lambda: local_loss(model, replica_id(), meet(torch.tanh(model(INPUTS[replica_id()])))).backward())
+    hidden = lambda: meet(torch.tanh(model(inputs_of(model, replica_id()))))  # noqa: E731
+    strategy.run(lambda: local_loss(model, replica_id(), hidden()).backward())
     expected = in_one_graph([1.0, 1.0], combine, (0, 1))
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
+    close([p.grad for p in model.parameters()], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_rows_that_were_dealt_are_the_shares() -> None:
@@ -946,6 +952,7 @@ def test_the_rows_that_were_dealt_are_the_shares() -> None:
         loss_of(model, x, c, context().all_reduce("sum", model(x).sum())).backward()
 
     TWO.run(step, args=(dealt(TWO, rows), dealt(TWO, coefficients)))
+    rows, coefficients = rows.to(model.weight.device), coefficients.to(model.weight.device)
     total = model(rows).sum()
     expected = torch.autograd.grad(loss_of(model, rows, coefficients, total), list(model.parameters()))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-12, atol=1e-12)
@@ -960,7 +967,7 @@ def test_replicas_that_sit_out_have_no_part_in_the_gradient() -> None:
         lambda x: (context().all_reduce("mean", model(x).mean()) ** 2).backward(),
         args=(dealt(strategy, rows),),
     )
-    expected = torch.autograd.grad(model(rows).mean() ** 2, model.weight)
+    expected = torch.autograd.grad(model(rows.to(model.weight.device)).mean() ** 2, model.weight)
     torch.testing.assert_close([model.weight.grad], list(expected), rtol=1e-12, atol=1e-12)
 
 
@@ -1000,8 +1007,8 @@ def test_gradients_of_gradients_are_those_of_one_graph(shares: str, collective: 
     second = [g / w for g, w in zip(torch.autograd.grad(penalty, xs), weights, strict=True)]
     results = TWO.experimental_local_results(TWO.run(step, options=options))
     for r, (mine_first, mine_second) in enumerate(results):
-        torch.testing.assert_close(mine_first, first[r].detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(mine_second, second[r], rtol=1e-12, atol=1e-12)
+        close(mine_first, first[r].detach(), rtol=1e-12, atol=1e-12)
+        close(mine_second, second[r], rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_penalty_trains_the_parameters_as_in_one_graph() -> None:
@@ -1013,13 +1020,13 @@ def test_a_gradient_penalty_trains_the_parameters_as_in_one_graph() -> None:
         return meet((slope**2).sum()) ** 2
 
     def step() -> None:
-        loss_of(model, INPUTS[replica_id()], lambda penalty: context().all_reduce("sum", penalty)).backward()
+        loss_of(model, inputs_of(model, replica_id()), lambda penalty: context().all_reduce("sum", penalty)).backward()
 
     TWO.run(step, options=RunOptions(examples=[3, 1]))
     plain = new_model(DEFAULT)
     penalties = [loss_of(plain, x, lambda penalty: penalty).sqrt() for x in INPUTS]
     expected = torch.autograd.grad(sum(penalties) ** 2, list(plain.parameters()))
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-9, atol=1e-12)
+    close([p.grad for p in model.parameters()], list(expected), rtol=1e-9, atol=1e-12)
 
 
 # Gradients through reduce and gather, outside of the replicas
@@ -1031,7 +1038,7 @@ def test_gradients_flow_through_what_run_returned() -> None:
     TWO.reduce("mean", value, axis=0).backward()
     assert [x.grad.tolist() for x in xs] == [[2 / 3, 4 / 3], [2.0]]
     gathered = TWO.gather(TWO.run(lambda: xs[replica_id()] ** 2), axis=0)
-    grads = torch.autograd.grad((gathered * torch.tensor([1.0, 10.0, 100.0])).sum(), xs)
+    grads = torch.autograd.grad((gathered.cpu() * torch.tensor([1.0, 10.0, 100.0])).sum(), xs)
     assert [g.tolist() for g in grads] == [[2, 40], [600]]
 
 
@@ -1041,4 +1048,4 @@ def test_a_backward_after_the_run_reaches_the_users_parameters(strategy: Strateg
     losses = strategy.run(lambda: model(torch.full((2, 1), replica_id() + 1.0)).squeeze(1))
     strategy.reduce("mean", losses, axis=0).backward()
     n = strategy.num_replicas_in_sync
-    torch.testing.assert_close(model.weight.grad, torch.tensor([[(n + 1) / 2]]))
+    close(model.weight.grad, torch.tensor([[(n + 1) / 2]]))

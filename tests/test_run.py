@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conftest import TOPOLOGIES, central
+from conftest import TOPOLOGIES, central, compute_devices
 from problems import context, replica_id
 from torchstrategy import (
     CentralStorageStrategy,
@@ -295,18 +295,18 @@ def test_arguments_dealt_with_the_same_rows_need_nothing() -> None:
 # Who runs when
 
 
-def test_replicas_of_one_device_run_one_after_the_other_in_order(several: Strategy) -> None:
+def test_replicas_of_one_device_run_one_after_the_other_in_order(in_one_place: Strategy) -> None:
     log: list[tuple[str, int]] = []
 
     def step() -> None:
         log.append(("start", replica_id()))
         log.append(("end", replica_id()))
 
-    several.run(step)
-    assert log == [(what, r) for r in range(several.num_replicas_in_sync) for what in ("start", "end")]
+    in_one_place.run(step)
+    assert log == [(what, r) for r in range(in_one_place.num_replicas_in_sync) for what in ("start", "end")]
 
 
-def test_replicas_hand_over_only_where_they_meet(strategy: Strategy) -> None:
+def test_replicas_hand_over_only_where_they_meet(in_one_place: Strategy) -> None:
     log: list[Any] = []
 
     def step() -> None:
@@ -315,8 +315,8 @@ def test_replicas_hand_over_only_where_they_meet(strategy: Strategy) -> None:
             context().merge_call(lambda _, meeting=meeting: log.append(meeting))
         log.append(("end", replica_id()))
 
-    strategy.run(step)
-    replicas = range(strategy.num_replicas_in_sync)
+    in_one_place.run(step)
+    replicas = range(in_one_place.num_replicas_in_sync)
     assert log == [
         *(("to first", r) for r in replicas),
         "first",
@@ -362,10 +362,10 @@ def test_an_exception_says_which_replica_raised_it() -> None:
 
     with pytest.raises(KeyError) as caught:
         central(3).run(step)
-    assert caught.value.__notes__[0].startswith("raised by replica 1 of 3 on cpu:0")
+    assert caught.value.__notes__[0].startswith(f"raised by replica 1 of 3 on {compute_devices(3)[1]}")
 
 
-def test_replicas_after_a_failed_one_do_not_start(several: Strategy) -> None:
+def test_replicas_after_a_failed_one_do_not_start(in_one_place: Strategy) -> None:
     started: list[int] = []
 
     def step() -> None:
@@ -374,7 +374,7 @@ def test_replicas_after_a_failed_one_do_not_start(several: Strategy) -> None:
             raise KeyError
 
     with pytest.raises(KeyError):
-        several.run(step)
+        in_one_place.run(step)
     assert started == [0, 1]
 
 
@@ -410,8 +410,8 @@ def test_replicas_that_stand_at_a_meeting_are_unwound_when_another_fails_after_i
 
     with pytest.raises(KeyError):
         several.run(step)
-    assert unwound == list(range(several.num_replicas_in_sync))
-    assert from_each(several, several.run(replica_id)) == unwound
+    assert sorted(unwound) == list(range(several.num_replicas_in_sync))
+    assert from_each(several, several.run(replica_id)) == sorted(unwound)
 
 
 @pytest.mark.parametrize("topology", ["default", "one_device", "central_1", "central_2", "copies_3"])
@@ -426,10 +426,10 @@ def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
         merged = context().merge_call(lambda s, v: s.reduce("mean", v, axis=None), args=(mine,))
         all_three.wait(timeout=30)
         assert get_strategy() is strategy
-        return torch.stack([mine, merged])
+        return torch.stack([mine, merged.to(mine.device)])
 
     def run(thread: int) -> list[list[float]]:
-        value = strategy.run(lambda: torch.tensor(100.0 * thread))
+        value = strategy.run(lambda: torch.tensor(100.0 * thread) + 0 * replica_id())
         for _ in range(3):
             result = strategy.run(step, args=(value,))
         return [component.tolist() for component in strategy.experimental_local_results(result)]
@@ -546,7 +546,8 @@ def test_a_run_in_a_merge_function_in_a_run(strategy: Strategy) -> None:
     n = strategy.num_replicas_in_sync
     results = from_each(strategy, strategy.run(outer))
     assert [int(result) for result in results] == [100 * n + n * (n - 1) // 2] * n
-    assert log == [(where, r) for where in ("outer", "inner", "back") for r in range(n)]
+    stages = [sorted(log[k * n : (k + 1) * n]) for k in range(3)]  # replicas on different devices run at the same time
+    assert stages == [[(where, r) for r in range(n)] for where in ("outer", "inner", "back")]
 
 
 def test_an_exception_of_a_merge_function_comes_out_of_run(strategy: Strategy) -> None:
@@ -642,7 +643,7 @@ def test_a_replica_without_rows_is_not_called(replicas: int, rows: int, present:
         return batch.max()
 
     result = strategy.run(step, args=(dealt(strategy, rows),))
-    assert called == list(range(present))
+    assert sorted(called) == list(range(present))
     assert len(result.values) == present
 
 
@@ -657,7 +658,7 @@ def test_an_absent_replica_has_no_component_in_the_results() -> None:
     value = strategy.run(lambda x: x.float() + 1, args=(batch,))
     assert [component.tolist() for component in value.values] == [[1], [2]]
     assert [component.tolist() for component in strategy.experimental_local_results(value)] == [[1], [2]]
-    assert str(value) == "PerReplica:{\n  0: tensor([1.]),\n  1: tensor([2.])\n}"
+    assert str(value) == "PerReplica:{\n" + ",\n".join(f"  {r}: {c}" for r, c in enumerate(value.values)) + "\n}"
     assert strategy.reduce("sum", value, axis=None).tolist() == [3]
     assert strategy.reduce("mean", value, axis=None).tolist() == [1.5]
     assert strategy.reduce("mean", value, axis=0).item() == 1.5
@@ -692,12 +693,12 @@ def test_who_is_present_meets_without_the_absent() -> None:
     strategy, batch = partial()
 
     def step(x: torch.Tensor) -> Any:
-        merged = context().merge_call(lambda s, v: (str(v), s.reduce("sum", v, axis=None)), args=(x + 1,))
+        merged = context().merge_call(lambda s, v: (len(v.values), s.reduce("sum", v, axis=None)), args=(x + 1,))
         reduced = context().all_reduce("mean", x + 1.0)
         gathered = context().all_gather(x, axis=0)
         return Opaque((merged[0], merged[1].tolist(), reduced.tolist(), gathered.tolist()))
 
-    expected = ("PerReplica:{\n  0: tensor([1]),\n  1: tensor([2])\n}", [3], [1.5], [0, 1])
+    expected = (2, [3], [1.5], [0, 1])
     assert [held.value for held in strategy.run(step, args=(batch,)).values] == [expected, expected]
 
 

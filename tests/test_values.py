@@ -580,8 +580,9 @@ MIRRORED_USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", MIRRORED_USES)
 def test_a_mirrored_value_acts_as_the_tensor_that_it_is_on_every_replica(mirrored: Any, use: str) -> None:
-    expected = MIRRORED_USES[use](torch.tensor([2.0, 4.0]))
-    result = MIRRORED_USES[use](mirrored)
+    with torch.device(mirrored.values[0].device):
+        expected = MIRRORED_USES[use](torch.tensor([2.0, 4.0]))
+        result = MIRRORED_USES[use](mirrored)
     assert type(result) is type(expected)
     assert torch.equal(result, expected) if isinstance(expected, torch.Tensor) else result == expected
 
