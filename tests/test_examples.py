@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +20,14 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 def output_of(program: str, *arguments: str) -> str:
     """What the program prints. It imports the package as installed, as a user's program does."""
-    command = [sys.executable, str(EXAMPLES / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return output_of_python(str(EXAMPLES / program), *arguments)
+
+
+def output_of_python(*arguments: str, folder: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -104,3 +112,14 @@ def test_digits_refuses_arguments_that_it_would_have_to_ignore(
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         digits_problem.new_strategy(parsed(digits_problem, arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "outcome"), [(["--simulate-devices=4"], "22 passed in"), ([], "11 passed, 1 skipped")]
+)
+def test_the_example_of_tests_passes_where_a_user_copies_it(options: list[str], outcome: str, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "test_my_training.py", tmp_path)
+    output = output_of_python("-m", "pytest", "-rs", "-W", "error", *options, folder=tmp_path)
+    assert outcome in output
+    assert ("run pytest with --simulate-devices=4" in output) == ("skipped" in outcome)

@@ -118,13 +118,18 @@ def _take_everything_off() -> None:
         torch.set_autocast_dtype(device_type, dtype)
 
 
-@functools.cache
 def _usual_autocast() -> dict[str, torch.dtype]:
-    """The device types that have autocast, and to which dtype if nobody says; read on a thread that wears nothing."""
+    """The device types that have autocast, and to which dtype if nobody says."""
+    return _read_usual_autocast(privateuse1_name())
+
+
+@functools.cache
+def _read_usual_autocast(own_type: str) -> dict[str, torch.dtype]:
+    """Reads it on a thread that wears nothing, with the name that a device type of one's own has now."""
     usual: dict[str, torch.dtype] = {}
 
     def read() -> None:
-        for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", privateuse1_name()):
+        for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", own_type):
             with suppress(RuntimeError):
                 usual[device_type] = torch.get_autocast_dtype(device_type)
 

@@ -269,6 +269,11 @@ def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> No
                 f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the module, "
                 "outside of strategy.run, before the first step."
             )
+        if parameter is not None and parameter.is_inference():
+            raise TypeError(
+                f"{path}.{name} was made in torch.inference_mode(), where torch does not count what is written on a "
+                "tensor, so that copies could not be kept in step. Make the model outside of that mode."
+            )
         if parameter is not None and plain_class(type(parameter)) is not nn.Parameter:
             raise TypeError(
                 f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "

@@ -5,10 +5,14 @@ When torch moves one of them, this file changes and no other does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Who decides what `torch.compile` makes of a function that is called.
+from torch._C._dynamo import eval_frame
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
 
@@ -54,7 +58,9 @@ __all__ = [
     "global_hooks",
     "has_gradient_hooks",
     "has_kernel",
+    "hide_from_compiler",
     "list_device_constructors",
+    "make_device_guard",
     "make_parameter",
     "make_sparse",
     "negative_view",
@@ -169,6 +175,7 @@ tensor_to: Any = torch._C.TensorBase.to
 tensor_cuda: Any = torch._C.TensorBase.cuda
 _privateuse1: Any = torch._C._autograd.DeviceType.PrivateUse1
 PRIVATEUSE1_ID = int(_privateuse1)
+_AS_IT_IS = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 # Lets Python stand in for a backend; since torch 2.10, "might change without notice".
 register_python_backend: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 # What may be asked of a parameter of a lazy module.
@@ -179,6 +186,24 @@ ENGINE = (torch.autograd.Variable, "_execution_engine")
 MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
 SCATTER, GATHER = (torch._C, "_scatter"), (torch._C, "_gather")
 BROADCAST, BROADCAST_COALESCED = (torch._C, "_broadcast"), (torch._C, "_broadcast_coalesced")
+
+
+def hide_from_compiler(function: Any) -> None:
+    """Says that `torch.compile` is to run a function, and all that it calls, as it is.
+
+    `torch.compiler.disable` would do so by a wrapper, and import the compiler, which takes seconds.
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _AS_IT_IS)
+
+
+def make_device_guard() -> Any:
+    """What torch's C++ asks of which kind a device of a backend written in Python is.
+
+    It asks where an exception ends the process. Ctrl-C, and whatever else interrupts a thread, is raised by functions
+    of Python, in any of them: so one of C answers.
+    """
+    answers = {"type_": itertools.repeat(_privateuse1).__next__}
+    return type("DeviceGuard", (torch._C._acc.DeviceGuard,), answers)()
 
 
 def schema(operator: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 import types
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,13 +41,20 @@ def held_by(fn: object) -> Iterator[tuple[str, Any]]:
 
 def words_in(fn: object) -> set[str]:
     """The names that `fn` and the functions that it names use, and their string constants."""
-    codes = [function.__code__ for function in _functions(fn, _DEPTH, set()) if inspect.isfunction(function)]
-    words: set[str] = set()
-    while codes:
-        code = codes.pop()
-        words.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return words
+    functions = filter(inspect.isfunction, _functions(fn, _DEPTH, set()))
+    return set().union(*(_words_of(function.__code__) for function in functions))
+
+
+def words_on_the_way(error: BaseException) -> Iterator[tuple[str, set[str]]]:
+    """The words of each of the user's functions that `error` came through, such as the `forward` of a module."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_LOOKED_INTO:
+            yield f"`{frame.f_code.co_name}`", _words_of(frame.f_code)
+
+
+def _words_of(code: types.CodeType) -> set[str]:
+    words = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    return words.union(*(_words_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,7 +14,7 @@ from torchstrategy._types import Device
 from torchstrategy.testing._same_as_plain._causes import causes
 from torchstrategy.testing._same_as_plain._comparison import Mismatch, StepFailed
 from torchstrategy.testing._same_as_plain._device_errors import is_about_devices, replica_of
-from torchstrategy.testing._same_as_plain._held import held_by, words_in
+from torchstrategy.testing._same_as_plain._held import held_by, words_in, words_on_the_way
 from torchstrategy.testing._same_as_plain._training import Problem
 
 _WIDTH = 100
@@ -75,7 +75,8 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
     plain = f"plain PyTorch on {first_device} {'did as well' if failure.is_everywhere else 'did not'}"
     found = (
         dict(_held_elsewhere(problem, device))
-        or dict(_named_elsewhere(problem, device))
+        or dict(_named_elsewhere(words_on_the_way(failure.error), device))
+        or dict(_named_elsewhere([(problem.step_name, words_in(problem.step))], device))
         or {
             f"a tensor was left on another device. {problem.step_name} itself holds none: look at what its modules and "
             "objects keep": _MOVE_TENSOR
@@ -100,12 +101,13 @@ def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str
                 yield f"{name}, is a generator of {value.device}", _DRAW_ELSEWHERE
 
 
-def _named_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str]]:
-    """The devices that the step names, if they are others than `device`. Without an index it is the current one."""
-    for match in filter(None, map(_DEVICE.fullmatch, sorted(words_in(problem.step)))):
-        kind, index = match.groups()
-        if kind != device.type or int(index or device.index or 0) != (device.index or 0):
-            yield f"{problem.step_name} names the device {match[0]!r}", _NAME_NONE
+def _named_elsewhere(functions: Iterable[tuple[str, set[str]]], device: Device) -> Iterator[tuple[str, str]]:
+    """The devices among the words of functions, if they are others than `device`. One without an index is current."""
+    for function, words in functions:
+        for match in filter(None, map(_DEVICE.fullmatch, sorted(words))):
+            kind, index = match.groups()
+            if kind != device.type or int(index or device.index or 0) != (device.index or 0):
+                yield f"{function} names the device {match[0]!r}", _NAME_NONE
 
 
 def _filled(text: str) -> str:

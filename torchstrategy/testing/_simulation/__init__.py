@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from torchstrategy._torch import privateuse1_name, register_python_backend
+from torchstrategy._torch import make_device_guard, privateuse1_name, register_python_backend
 from torchstrategy.testing._simulation import (
     _accelerator,
     _autocast,
@@ -96,7 +96,7 @@ def simulate_devices(count: int) -> list[torch.device]:
     if reason is not None:
         raise RuntimeError(f"simulate_devices({count}): {reason}")
     check_byte_order()
-    register_python_backend(NAME, backend_module=make_module())
+    register_python_backend(NAME, backend_module=make_module(), device_guard=make_device_guard())
     declare(count)
     backend = Backend()
     for part in (_creation, _layers, _sparse, _autocast):

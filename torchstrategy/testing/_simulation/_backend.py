@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch.library import Library, fallthrough_kernel
 
-from torchstrategy._torch import DispatchKey, DispatchKeySet, has_kernel, operator_names, schema
+from torchstrategy._torch import DispatchKey, DispatchKeySet, has_kernel, hide_from_compiler, operator_names, schema
 from torchstrategy.testing._simulation._kernels import run_each_on_cpu, run_on_cpu
 
 _BACKEND = "PrivateUse1"
@@ -33,6 +33,7 @@ class Backend:
         def register(kernel: Kernel) -> Kernel:
             if key == _BACKEND:
                 self._own.add(name)
+            hide_from_compiler(getattr(kernel, "func", kernel))  # a kernel is where compiling ends, as one of C++ is
             self._aten.impl(name, kernel, key)
             return kernel
 
@@ -49,6 +50,7 @@ class Backend:
 
     def fall_back(self) -> None:
         """Registers the kernel of all operators that have none."""
+        hide_from_compiler(run_on_cpu)
         self._any.fallback(run_on_cpu, _BACKEND)
         self._any.fallback(run_on_cpu, _SPARSE)
         self._any.fallback(fallthrough_kernel, "AutocastPrivateUse1")
@@ -72,6 +74,10 @@ def keys(name: str) -> Any:
     return DispatchKeySet(getattr(DispatchKey, name))
 
 
+# Composites that look for a kernel of the device themselves.
+_BOUND_TO_DEVICES = ("mode.values", "conj_physical_")
+
+
 def _taken_apart(but: set[str]) -> Iterator[str]:
     for full in operator_names():
         namespace, _, name = full.partition("::")
@@ -83,7 +89,7 @@ def _is_taken_apart(full: str, name: str) -> bool:
     """Whether it is run as `empty()` and a variant with `out=`, by a composite of others, or tensor by tensor."""
     if name.startswith("_foreach_") or has_kernel(full, "CompositeExplicitAutogradNonFunctional"):
         return True
-    if name == "mode.values":  # a composite that asks which device it is on
+    if name in _BOUND_TO_DEVICES:
         return True
     return has_kernel(full, "CPU") and (
         has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")

@@ -258,7 +258,10 @@ def _bring_back(target: Any, written: Any, device: int) -> None:
         return
     if target.layout is not torch.strided:
         tensor_data.__set__(target, on_device(written, device))
-    elif written.size() != target.size() or not target.numel():
+        return
+    if written.is_conj() != target.is_conj() or written.is_neg() != target.is_neg():
+        written = written.resolve_conj().resolve_neg()  # the CPU may leave conjugating what it wrote to whoever reads
+    if written.size() != target.size() or not target.numel():
         adopt(target, written)
     elif written.data_ptr() != target.data_ptr():
         on_cpu(target).copy_(written)

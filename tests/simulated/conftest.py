@@ -1,0 +1,35 @@
+"""The tests that need simulated devices, sim:0 to sim:4. tests/test_simulation.py runs each file in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchstrategy.testing import simulated_devices
+
+DEVICES = 5
+
+
+class _Skipped(pytest.Module):
+    """A file that is not even imported."""
+
+    def collect(self) -> Sequence[pytest.Item]:
+        pytest.skip(f"needs simulated devices: run pytest with --simulate-devices={DEVICES}")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if len(simulated_devices()) >= DEVICES:
+        return None
+    module: pytest.Module = _Skipped.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def same_current_device() -> Iterator[None]:
+    """Fails the test that leaves another device or stream current than it found."""
+    before = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
+    yield
+    assert (torch.accelerator.current_device_index(), torch.accelerator.current_stream()) == before

@@ -1,0 +1,302 @@
+"""Autograd on simulated devices: over devices, threads, hooks, checkpoints and transforms."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn as nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def leaf(device: Any, *size: int) -> torch.Tensor:
+    return torch.ones(*size or (2,), device=device, requires_grad=True)
+
+
+def test_a_graph_over_several_devices_has_the_gradients_of_one_device() -> None:
+    def gradients(*devices: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.randn(3, 3).to(device).requires_grad_() for device in devices]
+        x = torch.randn(2, 3)
+        for weight in weights:
+            x = (x.to(weight.device) @ weight).tanh()
+        x.to("sim:4" if devices[0] != "cpu" else "cpu").pow(2).sum().backward()
+        for weight in weights:
+            assert weight.grad is not None and weight.grad.device == weight.device
+        return [weight.grad.cpu() for weight in weights if weight.grad is not None]
+
+    assert_close(gradients("sim:3", "cpu", "sim:1"), gradients("cpu", "cpu", "cpu"))
+
+
+def test_a_gradient_of_a_gradient_crosses_devices() -> None:
+    one, two = leaf(ONE), leaf(TWO)
+    first, second = torch.autograd.grad((one.to(TWO) * two).pow(3).sum(), [one, two], create_graph=True)
+    assert (first.device, second.device) == (ONE, TWO)
+    (first.sum() + second.to(ONE).sum()).backward()
+    assert one.grad is not None and one.grad.tolist() == [15, 15] and one.grad.device == ONE
+
+
+def test_gradcheck_passes() -> None:
+    x = torch.randn(3, device=ONE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(Square.apply, (x,))
+    assert torch.autograd.gradgradcheck(lambda x: x.sin().prod(), (x,))
+
+
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "assigned": lambda w: setattr(w, "grad", torch.ones(2, device=TWO)),
+    "assigned_from_the_cpu": lambda w: setattr(w, "grad", torch.ones(2)),
+    "given_to_backward": lambda w: (w * 2).backward(torch.ones(2, device=TWO)),
+    "given_to_grad": lambda w: torch.autograd.grad(w * 2, w, torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("give", WRONG.values(), ids=WRONG)
+def test_a_gradient_of_another_device_is_refused(give: Callable[[torch.Tensor], Any]) -> None:
+    w = leaf(ONE)
+    with pytest.raises(RuntimeError, match="device"):
+        give(w)
+    assert w.grad is None
+
+
+def test_a_function_that_returns_a_gradient_of_another_device_is_refused() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient.to(TWO)
+
+    with pytest.raises(RuntimeError, match="device"):
+        Wrong.apply(leaf(ONE)).sum().backward()
+
+
+def test_each_thread_trains_on_a_device_of_its_own() -> None:
+    losses: dict[int, list[float]] = {}
+
+    def train(index: int) -> None:
+        torch.accelerator.set_device_index(index)
+        generator = torch.Generator("sim").manual_seed(0)
+        w = torch.zeros(8, device="sim", requires_grad=True)
+        optimizer = torch.optim.Adam([w], lr=0.1)
+        seen = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (torch.randn(16, 8, device="sim", generator=generator) @ w - 1).square().mean()
+            loss.backward()
+            assert w.grad is not None and w.grad.device.index == index
+            optimizer.step()
+            seen.append(loss.item())
+        losses[index] = seen
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [losses[index] for index in range(5)] == [losses[0]] * 5
+
+
+def test_backward_runs_on_the_thread_that_asks_for_it() -> None:
+    seen = []
+    w = leaf(ONE)
+    w.register_hook(lambda gradient: seen.append(threading.current_thread()))
+    (w.to(TWO) * 2).sum().backward()
+    assert seen == [threading.current_thread()]
+
+
+def test_hooks_see_gradients_where_the_tensor_is() -> None:
+    seen: list[Any] = []
+    w = leaf(ONE)
+    w.register_hook(lambda gradient: seen.append(gradient.device))
+    w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.device))  # type: ignore[union-attr]
+    w.to(TWO).sum().backward()
+    assert seen == [ONE, ONE]
+
+
+def test_a_saved_tensor_that_was_written_since_is_noticed() -> None:
+    w = leaf(ONE)
+    y = w * 2
+    z = y * y
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("write", [torch._foreach_add_, torch._foreach_mul_], ids=["add", "mul"])
+def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(write: Any) -> None:
+    w = leaf(ONE)
+    y = w * 2
+    z = y * y
+    with torch.no_grad():
+        write([y, torch.ones(2, device=TWO)], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_a_leaf_is_not_written() -> None:
+    w = leaf(ONE)
+    for write in (lambda: w.add_(1), lambda: w.view(2, 1).add_(1), lambda: w[0].fill_(1), lambda: w.resize_(3)):
+        with pytest.raises(RuntimeError):
+            write()
+    assert w.tolist() == [1, 1]
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "row": lambda x, y: y[0].mul_(2),
+    "column": lambda x, y: y[:, 1].add_(y[:, 2]),
+    "transposed": lambda x, y: y.t()[3].mul_(3),
+    "strided": lambda x, y: y.view(-1)[::5].sin_(),
+    "diagonal": lambda x, y: y.diagonal().exp_(),
+    "as_strided": lambda x, y: y.as_strided((2,), (5,), 1).mul_(4),
+    "mask": lambda x, y: y.__setitem__(x > 5, 0),
+    "index": lambda x, y: y.__setitem__((torch.tensor([0, 1]), torch.tensor([1, 1])), x[2, :2] * 2),
+    "scatter": lambda x, y: y.scatter_(1, (x[:, :1] * 0).long(), x[:, :1] * 3),
+    "index_add": lambda x, y: y.index_add_(0, (x[:2, 0] * 0).long(), x[:2]),
+    "masked_fill": lambda x, y: y.masked_fill_(y > 8, 1.0),
+    "copy": lambda x, y: y[1].copy_(x[0] * x[0]),
+    "copy_from_the_cpu": lambda x, y: y[1].copy_(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_through_views_are_differentiated_as_on_the_cpu(write: Any) -> None:
+    def gradient(device: Any) -> torch.Tensor:
+        x = torch.arange(12.0, device=device).view(3, 4).requires_grad_()
+        y = x * 1
+        write(x, y)
+        (found,) = torch.autograd.grad((y * y).sum(), x)
+        assert found.device == torch.device(device)
+        return found.cpu()
+
+    assert_close(gradient(ONE), gradient("cpu"))
+
+
+def test_complex_views_are_differentiated_as_on_the_cpu() -> None:
+    def gradient(device: Any) -> torch.Tensor:
+        x = torch.arange(1.0, 5.0, device=device).to(torch.complex64).requires_grad_()
+        y = x * 1
+        y.real.mul_(2)
+        y.conj().mul_(1j)
+        torch.view_as_real(y)[0, 0] = 3
+        return torch.autograd.grad(y.abs().pow(2).sum(), x)[0].cpu()
+
+    assert_close(gradient(ONE), gradient("cpu"))
+
+
+def test_what_is_made_in_inference_mode_stays_out_of_graphs() -> None:
+    with torch.inference_mode():
+        y = torch.ones(2, device=ONE) * 2
+        y[0] = 3
+        assert y.is_inference() and y.view(1, 2).is_inference()
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+        (leaf(ONE) * y).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_draws_the_same_dropout_again(reentrant: bool) -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(ONE)
+    gradients = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        x = torch.ones(4, 8, device=ONE, requires_grad=True)
+        torch.manual_seed(1)
+        run(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert_close(gradients[0], gradients[1])
+
+
+def test_saved_tensors_can_be_kept_on_the_cpu() -> None:
+    w = leaf(ONE)
+    with torch.autograd.graph.save_on_cpu():
+        loss = w.exp().sin().sum()
+    loss.backward()
+    expected = torch.ones(2, requires_grad=True)
+    expected.exp().sin().sum().backward()
+    assert w.grad is not None and w.grad.device == ONE
+    assert_close(w.grad.cpu(), expected.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly:UserWarning", "ignore:Error detected:UserWarning")
+def test_anomaly_detection_names_the_function() -> None:
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="SqrtBackward0"):
+        (torch.zeros(2, device=ONE, requires_grad=True).sqrt() * 0).sum().backward()
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "vmap_grad": lambda x: torch.func.vmap(torch.func.grad(lambda t: (t.sin() * t).sum()))(x),
+    "hessian": lambda x: torch.func.hessian(lambda t: (t.sin() * t).sum())(x[0]),
+    "jacrev": lambda x: torch.func.jacrev(torch.sin)(x),
+    "jacfwd": lambda x: torch.func.jacfwd(torch.sin)(x),
+    "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+    "vjp": lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
+    "vmap_index": lambda x: torch.func.vmap(lambda i: x[i])(torch.arange(4, device=x.device)),
+    "vmap_inverse": lambda x: torch.func.vmap(torch.linalg.inv)(torch.eye(3, device=x.device).expand(2, 3, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_function_transforms_compute_what_the_cpu_computes(transform: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(4, 3)
+    ours = transform(x.to(ONE))
+    assert ours.device == ONE
+    assert_close(ours.cpu(), transform(x))
+
+
+def test_vmap_refuses_two_devices_and_moves_between_them() -> None:
+    x = torch.randn(4, 3, device=ONE)
+    with pytest.raises(RuntimeError, match="device"):
+        torch.func.vmap(torch.add)(x, x.to(TWO))
+    moved = torch.func.vmap(lambda t: t.to(TWO))(x)
+    assert moved.device == TWO and torch.equal(moved.cpu(), x.cpu())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_forward_mode_carries_tangents_over_devices() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2, device=ONE), torch.full((2,), 3.0, device=ONE))
+        tangent = forward_ad.unpack_dual((dual * dual).to(TWO)).tangent
+    assert tangent is not None and tangent.device == TWO and tangent.tolist() == [6, 6]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_traces_devices(backend: str) -> None:
+    torch._dynamo.reset()
+    layer = nn.Linear(3, 3).to(ONE)
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return layer(x).relu().to("sim:2") + torch.tensor([1.0], device="sim:2")
+
+    x = torch.ones(2, 3, device=ONE)
+    y = step(x)
+    y.sum().backward()
+    assert y.device == TWO and layer.weight.grad is not None and layer.weight.grad.device == ONE
+    assert_close(y, layer(x).relu().to(TWO) + 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_for_real_kernels_is_refused_and_names_the_device() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="sim"):
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=ONE))
