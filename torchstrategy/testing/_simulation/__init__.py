@@ -56,7 +56,7 @@ def simulate_devices(count: int) -> list[torch.device]:
 
     It is for the whole process and cannot be undone: these devices become torch's accelerator, also where there are
     GPUs. Call it in processes that run tests, once, before tensors are made; the pytest option `--simulate-devices=4`
-    does. It costs each operator on such a device 20 to 30 microseconds, and nothing else anything.
+    does. It costs each operator on such a device about 20 microseconds, and nothing else anything.
 
     Args:
         count: How many devices, 1 to 64.

@@ -17,7 +17,7 @@ from torch import is_autocast_enabled  # under this name also where `cuda_alias`
 from torchstrategy._torch import DispatchKey, DispatchKeySet, schema, tensor_data, without_keys
 from torchstrategy.testing._simulation._generators import check_generator, default_generator
 from torchstrategy.testing._simulation._memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
-from torchstrategy.testing._simulation._ordinals import NAME, index_of, ordinal
+from torchstrategy.testing._simulation._ordinals import NAME, index_of, is_simulated, ordinal
 from torchstrategy.testing._simulation._recorder import recorder
 from torchstrategy.testing._simulation._storages import adopt
 from torchstrategy.testing._simulation._streams import launched, read_by_the_program
@@ -309,8 +309,13 @@ def _one_by_one(op: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]
     def one(value: Any, i: int) -> Any:
         return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+        is_the_cpus = not any(_is_tensor(value) and is_simulated(value) for values in lists for value in values)
+        return op(*args, **kwargs) if is_the_cpus else run_on_cpu(op, *args, **kwargs)
+
     results = [
-        run_on_cpu(op, *(one(value, i) for value in args), **{name: one(value, i) for name, value in kwargs.items()})
+        run(*(one(value, i) for value in args), **{name: one(value, i) for name, value in kwargs.items()})
         for i in range(count)
     ]
     kinds = len(schema(op).returns)

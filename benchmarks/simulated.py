@@ -1,0 +1,147 @@
+"""What a simulated device costs: the time of operations and steps on `sim:0`, against the same on the CPU.
+
+    python benchmarks/simulated.py
+
+Time is that of this thread, so that other processes do not count. The two run in turns, and medians are compared. It
+prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchstrategy.testing
+
+ROUNDS = 15
+SECONDS = 0.02  # of one round on the CPU, about
+
+Work = Callable[[], Any]
+
+
+def add(size: int, device: str) -> Work:
+    x, y = torch.rand(size, device=device), torch.rand(size, device=device)
+    return lambda: x + y
+
+
+def add_in_place(size: int, device: str) -> Work:
+    x, y = torch.rand(size, device=device), torch.rand(size, device=device)
+    return lambda: x.add_(y)
+
+
+def mm(size: int, device: str) -> Work:
+    x, y = torch.rand(size, size, device=device), torch.rand(size, size, device=device)
+    return lambda: x @ y
+
+
+def transpose(device: str) -> Work:
+    x = torch.rand(8, 8, device=device)
+    return lambda: x.t()
+
+
+def item(device: str) -> Work:
+    x = torch.rand((), device=device)
+    return x.item
+
+
+def gradient(model: nn.Module, x: torch.Tensor) -> Work:
+    def step() -> None:
+        model.zero_grad()
+        out = model(x)
+        (out[0] if isinstance(out, tuple) else out).square().mean().backward()
+
+    return step
+
+
+def mlp(width: int, batch: int, device: str) -> Work:
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
+    return gradient(model, torch.rand(batch, width, device=device))
+
+
+def convolutions(device: str) -> Work:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(10),
+    ).to(device)
+    return gradient(model, torch.rand(16, 3, 28, 28, device=device))
+
+
+def transformer(device: str) -> Work:
+    model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(device)
+    return gradient(model, torch.rand(8, 16, 64, device=device))
+
+
+def lstm(device: str) -> Work:
+    return gradient(nn.LSTM(16, 32).to(device), torch.rand(16, 8, 16, device=device))
+
+
+def adam(way: dict[str, bool], device: str) -> Work:
+    parameters = [nn.Parameter(torch.rand(32, 32, device=device)) for _ in range(20)]
+    for parameter in parameters:
+        parameter.grad = torch.rand_like(parameter)
+    return torch.optim.Adam(parameters, **way).step
+
+
+WORK: dict[str, Callable[[str], Work]] = {
+    "`x + y`, 64 numbers": lambda device: add(64, device),
+    "`x.add_(y)`, 64 numbers": lambda device: add_in_place(64, device),
+    "`x + y`, 1,000,000 numbers": lambda device: add(1_000_000, device),
+    "`x @ y`, 64 x 64": lambda device: mm(64, device),
+    "`x @ y`, 512 x 512": lambda device: mm(512, device),
+    "`x.t()`": transpose,
+    "`x.item()`": item,
+    "two layers of 16, batch of 8: forward and backward": lambda device: mlp(16, 8, device),
+    "two layers of 1,024, batch of 256: forward and backward": lambda device: mlp(1024, 256, device),
+    "two convolutions, 16 images: forward and backward": convolutions,
+    "`TransformerEncoderLayer(64, 4, 128)`: forward and backward": transformer,
+    "`LSTM(16, 32)`, 16 steps: forward and backward": lstm,
+    "Adam, 20 parameters, on lists": lambda device: adam({"foreach": True}, device),
+    "Adam, 20 parameters, in a loop": lambda device: adam({"foreach": False}, device),
+    "Adam, 20 parameters, fused": lambda device: adam({"fused": True}, device),
+}
+
+
+def seconds(work: Work, repeats: int) -> float:
+    """The time of one repeat."""
+    began = time.thread_time()
+    for _ in range(repeats):
+        work()
+    return (time.thread_time() - began) / repeats
+
+
+def compare(make: Callable[[str], Work]) -> tuple[float, float]:
+    """The median time on the CPU and on a simulated device."""
+    works = [make("cpu"), make("sim:0")]
+    for work in works:
+        seconds(work, 3)
+    repeats = max(1, int(SECONDS / max(seconds(works[0], 3), 1e-7)))
+    rounds = [[seconds(work, repeats) for work in works] for _ in range(ROUNDS)]
+    cpu, simulated = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return cpu, simulated
+
+
+def main() -> None:
+    """Prints the table."""
+    torch.set_num_threads(1)
+    torchstrategy.testing.simulate_devices(1)
+    print("| | CPU, µs | simulated, µs | more, µs | times |")
+    print("|---|---:|---:|---:|---:|")
+    for name, make in WORK.items():
+        cpu, simulated = (1e6 * value for value in compare(make))
+        print(
+            f"| {name} | {cpu:,.1f} | {simulated:,.1f} | {simulated - cpu:,.1f} | {simulated / cpu:.2g} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
