@@ -10,56 +10,13 @@ import pytest
 import torch
 
 import torchstrategy
-from torchstrategy._central_storage import CentralStorage
-from torchstrategy._devices import canonical
-from torchstrategy._extended import ReplicatedExtended
-from torchstrategy._options import ReduceOp
-from torchstrategy._replicas import Replicas
+from topologies import MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
 
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
-
-# Where the strategies of these tests run: on the one CPU, or each replica on a simulated device of its own.
-SIMULATED = simulated_devices()
-
-
-def compute_devices(replicas: int) -> list[torch.device]:
-    """The device of each of so many replicas. Simulated are five; the last of them computes nothing."""
-    return [SIMULATED[r % 4] if SIMULATED else torch.device("cpu") for r in range(replicas)]
-
-
-def central(replicas: int, **kwargs: object) -> torchstrategy.Strategy:
-    """CentralStorage whose parameters are where replica 0 is; replicas there share the owner's memory."""
-    devices = compute_devices(replicas)
-    return torchstrategy.CentralStorageStrategy(devices, devices[0], **kwargs)  # type: ignore[arg-type]
-
-
-def central_in_one_place(replicas: int) -> torchstrategy.Strategy:
-    """The same with all replicas on one device, so that they run one after the other."""
-    device = SIMULATED[1] if SIMULATED else "cpu"
-    return torchstrategy.CentralStorageStrategy([device] * replicas, device)
-
-
-def central_with_copies(replicas: int) -> torchstrategy.Strategy:
-    """The same, but each replica's parameters are real copies of those on another device, or as if on another."""
-    devices = [canonical(device) for device in compute_devices(replicas)]
-    owner = SIMULATED[4] if SIMULATED else devices[0]
-    storage = CentralStorage(devices, owner, may_alias=False)
-    return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
-
-
-TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
-    "default": torchstrategy.get_strategy,
-    "one_device": lambda: torchstrategy.OneDeviceStrategy(SIMULATED[1] if SIMULATED else "cpu"),
-    "central_1": lambda: central(1),
-    "central_2": lambda: central(2),
-    "central_3": lambda: central(3),
-    "central_4": lambda: central(4),
-    "central_offset": lambda: torchstrategy.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3"),
-    "copies_1": lambda: central_with_copies(1),
-    "copies_3": lambda: central_with_copies(3),
-}
-SEVERAL = [name for name in TOPOLOGIES if name not in ("default", "one_device", "central_1", "copies_1")]
+if simulated_devices():
+    # What has nothing to do with devices, or simulates them in processes of its own.
+    collect_ignore += [f"test_{n}.py" for n in ("examples", "house", "plugin", "readme", "simulation", "thirdparty")]
 
 
 @pytest.fixture(params=TOPOLOGIES)
@@ -78,9 +35,6 @@ def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
 def in_one_place(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     """Several replicas that share a device, and run one after the other."""
     return central_in_one_place(request.param)
-
-
-MAKERS = {"aliased": central, "copies": central_with_copies}
 
 
 @pytest.fixture(params=MAKERS)
@@ -120,4 +74,5 @@ def _state() -> tuple[object, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.optim.Optimizer.__init__,
         torch.are_deterministic_algorithms_enabled(),
+        torch.autograd.is_multithreading_enabled(),
     )

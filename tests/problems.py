@@ -6,6 +6,7 @@ runs it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ Step = Callable[[Any, Any, Any], Any]
 
 # Where replicas have devices of their own, torch itself refuses what the library would.
 ELSEWHERE = "Expected all tensors to be on the same device"
+
+
+def shown(value: object) -> str:
+    """What a value is called in the id of a test: the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -89,9 +95,9 @@ def where_it_is(model: nn.Module, batch: Any) -> Any:
     return [tensor.to(next(model.parameters()).device) for tensor in batch]
 
 
-def close(actual: Any, expected: Any, **tolerance: float) -> None:
+def close(actual: Any, expected: Any, **options: Any) -> None:
     """`torch.testing.assert_close` of tensors that may be on different devices."""
-    torch.testing.assert_close(actual, expected, check_device=False, **tolerance)
+    torch.testing.assert_close(actual, expected, check_device=False, **options)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -17,11 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchstrategy
+from problems import in_pieces
+from topologies import SIMULATED, compute_devices
+from torchstrategy._devices import in_use, place
 
+DEFAULT = torchstrategy.get_strategy()
 SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("SETTING", default="default")
 
 
-@pytest.fixture(params=[["cpu"] * 3, ["cpu:1", "cpu:2"]], ids=["one device", "two devices"])
+@pytest.fixture(params=[compute_devices(3), ["cpu:1", "cpu:2"]], ids=["three replicas", "two logical devices"])
 def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     """Several replicas. Where their parameters live makes no difference to what their threads wear."""
     return torchstrategy.CentralStorageStrategy(request.param)
@@ -58,14 +62,13 @@ def replica() -> int:
 
 def results(strategy: torchstrategy.Strategy, fn: Callable[[], Any]) -> list[Any]:
     """What `fn` returns in each replica; of one object, one for each."""
-    found = []
+    found: dict[int, Any] = {}
 
     def step() -> None:
-        found.append(fn())
+        found[replica()] = fn()
 
     strategy.run(step)
-    assert len(found) == strategy.num_replicas_in_sync
-    return found
+    return [found[r] for r in range(strategy.num_replicas_in_sync)]
 
 
 def worn() -> dict[str, Any]:
@@ -89,6 +92,16 @@ def worn() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "context variable": SETTING.get(),
     }
+
+
+def worn_in(strategy: torchstrategy.Strategy) -> list[dict[str, Any]]:
+    """What this thread wears where the device of each replica is in use: each replica should wear the same."""
+    is_default = strategy is DEFAULT  # its replica is wherever its caller is
+    expected = []
+    for device in [None] if is_default else strategy.extended.worker_devices:
+        with in_use(device):
+            expected.append(worn())
+    return expected
 
 
 @contextmanager
@@ -191,13 +204,13 @@ def test_a_replica_wears_what_its_caller_wears(strategy: torchstrategy.Strategy,
     results(strategy, worn)  # its threads are there already, and have seen other settings
     with setting():
         expected = worn()
-        assert results(strategy, worn) == [expected] * strategy.num_replicas_in_sync
+        assert results(strategy, worn) == worn_in(strategy)
         assert worn() == expected
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_nothing_is_left_for_the_next_run(several: torchstrategy.Strategy, setting: Callable[[], Any]) -> None:
-    expected = [worn()] * several.num_replicas_in_sync
+    expected = worn_in(several)
     with setting():
         results(several, worn)
     assert results(several, worn) == expected
@@ -213,10 +226,10 @@ def test_nothing_is_left_for_the_next_run_after_a_failure(
             raise ValueError("bad")
         torchstrategy.get_replica_context().merge_call(lambda strategy: None)
 
-    expected = [worn()] * several.num_replicas_in_sync
+    before, expected = worn(), worn_in(several)
     with setting(), pytest.raises(ValueError, match="bad"):
         several.run(fails)
-    assert worn() == expected[0]
+    assert worn() == before
     assert results(several, worn) == expected
 
 
@@ -230,7 +243,7 @@ def test_meetings_change_nothing_about_it(several: torchstrategy.Strategy, setti
     merged: list[dict[str, Any]] = []
     with setting():
         expected = worn()
-        assert results(several, step) == [[expected, expected]] * several.num_replicas_in_sync
+        assert results(several, step) == [[each, each] for each in worn_in(several)]
     assert merged == [expected]
 
 
@@ -239,8 +252,7 @@ def test_a_run_of_another_thread_wears_what_that_thread_wears(several: torchstra
 
     def elsewhere() -> None:
         with torch.autocast("cpu", torch.float16), context_variable("elsewhere"):
-            expected = worn()
-            found.append(results(several, worn) == [expected] * several.num_replicas_in_sync)
+            found.append(results(several, worn) == worn_in(several))
 
     with torch.no_grad():
         thread = threading.Thread(target=elsewhere)
@@ -254,7 +266,7 @@ def test_a_run_inside_a_merge_function_wears_what_that_wears(several: torchstrat
 
     def merged(strategy: torchstrategy.Strategy) -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.float16), context_variable("merged"):
-            found.append(results(strategy, worn) == [worn()] * strategy.num_replicas_in_sync)
+            found.append(results(strategy, worn) == worn_in(strategy))
 
     def step() -> list[dict[str, Any]]:
         before = worn()
@@ -262,8 +274,7 @@ def test_a_run_inside_a_merge_function_wears_what_that_wears(several: torchstrat
         return [before, worn()]
 
     with torch.autocast("cpu", torch.bfloat16):
-        expected = worn()
-        assert results(several, step) == [[expected, expected]] * several.num_replicas_in_sync
+        assert results(several, step) == [[each, each] for each in worn_in(several)]
     assert found == [True]
 
 
@@ -284,14 +295,11 @@ def test_a_flop_counter_counts_what_the_step_on_the_whole_batch_costs(strategy: 
     inputs = torch.randn(12, 8)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model).cpu()
     with FlopCounterMode(display=False) as expected:
         plain(inputs).square().mean().backward()
 
-    count = strategy.num_replicas_in_sync
-    pieces = strategy.experimental_distribute_values_from_function(
-        lambda context: inputs.chunk(count)[context.replica_id_in_sync_group]
-    )
+    pieces = in_pieces(strategy, inputs)
     with FlopCounterMode(display=False) as counted:
         strategy.run(lambda piece: model(piece).square().mean().backward(), args=(pieces,))
     assert counted.get_total_flops() == expected.get_total_flops() > 0
@@ -422,24 +430,23 @@ def test_what_a_step_leaves_on_reaches_neither_the_caller_nor_the_next_run(
     else:
         several.run(step)
     assert worn() == expected
-    assert results(several, worn) == [expected] * several.num_replicas_in_sync
+    assert results(several, worn) == worn_in(several)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), RecordsFunctions("", []), torch.device("cpu"):
-        others = worn()
-        assert results(several, worn) == [others] * several.num_replicas_in_sync
+        assert results(several, worn) == worn_in(several)
 
 
 @pytest.mark.parametrize("leaves", LEAVES)
 def test_what_a_step_leaves_on_does_not_pull_off_what_its_caller_wears(
     several: torchstrategy.Strategy, leaves: Callable[[], None]
 ) -> None:
-    expected = [worn()] * several.num_replicas_in_sync
+    expected = worn_in(several)
     log: list[str] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
     with RecordsFunctions("", log), RecordsDispatch("", log), hooks, torch.autocast("cpu", torch.bfloat16):
         inside = worn()
         several.run(leaves)
         assert worn() == inside
-        assert results(several, worn) == [inside] * several.num_replicas_in_sync
+        assert results(several, worn) == worn_in(several)
     assert results(several, worn) == expected
 
 
@@ -495,11 +502,9 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
     with several.scope():
         model = Regression()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    by_hand, in_full = copy.deepcopy(model), copy.deepcopy(model)
-    count = several.num_replicas_in_sync
-    pieces = several.experimental_distribute_values_from_function(
-        lambda context: inputs.chunk(count)[context.replica_id_in_sync_group]
-    )
+    count, device = several.num_replicas_in_sync, place(several.extended.worker_devices[0])
+    by_hand, in_full = copy.deepcopy(model).to(device), copy.deepcopy(model).to(device)
+    pieces = in_pieces(several, inputs)
 
     def step(piece: torch.Tensor) -> torch.dtype:
         optimizer.zero_grad()
@@ -509,15 +514,16 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
         return outputs.dtype
 
     for _ in range(3):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(device.type, dtype):
             dtypes = several.experimental_local_results(several.run(step, args=(pieces,)))
         assert set(dtypes) == {dtype}
-    trained_by_hand(by_hand, inputs, count, lambda: torch.autocast("cpu", dtype))
+    inputs = inputs.to(device)
+    trained_by_hand(by_hand, inputs, count, lambda: torch.autocast(device.type, dtype))
     trained_by_hand(in_full, inputs, count, nullcontext)
 
     def distance(other: nn.Module) -> float:
         pairs = zip(model.parameters(), other.parameters(), strict=True)
-        return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+        return max((ours.cpu() - theirs.cpu()).abs().max().item() for ours, theirs in pairs)
 
     assert distance(by_hand) < 1e-6
     assert distance(in_full) > 1e-5, "this test cannot tell the two apart"
@@ -548,7 +554,7 @@ def test_merge_functions_run_on_the_callers_thread(strategy: torchstrategy.Strat
     assert results(strategy, step) == [threading.get_ident()] * strategy.num_replicas_in_sync
 
 
-def test_replicas_on_one_device_run_one_at_a_time_and_in_order(several: torchstrategy.Strategy) -> None:
+def test_replicas_on_one_device_run_one_at_a_time_and_in_order(in_one_place: torchstrategy.Strategy) -> None:
     log: list[Any] = []
     inside: list[int] = []
 
@@ -568,12 +574,13 @@ def test_replicas_on_one_device_run_one_at_a_time_and_in_order(several: torchstr
         context.all_reduce("sum", torch.ones(()))
         part("after")
 
-    several.run(step)
-    ids = range(several.num_replicas_in_sync)
+    in_one_place.run(step)
+    ids = range(in_one_place.num_replicas_in_sync)
     expected = [("before", r) for r in ids], ["merge"], [("between", r) for r in ids], [("after", r) for r in ids]
     assert log == [entry for part_of_log in expected for entry in part_of_log]
 
 
+@pytest.mark.skipif(bool(SIMULATED), reason="replicas on a device that is not the caller's need a mode")
 def test_on_the_cpu_no_replica_pays_for_a_function_mode(strategy: torchstrategy.Strategy) -> None:
     def modes() -> int:
         return len(torch.overrides._get_current_function_mode_stack())

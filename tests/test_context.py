@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import torchstrategy
-from conftest import TOPOLOGIES, central
+from problems import shown
+from topologies import TOPOLOGIES, central
 from torchstrategy import (
     ReplicaContext,
     Strategy,
@@ -607,7 +608,7 @@ def test_the_strategy_that_was_set_can_be_taken_away_in_its_own_scope(chosen: St
         assert state() == outside()
 
 
-@pytest.mark.parametrize("junk", [3, "cpu", object()], ids=repr)
+@pytest.mark.parametrize("junk", [3, "cpu", object()], ids=shown)
 def test_what_is_no_strategy_cannot_be_set(junk: Any) -> None:
     expected = f"^experimental_set_strategy takes a torchstrategy.Strategy or None; got {re.escape(repr(junk))}"
     with pytest.raises(TypeError, match=expected):
@@ -711,7 +712,7 @@ def test_a_replica_id_may_be_a_tensor() -> None:
     assert ReplicaContext(central(2), torch.tensor(1)).replica_id_in_sync_group == 1
 
 
-@pytest.mark.parametrize("junk", ["0", 0.5, object(), torch.tensor(0.5), torch.tensor([0, 1])], ids=repr)
+@pytest.mark.parametrize("junk", ["0", 0.5, object(), torch.tensor(0.5), torch.tensor([0, 1])], ids=shown)
 def test_a_replica_id_must_be_an_integer(junk: Any) -> None:
     with pytest.raises(ValueError, match=f"^A replica id is an integer; got {re.escape(repr(junk))}\\."):
         ReplicaContext(central(2), junk)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import torchstrategy
-from conftest import SEVERAL, TOPOLOGIES
 from problems import context, data, deal, mlp, mse, sgd
+from topologies import SEVERAL, TOPOLOGIES
 from torchstrategy import _team
 from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical

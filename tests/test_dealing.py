@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from conftest import TOPOLOGIES, central
+from problems import shown
+from topologies import TOPOLOGIES, central
 from torchstrategy import (
     CentralStorageStrategy,
     DistributedDataset,
@@ -220,7 +221,7 @@ def test_arrays_are_dealt_as_tensors() -> None:
 WHOLE = [3, 2.5, 1j, True, None, "text", b"bytes", np.float32(2), np.array(3), torch.tensor(3.0)]
 
 
-@pytest.mark.parametrize("scalar", WHOLE, ids=repr)
+@pytest.mark.parametrize("scalar", WHOLE, ids=shown)
 def test_what_has_no_rows_is_given_whole_to_every_replica(scalar: Any) -> None:
     value = batch(STRATEGIES[3], {"x": torch.arange(3), "s": scalar})
     assert value["s"] is scalar
@@ -278,7 +279,7 @@ def test_one_replica_needs_no_agreement(topology: str) -> None:
     assert [len(leaf) for leaf in value] == [4, 6]
 
 
-@pytest.mark.parametrize("single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=repr)
+@pytest.mark.parametrize("single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=shown)
 def test_an_element_without_rows_is_refused_with_how_to_batch(single: Any) -> None:
     sentence = (
         r"^An element of the dataset has no rows to deal out to 2 replicas: it is not batched\. Batch the dataset "
@@ -300,13 +301,13 @@ def test_a_leaf_of_an_unknown_type_is_refused_by_name(unknown: Any) -> None:
         batch(STRATEGIES[2], {"x": torch.ones(2), "s": unknown})
 
 
-@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([None, {}]), np.array(["2020"], "M8[D]")], ids=repr)
+@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([None, {}]), np.array(["2020"], "M8[D]")], ids=shown)
 def test_an_array_that_torch_has_no_dtype_for_is_refused_by_name(array: Any) -> None:
     with pytest.raises(TypeError, match=r"batch\['s'\]"):
         batch(STRATEGIES[2], {"x": torch.ones(len(array)), "s": array})
 
 
-@pytest.mark.parametrize("junk", [3, None, 2.5, object(), "text", b"bytes", len], ids=repr)
+@pytest.mark.parametrize("junk", [3, None, 2.5, object(), "text", b"bytes", len], ids=shown)
 @pytest.mark.parametrize("topology", ["one_device", "central_1", "central_2"])
 def test_what_is_no_dataset_is_refused_at_once(topology: str, junk: Any) -> None:
     sentence = r"^A dataset to distribute is a torch\.utils\.data\.DataLoader, or another iterable of batches; got an? "
@@ -329,7 +330,7 @@ def test_one_replica_is_dealt_a_map_style_dataset_by_element(topology: str) -> N
     assert len(dataset) == 5
 
 
-@pytest.mark.parametrize("options", [3, {}, "options"], ids=repr)
+@pytest.mark.parametrize("options", [3, {}, "options"], ids=shown)
 def test_options_are_refused_and_none_are_not(strategy: Strategy, options: Any) -> None:
     with pytest.raises(ValueError, match=r"^experimental_distribute_dataset\(options="):
         strategy.experimental_distribute_dataset([torch.ones(2)], options)
@@ -347,7 +348,7 @@ def test_it_is_a_distributed_dataset_and_no_dataset(topology: str) -> None:
     assert not hasattr(dataset, "map")
 
 
-@pytest.mark.parametrize("dataset", [[torch.ones(2)], 3, None, "text", Squares(), object()], ids=repr)
+@pytest.mark.parametrize("dataset", [[torch.ones(2)], 3, None, "text", Squares(), object()], ids=shown)
 def test_the_default_strategy_returns_the_very_object(dataset: Any) -> None:
     assert DEFAULT.experimental_distribute_dataset(dataset) is dataset
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import torchstrategy
-from conftest import central
+from problems import shown
+from topologies import central
 from torchstrategy import CentralStorageStrategy, OneDeviceStrategy, get_replica_context
 from torchstrategy import _devices as devices
 
@@ -59,7 +60,7 @@ SPELLINGS: dict[Any, int] = {
 }
 
 
-@pytest.mark.parametrize("name", SPELLINGS, ids=repr)
+@pytest.mark.parametrize("name", SPELLINGS, ids=shown)
 def test_every_spelling_means_one_canonical_device(name: Any) -> None:
     device = device_of(name)
     assert device == cpu(SPELLINGS[name])
@@ -102,7 +103,7 @@ def test_no_name_is_the_default_device_of_the_caller() -> None:
         (1, 1),
         (torch.device("cuda", 1), 1),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_a_gpu_is_the_accelerator_of_this_machine(two_cuda: None, name: Any, index: int) -> None:
     assert devices.canonical(name) == torch.device("cuda", index)
@@ -132,7 +133,7 @@ NO_DEVICE = [
 ]
 
 
-@pytest.mark.parametrize("name", NO_DEVICE, ids=repr)
+@pytest.mark.parametrize("name", NO_DEVICE, ids=shown)
 def test_what_is_no_device_is_refused_with_how_to_write_one(name: Any) -> None:
     sentences = (
         rf"^{re.escape(repr(name))} is not a device: .+\. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'\.$"
@@ -156,13 +157,13 @@ def test_an_index_that_torch_cannot_hold_is_refused_and_not_wrapped(index: int) 
         OneDeviceStrategy(f"cpu:{index}")
 
 
-@pytest.mark.parametrize("name", ["cuda:256", "/gpu:256", 256, 10**30], ids=repr)
+@pytest.mark.parametrize("name", ["cuda:256", "/gpu:256", 256, 10**30], ids=shown)
 def test_an_accelerator_index_that_torch_cannot_hold_is_not_there(two_cuda: None, name: Any) -> None:
     with pytest.raises(ValueError, match=rf"{name}\b.* is not on this machine"):
         OneDeviceStrategy(name)
 
 
-@pytest.mark.parametrize("name", [1.5, True, b"cpu", ["cpu"], ("cpu",), object, {"cpu"}], ids=repr)
+@pytest.mark.parametrize("name", [1.5, True, b"cpu", ["cpu"], ("cpu",), object, {"cpu"}], ids=shown)
 def test_a_device_of_another_type_is_refused(name: Any) -> None:
     kind = type(name).__name__
     sentence = rf"^A device is a string, a torch\.device or an index; got {re.escape(repr(name))}, an? {kind}\."
@@ -185,7 +186,7 @@ ABSENT = ["cuda:0", "cuda", "GPU:0", "/gpu:0", "/device:GPU:7", "xpu:0", "mps", 
 ABSENT = [name for name in ABSENT if not torch.accelerator.is_available()]
 
 
-@pytest.mark.parametrize("name", ABSENT, ids=repr)
+@pytest.mark.parametrize("name", ABSENT, ids=shown)
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: Any) -> None:
     sentence = rf"^The device .*{re.escape(str(name))}.* is not on this machine, which has cpu:0, cpu:1, \.\.\. "
     with pytest.raises(ValueError, match=sentence):
@@ -196,7 +197,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: Any) ->
         CentralStorageStrategy(["cpu", "cpu"], name)
 
 
-@pytest.mark.parametrize("name", ["cuda:2", "/gpu:2", 2, "xpu:0", "mps:0"], ids=repr)
+@pytest.mark.parametrize("name", ["cuda:2", "/gpu:2", 2, "xpu:0", "mps:0"], ids=shown)
 def test_the_accelerators_that_are_there_are_listed(two_cuda: None, name: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"^The device .*{name}.* is not on this machine, which has cuda:0, cuda:1, cpu:0, "
@@ -227,7 +228,7 @@ def test_without_devices_it_is_every_accelerator(two_cuda: None) -> None:
         (["cpu:1", "cpu:2"], "/cpu:3", cpu(3)),
         (None, "cpu:7", cpu(7)),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_parameters_live_where_one_says_or_on_the_lone_device_or_on_the_cpu(
     compute: Any, parameter: Any, expected: torch.device
@@ -251,13 +252,13 @@ def test_a_device_that_is_listed_twice_is_two_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    "several", [("cpu", "cpu:1"), iter(["cpu", "cpu:1"]), [torch.device("cpu"), "/cpu:1"]], ids=repr
+    "several", [("cpu", "cpu:1"), iter(["cpu", "cpu:1"]), [torch.device("cpu"), "/cpu:1"]], ids=shown
 )
 def test_devices_may_be_any_sequence(several: Any) -> None:
     assert CentralStorageStrategy(several).extended.worker_devices == (cpu(0), cpu(1))
 
 
-@pytest.mark.parametrize("nothing", [[], ()], ids=repr)
+@pytest.mark.parametrize("nothing", [[], ()], ids=shown)
 def test_no_devices_are_refused(nothing: Any) -> None:
     with pytest.raises(ValueError, match=r"^compute_devices=(\[\]|\(\)) names no device to run on\."):
         CentralStorageStrategy(nothing)
@@ -270,7 +271,7 @@ def test_a_bare_string_is_refused_with_the_list_to_write(bare: str) -> None:
         CentralStorageStrategy(bare)
 
 
-@pytest.mark.parametrize("bare", [torch.device("cpu"), 2, b"cpu", 1.5, {"cpu"}], ids=repr)
+@pytest.mark.parametrize("bare", [torch.device("cpu"), 2, b"cpu", 1.5, {"cpu"}], ids=shown)
 def test_what_is_no_list_of_devices_is_refused(bare: Any) -> None:
     with pytest.raises(TypeError, match=r"compute_devices"):
         CentralStorageStrategy(bare)

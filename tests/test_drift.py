@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import torchstrategy
-from conftest import TOPOLOGIES, central, central_with_copies
 from problems import context, data, deal, mse, replica_id, sgd
+from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._torch import version
 from torchstrategy.testing._counters import count_traffic

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from conftest import SEVERAL, TOPOLOGIES, central
 from problems import context, deal, replica_id
 from test_failure import Net, Problem, assert_same
+from topologies import SEVERAL, TOPOLOGIES, central
 from torchstrategy import _team
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep

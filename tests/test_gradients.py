@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from conftest import central, central_with_copies
 from problems import (
     ELSEWHERE,
     assert_close,
@@ -30,6 +29,7 @@ from problems import (
     sgd,
     where_it_is,
 )
+from topologies import central, central_with_copies
 from torchstrategy import ReduceOp, RunOptions
 
 ROWS = range(1, 18)

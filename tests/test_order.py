@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from conftest import TOPOLOGIES, central, central_with_copies
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
+from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy import _team
 from torchstrategy._devices import canonical
 from torchstrategy._replica import Replica, ReplicaStopped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from problems import in_pieces
+from topologies import SIMULATED, central
+from torchstrategy._devices import in_use, is_accelerator
+
+
+@pytest.fixture(autouse=True)
+def where_replica_0_is(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The caller draws from the generators that replica 0 draws from."""
+    (strategy,) = [request.getfixturevalue(name) for name in STRATEGIES if name in request.fixturenames] or [None]
+    with in_use(strategy and strategy.extended._device_of(0)):
+        yield
+
+
+STRATEGIES = ("strategy", "several", "in_one_place")
 
 
 class Net(nn.Module):
@@ -22,6 +36,14 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layers(inputs)
+
+
+def plain_net(strategy: torchstrategy.Strategy) -> Net:
+    """A net that no strategy knows, made where the parameters of this one live."""
+    with strategy.scope():
+        device = torch.empty(0).device
+    with in_use(device):
+        return Net()
 
 
 def replica() -> int:
@@ -34,13 +56,35 @@ def meet() -> None:
 
 def in_each(strategy: torchstrategy.Strategy, fn: Callable[[], Any]) -> list[Any]:
     """What `fn` returns in each replica."""
-    found = []
-    strategy.run(lambda: found.append(fn()))
-    return found
+    found: dict[int, Any] = {}
+
+    def step() -> None:
+        found[replica()] = fn()
+
+    strategy.run(step)
+    return [found[r] for r in sorted(found)]
 
 
 def draws(count: int = 4) -> list[float]:
     return torch.rand(count).tolist()
+
+
+def random_state() -> tuple[torch.Tensor, ...]:
+    """That of the CPU, and of the accelerator in use: what a checkpoint holds."""
+    device = torch.get_default_device()
+    here = [torch.get_device_module(device).get_rng_state(device)] if is_accelerator(device) else []
+    return (torch.get_rng_state(), *here)
+
+
+def set_random_state(state: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(state[0])
+    for of_device in state[1:]:
+        device = torch.get_default_device()
+        torch.get_device_module(device).set_rng_state(of_device, device)
+
+
+def same(state: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(map(torch.equal, state, other))
 
 
 class Training:
@@ -51,11 +95,7 @@ class Training:
         with strategy.scope():
             self.model = Net()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        count = strategy.num_replicas_in_sync
-        inputs = torch.randn(12, 6)
-        self.pieces = strategy.experimental_distribute_values_from_function(
-            lambda context: inputs.chunk(count)[context.replica_id_in_sync_group]
-        )
+        self.pieces = in_pieces(strategy, torch.randn(12, 6))
 
     def step(self, piece: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -69,7 +109,7 @@ class Training:
         return [loss.item() for each in losses for loss in self.strategy.experimental_local_results(each)]
 
     def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+        return [parameter.detach().cpu().clone() for parameter in self.model.parameters()]
 
 
 # The same seed
@@ -79,16 +119,16 @@ class Training:
 def test_fifty_of_fifty_trainings_are_bit_identical_under_the_same_seed() -> None:
     def trained() -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(1)
-        training = Training(torchstrategy.CentralStorageStrategy(["cpu"] * 4))
-        return training.steps(3), training.weights(), torch.get_rng_state()
+        training = Training(central(4))
+        return training.steps(3), training.weights(), random_state()
 
     losses, weights, state = trained()
-    same = 0
+    same_so_far = 0
     for _ in range(50):
         other_losses, other_weights, other_state = trained()
         equal_weights = all(map(torch.equal, weights, other_weights))
-        same += losses == other_losses and equal_weights and torch.equal(state, other_state)
-    assert same == 50
+        same_so_far += losses == other_losses and equal_weights and same(state, other_state)
+    assert same_so_far == 50
     assert len(set(losses)) == len(losses)
 
 
@@ -140,10 +180,10 @@ def test_one_replica_draws_what_plain_torch_draws(strategy: torchstrategy.Strate
     torch.manual_seed(5)
     training = Training(strategy)
     losses = training.steps(3)
-    state = torch.get_rng_state()
+    state = random_state()
 
     torch.manual_seed(5)
-    model = Net()
+    model = plain_net(strategy).to(torch.get_default_device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     inputs = torch.randn(12, 6)
     expected = []
@@ -154,8 +194,8 @@ def test_one_replica_draws_what_plain_torch_draws(strategy: torchstrategy.Strate
         optimizer.step()
         expected.append(loss.item())
     assert losses == expected
-    assert all(map(torch.equal, training.weights(), model.parameters()))
-    assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, training.weights(), model.cpu().parameters()))
+    assert same(state, random_state())
 
 
 def test_replica_0_draws_what_plain_torch_draws(several: torchstrategy.Strategy) -> None:
@@ -184,10 +224,10 @@ def test_the_callers_generator_goes_on_where_replica_0_stopped(several: torchstr
 
 
 def test_a_run_that_draws_nothing_leaves_the_generator_alone(strategy: torchstrategy.Strategy) -> None:
-    before = torch.get_rng_state()
+    before = random_state()
     strategy.run(lambda: torch.ones(3).sum())
     strategy.run(meet)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert same(random_state(), before)
 
 
 def test_half_of_a_pair_of_normal_numbers_is_not_lost_between_replicas(several: torchstrategy.Strategy) -> None:
@@ -213,7 +253,7 @@ def test_torchs_own_random_state_is_enough_to_resume(strategy: torchstrategy.Str
     training.steps(2)
     file = io.BytesIO()
     model, optimizer = training.model.state_dict(), training.optimizer.state_dict()
-    torch.save({"model": model, "optimizer": optimizer, "random": torch.get_rng_state()}, file)
+    torch.save({"model": model, "optimizer": optimizer, "random": random_state()}, file)
     expected = training.steps(3), training.weights()
 
     torch.manual_seed(99)
@@ -224,14 +264,14 @@ def test_torchs_own_random_state_is_enough_to_resume(strategy: torchstrategy.Str
     checkpoint = torch.load(file)
     resumed.model.load_state_dict(checkpoint["model"])
     resumed.optimizer.load_state_dict(checkpoint["optimizer"])
-    torch.set_rng_state(checkpoint["random"])
+    set_random_state(checkpoint["random"])
     losses = resumed.steps(3)
     assert losses == expected[0]
     assert all(map(torch.equal, resumed.weights(), expected[1]))
 
 
 def test_fork_rng_around_a_run_takes_back_all_that_it_drew(strategy: torchstrategy.Strategy) -> None:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(device.index for device in SIMULATED):
         first = in_each(strategy, draws)
     assert in_each(strategy, draws) == first
 
@@ -265,10 +305,10 @@ def test_a_meeting_in_the_middle_of_drawing_does_not_mix_streams(several: torchs
 
     torch.manual_seed(9)
     expected = in_each(several, drawing(meets=False))
-    state = torch.get_rng_state()
+    state = random_state()
     torch.manual_seed(9)
     assert in_each(several, drawing(meets=True)) == expected
-    assert torch.equal(torch.get_rng_state(), state)
+    assert same(random_state(), state)
 
 
 def test_a_merge_function_draws_from_the_callers_stream(several: torchstrategy.Strategy) -> None:
@@ -295,6 +335,22 @@ def test_a_merge_function_draws_from_the_callers_stream(several: torchstrategy.S
     assert others == without[1:], "what a merge function draws is no other replica's business"
 
 
+def test_a_merge_function_draws_from_the_callers_stream_also_on_another_replicas_device(
+    several: torchstrategy.Strategy,
+) -> None:
+    device, merged = several.extended.worker_devices[-1], []
+
+    def step() -> None:
+        draws()
+        torchstrategy.get_replica_context().merge_call(lambda _: merged.append(torch.rand(4, device=device).tolist()))
+
+    torch.manual_seed(19)
+    for _ in range(2):
+        several.run(step)
+    torch.manual_seed(19)
+    assert merged == [(draws(), torch.rand(4, device=device).tolist())[1] for _ in range(2)]
+
+
 def test_what_a_merge_function_seeds_holds_for_the_caller(several: torchstrategy.Strategy) -> None:
     def step() -> list[float]:
         torchstrategy.get_replica_context().merge_call(lambda strategy: torch.manual_seed(11))
@@ -308,13 +364,14 @@ def test_what_a_merge_function_seeds_holds_for_the_caller(several: torchstrategy
     assert first not in others
 
 
-def test_a_step_that_seeds_draws_what_it_asked_for(several: torchstrategy.Strategy) -> None:
+def test_a_step_that_seeds_draws_what_it_asked_for(in_one_place: torchstrategy.Strategy) -> None:
+    # Not on several devices: torch.manual_seed seeds those on which other replicas run at the same time.
     def step() -> list[float]:
         torch.manual_seed(100 + replica())
         meet()
         return draws()
 
-    found = in_each(several, step)
+    found = in_each(in_one_place, step)
     after = draws()
     for r, numbers in enumerate(found):
         torch.manual_seed(100 + r)
@@ -324,11 +381,11 @@ def test_a_step_that_seeds_draws_what_it_asked_for(several: torchstrategy.Strate
     assert after == draws()
 
 
-def test_a_generator_of_the_steps_own_is_its_own(several: torchstrategy.Strategy) -> None:
-    generator = torch.Generator().manual_seed(12)
-    before = torch.get_rng_state()
-    found = in_each(several, lambda: torch.rand(2, generator=generator).tolist())
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_generator_of_the_steps_own_is_its_own(in_one_place: torchstrategy.Strategy) -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(12)
+    before = random_state()
+    found = in_each(in_one_place, lambda: torch.rand(2, generator=generator).tolist())
+    assert same(random_state(), before)
     generator.manual_seed(12)
     assert found == [torch.rand(2, generator=generator).tolist() for _ in found]
 
@@ -415,7 +472,7 @@ def test_weights_made_in_a_scope_are_those_that_plain_torch_makes(strategy: torc
         model = Net()
     after = draws()
     torch.manual_seed(16)
-    plain = Net()
+    plain = plain_net(strategy)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert after == draws()
 
@@ -423,9 +480,9 @@ def test_weights_made_in_a_scope_are_those_that_plain_torch_makes(strategy: torc
 def test_making_the_replicas_copies_draws_nothing(strategy: torchstrategy.Strategy) -> None:
     with strategy.scope():
         model = Net()
-    before = torch.get_rng_state()
+    before = random_state()
     strategy.run(lambda: model.eval() and None)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert same(random_state(), before)
 
 
 def test_a_module_made_in_a_step_is_made_of_that_replicas_numbers(several: torchstrategy.Strategy) -> None:
@@ -437,14 +494,14 @@ def test_a_module_made_in_a_step_is_made_of_that_replicas_numbers(several: torch
 
 
 def test_replicas_that_sit_out_do_not_change_what_the_others_draw() -> None:
-    strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
+    strategy = central(4)
 
     def numbers(rows: int) -> list[list[float]]:
         torch.manual_seed(18)
         (batch,) = strategy.experimental_distribute_dataset([torch.ones(rows, 1)])
-        found = []
-        strategy.run(lambda piece: found.append(draws()), args=(batch,))
-        return found
+        found = {}
+        strategy.run(lambda piece: found.update({replica(): draws()}), args=(batch,))
+        return [found[r] for r in sorted(found)]
 
     everyone = numbers(4)
     assert len(everyone) == 4

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from conftest import TOPOLOGIES, central, central_with_copies
-from problems import close, context, replica_id
+from problems import close, context, replica_id, shown
+from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy import OneDeviceStrategy, ReduceOp, RunOptions, Strategy
 
 DEFAULT = torchstrategy.get_strategy()
@@ -80,7 +80,7 @@ def test_an_unknown_reduction_is_refused(kind: Strategy, junk: str, axis: int | 
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-@pytest.mark.parametrize("junk", [None, 0, sum, torch.ones(1)], ids=repr)
+@pytest.mark.parametrize("junk", [None, 0, sum, torch.ones(1)], ids=shown)
 def test_what_is_no_reduction_is_refused(kind: Strategy, junk: Any, axis: int | None) -> None:
     with pytest.raises(
         TypeError, match=r"^Expected reduce_op to be a torchstrategy\.ReduceOp or its name, 'SUM' or 'M"
@@ -95,7 +95,7 @@ def test_the_axis_has_to_be_said(kind: Strategy) -> None:
         kind.gather(torch.ones(2))
 
 
-@pytest.mark.parametrize("components", [[[1.0, 2.0], [1.0]], [[[1.0, 2.0]], [1.0, 2.0]], [[1.0], 1.0]], ids=repr)
+@pytest.mark.parametrize("components", [[[1.0, 2.0], [1.0]], [[[1.0, 2.0]], [1.0, 2.0]], [[1.0], 1.0]], ids=shown)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_components_of_different_shapes_are_not_added(op: str, components: list[Any]) -> None:
     with pytest.raises(ValueError, match=NO_SUM):
@@ -109,7 +109,7 @@ def test_the_error_shows_the_shapes_and_dtypes() -> None:
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-@pytest.mark.parametrize("components", [["a", "b"], [None, 1.0], [{1}, {2}]], ids=repr)
+@pytest.mark.parametrize("components", [["a", "b"], [None, 1.0], [{1}, {2}]], ids=shown)
 def test_what_has_no_numbers_is_not_added(components: list[Any], axis: int | None) -> None:
     with pytest.raises(
         (TypeError, ValueError), match=r"^Only tensors, arrays and numbers can be combined across replicas"
@@ -246,13 +246,13 @@ def test_scalars_have_no_axis_to_reduce_along(kind: Strategy, op: str) -> None:
         kind.reduce(op, kind.run(lambda: torch.tensor(1.0)), axis=0)
 
 
-@pytest.mark.parametrize("axis", [0.0, "0", [0], (0, 0.5)], ids=repr)
+@pytest.mark.parametrize("axis", [0.0, "0", [0], (0, 0.5)], ids=shown)
 def test_an_axis_is_an_integer(kind: Strategy, axis: Any) -> None:
     with pytest.raises(TypeError, match=r"^The axis to reduce along is an integer or a tuple of them; got "):
         kind.reduce("sum", kind.run(lambda: torch.ones(2)), axis=axis)
 
 
-@pytest.mark.parametrize("axis", [(0, 0), (0, -1)], ids=repr)
+@pytest.mark.parametrize("axis", [(0, 0), (0, -1)], ids=shown)
 def test_an_axis_cannot_be_reduced_along_twice(kind: Strategy, axis: Any) -> None:
     with pytest.raises(ValueError, match=r"axis"):
         kind.reduce("sum", kind.run(lambda: torch.ones(2)), axis=axis)
@@ -306,7 +306,7 @@ def test_a_reduction_that_is_reduced_again_counts_again() -> None:
 
 
 @pytest.mark.parametrize("topology", SINGLE)
-@pytest.mark.parametrize("value", [torch.ones(2), 3, None, "text", object()], ids=repr)
+@pytest.mark.parametrize("value", [torch.ones(2), 3, None, "text", object()], ids=shown)
 def test_a_single_replica_reduces_anything_to_itself(topology: str, value: object) -> None:
     strategy = TOPOLOGIES[topology]()
     for op in ("sum", "mean"):
@@ -439,7 +439,7 @@ def test_a_gather_axis_may_be_a_tensor() -> None:
     assert TWO.gather(per_replica(TWO, [[1.0], [2.0]]), axis=torch.tensor(0)).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("axis", [0.5, "0", (0,)], ids=repr)
+@pytest.mark.parametrize("axis", [0.5, "0", (0,)], ids=shown)
 def test_a_gather_axis_is_an_integer(axis: Any) -> None:
     with pytest.raises(TypeError, match=r"^The axis to gather along is an integer; got "):
         TWO.gather(per_replica(TWO, [[1.0], [2.0]]), axis=axis)
@@ -582,7 +582,7 @@ def test_containers_are_all_reduced_leaf_by_leaf(strategy: Strategy) -> None:
     strategy.run(step)
 
 
-@pytest.mark.parametrize("empty", [[], {}, ()], ids=repr)
+@pytest.mark.parametrize("empty", [[], {}, ()], ids=shown)
 def test_an_empty_container_is_all_reduced_to_itself(kind: Strategy, empty: Any) -> None:
     assert kind.run(lambda: context().all_reduce("sum", empty)) == empty
     assert kind.run(lambda: context().all_gather(empty, axis=0)) == empty

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torchstrategy
-from conftest import TOPOLOGIES, central, compute_devices
-from problems import context, replica_id
+from problems import context, replica_id, shown
+from topologies import TOPOLOGIES, central, compute_devices
 from torchstrategy import (
     CentralStorageStrategy,
     DistributedValues,
@@ -67,7 +67,7 @@ def from_each(strategy: Strategy, value: Any) -> list[Any]:
 # Arguments
 
 
-@pytest.mark.parametrize("junk", [torch.ones(2), None, "ab", {1}, {"x": 1}, 5, (i for i in range(2))], ids=repr)
+@pytest.mark.parametrize("junk", [torch.ones(2), None, "ab", {1}, {"x": 1}, 5, (i for i in range(2))], ids=shown)
 def test_positional_arguments_must_be_a_list_or_tuple(kind: Strategy, junk: Any) -> None:
     name = type(junk).__name__
     with pytest.raises(
@@ -76,7 +76,7 @@ def test_positional_arguments_must_be_a_list_or_tuple(kind: Strategy, junk: Any)
         kind.run(lambda *args: None, args=junk)
 
 
-@pytest.mark.parametrize("args", [(3, 4), [3, 4], collections.namedtuple("Two", "a b")(3, 4)], ids=repr)
+@pytest.mark.parametrize("args", [(3, 4), [3, 4], collections.namedtuple("Two", "a b")(3, 4)], ids=shown)
 def test_positional_arguments_may_be_a_list_or_any_tuple(kind: Strategy, args: Any) -> None:
     assert kind.run(lambda a, b: a * b, args=args) == 12
 
@@ -86,13 +86,13 @@ def test_keyword_arguments_may_be_left_out_or_none(kind: Strategy) -> None:
     assert kind.run(lambda a, *, b: a - b, args=(5,), kwargs={"b": 3}) == 2
 
 
-@pytest.mark.parametrize("junk", [5, [("x", 1)], "x"], ids=repr)
+@pytest.mark.parametrize("junk", [5, [("x", 1)], "x"], ids=shown)
 def test_keyword_arguments_must_be_a_mapping(kind: Strategy, junk: Any) -> None:
     with pytest.raises(TypeError):
         kind.run(lambda x=None: x, kwargs=junk)
 
 
-@pytest.mark.parametrize("junk", [5, None, "fn", torch.ones(1)], ids=repr)
+@pytest.mark.parametrize("junk", [5, None, "fn", torch.ones(1)], ids=shown)
 def test_what_is_run_must_be_callable(kind: Strategy, junk: Any) -> None:
     with pytest.raises(TypeError, match=r"call(able|ed)"):
         kind.run(junk)
@@ -194,7 +194,7 @@ def test_messages_count_as_people_do(case: str) -> None:
 # Options
 
 
-@pytest.mark.parametrize("junk", [{}, "options", 3, torchstrategy.RunOptions], ids=repr)
+@pytest.mark.parametrize("junk", [{}, "options", 3, torchstrategy.RunOptions], ids=shown)
 def test_options_must_be_run_options(kind: Strategy, junk: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"^options is a torchstrategy\.RunOptions or None; got {re.escape(repr(junk))}\."
@@ -252,7 +252,7 @@ def test_an_unknown_gradient_reduction_is_refused(make: Callable[[Any], object])
         make(3)
 
 
-@pytest.mark.parametrize("examples", [[3, 1], (3.0, 1.0), torch.tensor([3, 1]), [0, 2]], ids=repr)
+@pytest.mark.parametrize("examples", [[3, 1], (3.0, 1.0), torch.tensor([3, 1]), [0, 2]], ids=shown)
 def test_examples_are_one_number_for_each_replica(examples: Any) -> None:
     assert central(2).run(lambda: 1, options=RunOptions(examples=examples)) == 1
 
@@ -272,7 +272,7 @@ def test_an_example_count_is_a_number_of_examples(bad: float) -> None:
         RunOptions(examples=[2, bad])
 
 
-@pytest.mark.parametrize("junk", [3, "ab", [None, 1]], ids=repr)
+@pytest.mark.parametrize("junk", [3, "ab", [None, 1]], ids=shown)
 def test_examples_of_another_type_are_refused_by_name(junk: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"examples"):
         RunOptions(examples=junk)
@@ -751,7 +751,7 @@ def test_a_value_function_is_called_for_each_replica_in_order(topology: str) -> 
 
 
 @pytest.mark.parametrize("topology", REBUILD)
-@pytest.mark.parametrize("same", [7, None, "text", torch.ones(1)], ids=repr)
+@pytest.mark.parametrize("same", [7, None, "text", torch.ones(1)], ids=shown)
 def test_a_value_function_makes_a_distributed_value_also_of_one_object(topology: str, same: object) -> None:
     strategy = TOPOLOGIES[topology]()
     value = strategy.experimental_distribute_values_from_function(lambda _: same)
@@ -984,7 +984,7 @@ def test_batch_reduce_to_reduces_each_pair(several: Strategy) -> None:
     assert several.extended.batch_reduce_to("sum", []) == []
 
 
-@pytest.mark.parametrize("pair", [[1, "cpu"], (1,), (1, "cpu", 2), 1], ids=repr)
+@pytest.mark.parametrize("pair", [[1, "cpu"], (1,), (1, "cpu", 2), 1], ids=shown)
 def test_batch_reduce_to_takes_pairs(kind: Strategy, pair: Any) -> None:
     sentence = rf"^batch_reduce_to takes \(value, destinations\) pairs; got {re.escape(repr(pair))}\."
     with pytest.raises(ValueError, match=sentence):
@@ -1018,7 +1018,7 @@ def test_a_module_without_parameters_and_a_parameter_of_a_module_are_known_too(m
     assert strategy.extended.variable_created_in_scope(make()) is False
 
 
-@pytest.mark.parametrize("junk", [3, None, "weight"], ids=repr)
+@pytest.mark.parametrize("junk", [3, None, "weight"], ids=shown)
 def test_only_modules_and_parameters_can_have_been_created_in_a_scope(kind: Strategy, junk: Any) -> None:
     with pytest.raises(TypeError, match=r"^variable_created_in_scope asks about a module or a parameter; got "):
         kind.extended.variable_created_in_scope(junk)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
-from conftest import central
 from problems import data, mlp, replica_id, sgd
+from topologies import central
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
 
 BATCHES = [data(8, seed=1), data(7, seed=2), data(3, seed=3)]  # even, uneven, and fewer rows than replicas

@@ -1,8 +1,7 @@
-"""Simulated devices: how a process gets them. What they then do is tested in processes that have them, from here."""
+"""Simulated devices: how a process gets them. What they then do is tested in tests/simulated."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import torchstrategy.testing
 from torchstrategy.testing import _simulation
 
 HERE = Path(__file__).parent
-FILES = sorted((HERE / "simulated").glob("test_*.py"))
 
 runs_here = pytest.mark.skipif(bool(_simulation.why_not_simulated()), reason=str(_simulation.why_not_simulated()))
 is_plain = pytest.mark.skipif(bool(torchstrategy.testing.simulated_devices()), reason="this process simulates devices")
@@ -26,18 +24,6 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
     lines = ["import torch", "import torchstrategy.testing as testing", program]
     command = [sys.executable, "-W", "error", "-c", "\n".join(lines)]
     return subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, timeout=120)
-
-
-@runs_here
-@is_plain
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_on_five_simulated_devices(file: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--simulate-devices=5"]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # the tensors are small, and several cores in each other's way
-    done = subprocess.run(
-        [*command, str(file)], capture_output=True, text=True, cwd=HERE.parent, env=alone, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("count", [0, -1, 65, 10**9])

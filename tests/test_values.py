@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from conftest import central
+from topologies import central
 from torchstrategy import DistributedValues, Strategy, get_replica_context
 from torchstrategy._values import ABSENT, Mirrored, PerReplica, local_results, regroup, select
 

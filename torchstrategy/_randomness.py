@@ -44,15 +44,12 @@ class RandomStreams:
     def put_in_force(self, replica: int) -> None:
         """From here on the generators of `replica` produce its stream."""
         for generator in self._generators[replica]:
-            holder = self._holders.get(generator, 0)
-            if holder == replica:
-                continue
-            self._paused[generator, holder] = generator.get_state()
-            if (generator, replica) in self._paused:
-                generator.set_state(self._paused[generator, replica])
-            else:
-                generator.manual_seed(self._seed(replica))
-            self._holders[generator] = replica
+            self._lend(generator, replica)
+
+    def put_callers_in_force(self) -> None:
+        """From here on all generators produce the caller's streams, as where no replica runs."""
+        for generator in list(self._holders):
+            self._lend(generator, 0)
 
     def give_back(self) -> None:
         """The caller's generators go on where replica 0 stopped."""
@@ -60,6 +57,17 @@ class RandomStreams:
             if holder != 0:
                 generator.set_state(self._paused[generator, 0])
         self._holders.clear()
+
+    def _lend(self, generator: torch.Generator, replica: int) -> None:
+        holder = self._holders.get(generator, 0)
+        if holder == replica:
+            return
+        self._paused[generator, holder] = generator.get_state()
+        if (generator, replica) in self._paused:
+            generator.set_state(self._paused[generator, replica])
+        else:
+            generator.manual_seed(self._seed(replica))
+        self._holders[generator] = replica
 
     def _seed(self, replica: int) -> int:
         digest = hashlib.blake2b(self._origin, digest_size=8, salt=replica.to_bytes(8, "little"))

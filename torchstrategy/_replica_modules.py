@@ -41,6 +41,7 @@ class Original:
     is_running: bool = False  # a running statistic, which torch's kernels write without counting it
     version: int = -1
     place: tuple[object, ...] = ()
+    memory: torch.UntypedStorage | None = None  # kept, so that nothing else can come to lie at that place
 
     def has_changed(self) -> bool:
         """Whether it was written, or lies elsewhere."""
@@ -52,7 +53,10 @@ class Original:
 
     def is_known(self) -> None:
         """The copies agree with it."""
-        self.version, self.place = version(self.tensor), _place(self.tensor)
+        self.version = version(self.tensor)
+        if self.has_moved():
+            self.place = _place(self.tensor)
+            self.memory = self.tensor.untyped_storage() if self.tensor.layout is torch.strided else None
 
     def is_written(self) -> None:
         """It was written in a way that counts no version."""

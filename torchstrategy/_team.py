@@ -185,6 +185,7 @@ class Team:
             inbox.put(_STOP)  # for one that waits at a meeting
             inbox.put(None)
         for r, task in tasks.items():
+            self._threads[r].join(_PATIENCE_S)  # one that waited at a meeting is cleaning up, and may finish that
             while self._threads[r].is_alive():
                 if task.is_running:
                     self._interrupt(r)
@@ -197,7 +198,7 @@ class Team:
 
 
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
-_PATIENCE_S = 0.1  # before a replica that has swallowed one interruption gets another
+_PATIENCE_S = 0.1  # before a replica is interrupted, and before one that has swallowed that is interrupted again
 
 
 def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
@@ -314,7 +315,7 @@ class _Run:
         meetings = [self._met[r] for r in sorted(self._met)]
         if self._results or any(meeting.name != meetings[0].name for meeting in meetings):
             raise RuntimeError(self._unequal())
-        self._streams.put_in_force(0)
+        self._streams.put_callers_in_force()
         held(meetings[0].name)
         answers = meetings[0].combine([meeting.brought for meeting in meetings])
         self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}

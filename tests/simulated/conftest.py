@@ -1,4 +1,4 @@
-"""The tests that need simulated devices, sim:0 to sim:4. tests/test_simulation.py runs each file in its own process."""
+"""The tests that need simulated devices, sim:0 to sim:4. Run pytest with --simulate-devices=5."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         return None
     module: pytest.Module = _Skipped.from_parent(parent, path=module_path)
     return module
+
+
+def pytest_collection_finish() -> None:
+    # torch's own helpers for tests freeze the settings of its backends when they are imported; other tests change them.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +154,38 @@ def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(writ
         write([y, torch.ones(2, device=TWO)], 2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+def test_an_interruption_comes_out_wherever_it_arrives() -> None:
+    # As Ctrl-C does, which Python raises in any of its functions; where C++ cannot let it pass, the process would end.
+    model, x = torch.nn.Linear(2, 2, device=ONE), torch.ones(2, 2, device=ONE)
+
+    def interrupted_at(number: int) -> bool:
+        seen = 0
+
+        def profile(frame: types.FrameType, event: str, argument: object) -> None:
+            nonlocal seen
+            seen += event == "call"
+            if event == "call" and seen == number and not is_collecting(frame):
+                raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            model(x).sum().backward()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+            torch.autograd.set_multithreading_enabled(True)  # what a block sets, an interruption may leave set
+        return seen >= number
+
+    def is_collecting(frame: types.FrameType | None) -> bool:  # what is raised there is lost, in any program
+        return frame is not None and (frame.f_code.co_filename == weakref.__file__ or is_collecting(frame.f_back))
+
+    number = 1
+    while interrupted_at(number):
+        number += 1
+    assert number > 20
 
 
 def test_a_leaf_is_not_written() -> None:

@@ -573,6 +573,14 @@ def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
     assert twice.coalesce().values().device == copy.deepcopy(twice).device == ONE
 
 
+def test_a_loop_over_lists_leaves_tensors_of_the_cpu_there() -> None:
+    here, there = torch.ones(2), torch.ones(2, device=ONE)
+    doubled = torch._foreach_mul([here, there], 2.0)
+    assert [tensor.device for tensor in doubled] == [here.device, ONE]
+    torch._foreach_add_(doubled, [here, there])
+    assert [tensor.tolist() for tensor in doubled] == [[3.0, 3.0]] * 2
+
+
 def test_deterministic_algorithms_fill_what_is_uninitialised() -> None:
     torch.use_deterministic_algorithms(True)
     try:
