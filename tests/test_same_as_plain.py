@@ -16,8 +16,13 @@ from torch.nn import functional as F
 
 import torchstrategy
 from problems import data, mlp, replica_id, sgd
-from topologies import central
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
+
+
+def central(replicas: int) -> torchstrategy.Strategy:
+    """Replicas on the one CPU; what a boundary between devices shows is tested in tests/simulated."""
+    return torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
+
 
 BATCHES = [data(8, seed=1), data(7, seed=2), data(3, seed=3)]  # even, uneven, and fewer rows than replicas
 
