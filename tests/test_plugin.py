@@ -487,7 +487,8 @@ def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -
     assert len(outcomes(output)) == 25
     output = pytest_on(tmp_path, "-v", "-k", "not clean")
     assert "1 failed, 6 passed, 25 deselected, 7 errors" in output
-    assert output.count("AssertionError: The thread 'prefetch' is still running") == 2
-    assert output.count("AssertionError: This thread was outside of every scope, and is in the scope of") == 2
-    assert output.count("AssertionError: grad was True, and is False.") >= 3  # one again in the summary
+    # Once in each report, and, where the line is long enough for it, again in the summary.
+    assert output.count("AssertionError: The thread 'prefetch' is still running") >= 2
+    assert output.count("AssertionError: This thread was outside of every scope, and is in the scope of") >= 2
+    assert output.count("AssertionError: grad was True, and is False.") >= 3
     assert "ValueError: of the test" in output
