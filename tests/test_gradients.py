@@ -1103,6 +1103,23 @@ def test_every_optimizer_of_torch_updates_what_the_replicas_see(make, name):
         )
 
 
+def test_an_update_in_the_step_keeps_its_state_where_plain_torch_keeps_it(make):
+    # A lone replica made its update in the replica's own default device, where Adam then put its count of steps.
+    for n in (1, 3):
+        strategy = make(n)
+        (model, optimizer), _ = built(strategy, mlp, lambda m: torch.optim.Adam(m.parameters()))
+
+        def step(batch: Any, model: Any = model, optimizer: Any = optimizer) -> None:
+            mse(model, batch).backward()
+            optimizer.step()
+
+        strategy.run(step, args=(deal(strategy, data(7)),))
+        owner = model[0].weight.device
+        for state in optimizer.state.values():
+            places = {name: tensor.device for name, tensor in state.items()}
+            assert places == {"step": torch.device("cpu"), "exp_avg": owner, "exp_avg_sq": owner}, n
+
+
 def test_an_update_in_the_step_is_seen_by_the_forward_after_it(make):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         for _ in range(3):

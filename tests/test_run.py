@@ -418,9 +418,10 @@ def test_replicas_that_stand_at_a_meeting_are_unwound_when_another_fails_after_i
 def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
     strategy = TOPOLOGIES[topology]()
     n = strategy.num_replicas_in_sync
-    all_three = threading.Barrier(3)
+    barriers = [threading.Barrier(3) for _ in range(n)]  # replicas of one run may run at the same time
 
     def step(x: torch.Tensor) -> torch.Tensor:
+        all_three = barriers[replica_id()]
         all_three.wait(timeout=30)
         mine = x * 2 + replica_id()
         merged = context().merge_call(lambda s, v: s.reduce("mean", v, axis=None), args=(mine,))
@@ -1069,3 +1070,11 @@ def test_the_default_strategy_is_not_copied() -> None:
 def test_a_strategy_is_made_of_its_extended() -> None:
     with pytest.raises(TypeError):
         Strategy()
+
+
+def test_a_merge_function_makes_tensors_where_its_caller_does(strategy: Strategy) -> None:
+    if isinstance(strategy, OneDeviceStrategy):
+        pytest.skip("the merge function of a strategy of one device is on that device")
+    with torch.device("meta"):
+        made = strategy.run(lambda: context().merge_call(lambda _: [torch.empty(()).device.type]))
+    assert from_each(strategy, made[0]) == ["meta"] * strategy.num_replicas_in_sync

@@ -103,7 +103,8 @@ class CallerState:
 def _take_everything_off() -> None:
     """Leaves a replica's thread bare, as it is between runs, whatever the step left on."""
     torch.set_default_device(None)
-    while dispatch_modes():
+    left = dispatch_modes()  # held while they go: popping a mode that nobody else refers to crashes torch 2.10
+    for _ in left:
         pop_dispatch_mode()
     while function_modes():
         pop_function_mode()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from torchstrategy._conductors import held, reached
+from torchstrategy._devices import in_use
 from torchstrategy._types import Device, Tree
 
 Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
@@ -53,11 +54,22 @@ class Replica(ABC):
 
 @final
 class InlineReplica(Replica):
-    """The one replica of a run, on the caller's thread: it meets itself."""
+    """The one replica of a run, on the caller's thread: it meets itself.
+
+    Args:
+        index: Its id.
+        device: Where it runs.
+        callers_device: The default device of the caller, for what happens at meetings; None: that of the replica.
+    """
+
+    def __init__(self, index: int, device: Device, callers_device: Device | None = None) -> None:
+        super().__init__(index, device)
+        self._callers_device = callers_device
 
     def pause(self) -> None:
         pass  # there is nobody else
 
     def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
         held(name)
-        return combine([brought])[0]
+        with in_use(self._callers_device):
+            return combine([brought])[0]

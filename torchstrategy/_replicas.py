@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
+import torch
+
 from torchstrategy._conductors import performed_alone
 from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._team import Team
@@ -29,7 +31,7 @@ class Replicas:
     def run(self, call: Callable[[Replica], Tree], present: Sequence[int]) -> dict[int, Tree]:
         """Calls `call` for each of the replicas `present`, and returns what each returned; see `Team.run`."""
         if len(self.devices) == 1:
-            replica = InlineReplica(0, self.devices[0])
+            replica = InlineReplica(0, self.devices[0], torch.get_default_device())
             return {0: performed_alone(lambda: call(replica))}
         team = self._borrow()
         try:

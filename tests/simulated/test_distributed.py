@@ -81,6 +81,7 @@ def test_ranks_on_simulated_devices_train_as_one_process_does(kind: Trained) -> 
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
         threaded.ProcessLocalGroup.reset()
+        torch.autograd.set_multithreading_enabled(True)  # which older ones leave off
     if errors:
         raise errors[0]
     for rank in range(RANKS):
