@@ -1106,6 +1106,8 @@ def test_every_optimizer_of_torch_updates_what_the_replicas_see(make, name):
 def test_an_update_in_the_step_keeps_its_state_where_plain_torch_keeps_it(make):
     # A lone replica made its update in the replica's own default device, where Adam then put its count of steps.
     for n in (1, 3):
+        if n == 1 and make is central:
+            continue  # one replica on the user's own objects is plain, in its own default device
         strategy = make(n)
         (model, optimizer), _ = built(strategy, mlp, lambda m: torch.optim.Adam(m.parameters()))
 

@@ -271,7 +271,8 @@ def test_torchs_own_random_state_is_enough_to_resume(strategy: torchstrategy.Str
 
 
 def test_fork_rng_around_a_run_takes_back_all_that_it_drew(strategy: torchstrategy.Strategy) -> None:
-    with torch.random.fork_rng(device.index for device in SIMULATED):
+    kind = SIMULATED[0].type if SIMULATED else "cuda"
+    with torch.random.fork_rng([device.index for device in SIMULATED], device_type=kind):
         first = in_each(strategy, draws)
     assert in_each(strategy, draws) == first
 

@@ -137,3 +137,20 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(tmp_path:
     one, other = done.stdout.splitlines()
     assert one == "tensor([1., 1.], device='sim:2')"
     assert "Call torchstrategy.testing.simulate_devices(3), or more, in it as well" in other
+
+
+@runs_here
+def test_a_strategy_that_ran_before_devices_were_simulated_goes_on() -> None:
+    # What device types have autocast was read once, when theirs had another name.
+    done = python("""
+import torchstrategy
+strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
+strategy.run(lambda: torch.ones(2))
+testing.simulate_devices(2)
+strategy.run(lambda: torch.ones(2))
+strategy = torchstrategy.CentralStorageStrategy(["sim:0", "sim:1"])
+with torch.autocast("sim", dtype=torch.float16):
+    products = strategy.run(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+print({product.dtype for product in products.values})
+""")
+    assert (done.returncode, done.stdout) == (0, "{torch.float16}\n"), done.stderr

@@ -1186,6 +1186,19 @@ def test_a_script_module_is_refused(make):
     refused(make, Holder, r"Holder\.inner is a ScriptModule, of which replicas cannot have copies")
 
 
+def test_a_module_made_in_inference_mode_is_refused_and_one_that_runs_in_it_is_not(make):
+    strategy = make(3)
+    with torch.inference_mode(), strategy.scope():
+        model = mlp()
+    with pytest.raises(TypeError, match=r"^Sequential\.0\.weight was made in torch\.inference_mode\(\)"):
+        strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(7)),))
+    with strategy.scope():
+        model = mlp()
+    with torch.inference_mode():
+        result = strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(7)),))
+    assert sum(len(rows) for rows in strategy.experimental_local_results(result)) == 7
+
+
 def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(make):
     def build() -> nn.Module:
         with warnings.catch_warnings():

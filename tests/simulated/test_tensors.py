@@ -88,7 +88,11 @@ MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+SPARSE_CHECKS = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # which torch 2.11 says once a process
+
+
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+@SPARSE_CHECKS
 class TestFactories:
     @pytest.mark.parametrize("device", ["sim:0", "sim:3", TWO], ids=str)
     def test_a_tensor_is_a_plain_one_on_the_device_it_was_made_on(self, make: Any, device: Any) -> None:
@@ -559,6 +563,7 @@ def test_a_subclass_stays_one() -> None:
     assert (x + 1).device == ONE
 
 
+@SPARSE_CHECKS
 def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     sparse = dense.to(ONE).to_sparse()

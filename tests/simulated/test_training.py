@@ -385,6 +385,7 @@ class OnDevice(Dataset[torch.Tensor]):
 
 
 class TestLoading:
+    @pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.pin_memory")  # of older loaders themselves
     @pytest.mark.parametrize("workers", [0, 2])
     def test_pinned_batches_are_sent_to_a_device(self, workers: int) -> None:
         rows = TensorDataset(torch.arange(8.0), torch.arange(8))
