@@ -11,6 +11,7 @@ on it. Whatever needs a kernel is run by the CPU on the same bytes. What a reade
     _backend       how torch learns of kernels
     _creation, _layers, _sparse, _autocast      the few operators that need more
     _generators, _streams, _storages, _tensors, _accelerator      what torch asks besides operators
+    _facades       how a class of torch is replaced
     _module        what `torch.sim` is
     _cuda_alias    code that says "cuda"
 """

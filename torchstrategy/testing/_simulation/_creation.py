@@ -12,7 +12,7 @@ from torchstrategy._torch import storage_users
 from torchstrategy.testing._simulation._backend import Backend, operator
 from torchstrategy.testing._simulation._kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation._memory import Together, on_cpu, on_device, overlap
-from torchstrategy.testing._simulation._ordinals import NAME, index_of, is_simulated, ordinal
+from torchstrategy.testing._simulation._ordinals import NAME, is_simulated, ordinal
 from torchstrategy.testing._simulation._storages import CPU_KERNELS, adopt, new_storage, point_at
 from torchstrategy.testing._simulation._streams import copied, guarded
 
@@ -97,7 +97,7 @@ def _register_copies(backend: Backend) -> None:
 def _register_storage_kernels(backend: Backend) -> None:
     @backend.kernel("set_")
     def _empty_out(tensor: Any) -> Any:
-        point_at(tensor, new_storage(0, _index(tensor)), 0, (0,), (1,))
+        point_at(tensor, new_storage(0, ordinal(tensor.device)), 0, (0,), (1,))
         return tensor
 
     @backend.kernel("set_.source_Storage")
@@ -132,12 +132,6 @@ def _resized(tensor: torch.Tensor, size: list[int]) -> None:
     point_at(before, storage, 0, (storage.nbytes(),), (1,))
     grown.view(torch.uint8)[: before.numel()].copy_(on_cpu(before))
     adopt(tensor, grown.as_strided(size, strides, offset))
-
-
-def _index(tensor: torch.Tensor) -> int:
-    index = index_of(tensor)
-    assert index is not None
-    return index
 
 
 def _register_pinned_memory(backend: Backend) -> None:

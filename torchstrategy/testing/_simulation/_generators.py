@@ -8,15 +8,15 @@ from typing import Any, final
 import torch
 
 from torchstrategy._torch import generator_id
+from torchstrategy.testing._simulation._facades import put_in_place
 from torchstrategy.testing._simulation._ordinals import NAME, ordinal
 
-_CpuGenerator = torch.Generator
 _default: list[torch.Generator] = []  # filled once, by `make_default_generators`
 _devices: dict[int, torch.device] = {}  # of each living generator of ours, by its id
 
 
 @final
-class SimulatedGenerator(_CpuGenerator):
+class SimulatedGenerator(torch.Generator):  # the original: `install` puts another one in its place
     """A generator that says that it is on a simulated device."""
 
     @property
@@ -24,32 +24,20 @@ class SimulatedGenerator(_CpuGenerator):
         return _devices[generator_id(self)]
 
 
-class _GeneratorType(type(_CpuGenerator)):  # type: ignore[misc]
-    """Of what kind `torch.Generator` becomes: the same, and it can be asked for one on a simulated device."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _CpuGenerator)
-
-    def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        if torch.device(device).type != NAME:
-            return _CpuGenerator(device)
-        generator = SimulatedGenerator("cpu")
-        identity = generator_id(generator)
-        _devices[identity] = torch.device(NAME, ordinal(device))
-        weakref.finalize(generator, _devices.pop, identity, None).atexit = False
-        return generator
-
-
-class _Generator(_CpuGenerator, metaclass=_GeneratorType):
-    """In the place of `torch.Generator`, whose C++ asks only backends of C++."""
-
-    __doc__ = _CpuGenerator.__doc__
-
-
 def install() -> None:
     """Makes `torch.Generator(device="sim:1")` possible."""
-    _Generator.__module__, _Generator.__qualname__, _Generator.__name__ = "torch", "Generator", "Generator"
-    torch.Generator = _Generator  # type: ignore[misc]
+    put_in_place("Generator", _generator)
+
+
+def _generator(original: Any, device: Any = "cpu") -> torch.Generator:
+    if torch.device(device).type != NAME:
+        made: torch.Generator = original(device)
+        return made
+    generator = SimulatedGenerator("cpu")
+    identity = generator_id(generator)
+    _devices[identity] = torch.device(NAME, ordinal(device))
+    weakref.finalize(generator, _devices.pop, identity, None).atexit = False
+    return generator
 
 
 def make_default_generators(count: int) -> None:

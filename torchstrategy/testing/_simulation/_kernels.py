@@ -81,6 +81,10 @@ class _Operator:
         # For each result: the argument that it is, or None where it is new.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
 
+    def argument(self, position: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What stands at a position of the declaration; None if nothing."""
+        return args[position] if position < len(args) else kwargs.get(self.names[position])
+
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
         """Whether accelerators take this tensor of the CPU, as the argument at a position."""
         if self.names[position] in self._from_the_cpu:
@@ -133,11 +137,10 @@ class _Arguments:
 
     def given(self, position: int) -> Any:
         """What the caller gave at a position of the declaration; None if nothing."""
-        args, kwargs = self._given
-        return args[position] if position < len(args) else kwargs.get(self._operator.names[position])
+        return self._operator.argument(position, *self._given)
 
     def __getitem__(self, position: int) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(self._operator.names[position])
+        return self._operator.argument(position, self.args, self.kwargs)
 
     def __setitem__(self, position: int, value: Any) -> None:
         if position < len(self.args):
@@ -299,8 +302,8 @@ def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     on_one_device = len({tensor.device for tensors in lists for tensor in tensors}) <= 1
     results = run_on_cpu(op, *args, **kwargs) if on_one_device else _one_by_one(op, len(lists[0]), args, kwargs)
     # Nobody else counts these writes: a kernel on lists does, and the CPU has counted on its own view of the memory.
-    lists = [args[i] if i < len(args) else kwargs[operator.names[i]] for i in operator.written]
-    written = [tensor for tensors in lists for tensor in tensors if not tensor.is_inference()]
+    targets = [tensor for position in operator.written for tensor in operator.argument(position, args, kwargs)]
+    written = [tensor for tensor in targets if not tensor.is_inference()]
     torch.autograd.graph.increment_version(written)
     return results
 

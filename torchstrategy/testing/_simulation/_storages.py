@@ -14,7 +14,6 @@ from torchstrategy.testing._simulation._memory import on_cpu, on_device
 from torchstrategy.testing._simulation._ordinals import (
     NAME,
     device_count,
-    index_of,
     is_simulated,
     ordinal,
 )
@@ -49,8 +48,7 @@ def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
         point_at(tensor, own, tensor.storage_offset(), made.size(), made.stride())
         on_cpu(tensor).copy_(made)
         return
-    index = index_of(tensor)
-    assert index is not None
+    index = ordinal(tensor.device)
     whole = torch.empty(0, dtype=torch.uint8, device="cpu")
     whole.set_(made.untyped_storage(), 0, (made.untyped_storage().nbytes(),), (1,))
     point_at(tensor, on_device(whole, index).untyped_storage(), made.storage_offset(), made.size(), made.stride())

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy._torch import PRIVATEUSE1_ID
+from torchstrategy.testing._simulation._facades import put_in_place
 from torchstrategy.testing._simulation._ordinals import NAME, current_device, index_of, ordinal, set_device
 from torchstrategy.testing._simulation._recorder import Clock, recorder
 
@@ -237,48 +238,24 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [address for address in (tensor.untyped_storage().data_ptr() for tensor in on_devices) if address]
 
 
-# torch's own names, which ask only backends of C++.
+# torch's own names.
 
 
-_TorchStream, _TorchEvent = torch.Stream, torch.Event
+def install() -> None:
+    """Makes `torch.Stream(device="sim:1")` and `torch.Event(device="sim:1")` ones of simulated devices."""
+    put_in_place("Stream", _stream)
+    put_in_place("Event", _event)
 
 
-class _StreamType(type(torch.Stream)):  # type: ignore[misc]
-    """Of what kind `torch.Stream` becomes: the same, and it can be asked for one on a simulated device."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _TorchStream)
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device", args[0] if args else None)
-        return Stream(device) if _is_simulated(device) else _TorchStream(*args, **kwargs)
+def _stream(original: Any, *args: Any, **kwargs: Any) -> Any:
+    device = kwargs.get("device", args[0] if args else None)
+    return Stream(device) if _is_simulated(device) else original(*args, **kwargs)
 
 
-class _EventType(type(torch.Event)):  # type: ignore[misc]
-    """The same for `torch.Event`."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _TorchEvent)
-
-    def __call__(cls, device: Any = None, **kwargs: Any) -> Any:
-        return Event(**kwargs) if device is None or _is_simulated(device) else _TorchEvent(device, **kwargs)
+def _event(original: Any, device: Any = None, **kwargs: Any) -> Any:
+    return Event(**kwargs) if device is None or _is_simulated(device) else original(device, **kwargs)
 
 
 def _is_simulated(device: Any) -> bool:
     """Whether a stream or an event for this `device` is on a simulated one; an int is an index of the accelerator."""
     return isinstance(device, int) or (device is not None and torch.device(device).type == NAME)
-
-
-class _AnyStream(torch.Stream, metaclass=_StreamType):
-    __doc__ = torch.Stream.__doc__
-
-
-class _AnyEvent(torch.Event, metaclass=_EventType):
-    __doc__ = torch.Event.__doc__
-
-
-def install() -> None:
-    """Makes `torch.Stream(device="sim:1")` and `torch.Event(device="sim:1")` ones of simulated devices."""
-    for facade, name in ((_AnyStream, "Stream"), (_AnyEvent, "Event")):
-        facade.__module__, facade.__qualname__, facade.__name__ = "torch", name, name
-        setattr(torch, name, facade)

@@ -1,0 +1,27 @@
+"""Classes in the place of torch's own, which can be asked for one on a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def put_in_place(name: str, make: Callable[..., Any]) -> None:
+    """Replaces a class of torch, whose C++ asks only backends of C++.
+
+    Args:
+        name: Its name in `torch`.
+        make: What is called in place of the class: with the class itself, and with what it was called with.
+    """
+    original: Any = getattr(torch, name)
+
+    class Kind(type(original)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(original, *args, **kwargs)
+
+    setattr(torch, name, Kind(name, (original,), {"__doc__": original.__doc__, "__module__": "torch"}))
