@@ -190,6 +190,15 @@ def test_the_block_fails_if_there_were_races_unless_it_is_told_not_to() -> None:
         kept[0].sum()
 
 
+def test_every_race_has_a_line_of_its_own() -> None:
+    kept = []
+    with pytest.raises(AssertionError) as caught, record_streams():
+        kept += [prefetched(stream()), prefetched(stream())]
+        kept[0].sum()
+        kept[1].sum()
+    assert [line[:10] for line in str(caught.value).splitlines()[1:]] == ["- aten.sum", "- aten.sum"]
+
+
 def test_an_error_of_the_block_is_not_hidden_by_a_race() -> None:
     kept = []
     with pytest.raises(KeyError), record_streams():

@@ -20,7 +20,7 @@ Stream = tuple[int, int]
 Clock = dict[Stream, int]
 """Of each stream, how many of its pieces of work are done."""
 
-_PACKAGES = tuple(str(Path(__file__).parents[depth]) for depth in (1, 2))
+_PACKAGE = str(Path(__file__).parents[2])
 _recorders: list[Recorder] = []  # at most one
 
 
@@ -239,7 +239,7 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     finally:
         _recorders.remove(made)
     if check and made.races:
-        raise AssertionError(f"On real devices this may go wrong:\n- {chr(10).join(made.races)}")
+        raise AssertionError("\n- ".join(["On real devices this may go wrong:", *made.races]))
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -256,6 +256,6 @@ def _users_line() -> str:
     """The innermost line that is neither torch's nor ours: ` (train.py:12)`."""
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGES) and "/torch/" not in file and not file.startswith("<"):
+        if not file.startswith(_PACKAGE) and "/torch/" not in file and not file.startswith("<"):
             return f" ({Path(file).name}:{line})"
     return ""
