@@ -129,9 +129,12 @@ class Problem:
         with strategy.scope():
             self.model = Net()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.inputs = strategy.run(lambda: torch.randn(4, 3))
+        self.inputs = self.new_inputs()
         self.train()
         self.accumulate()
+
+    def new_inputs(self) -> Any:
+        return self.strategy.run(lambda: torch.randn(4, 3))
 
     def train(self) -> None:
         def step(inputs: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import torchstrategy
 from problems import context, deal, replica_id
-from test_failure import Net, Problem, assert_same
+from test_failure import Problem, assert_same
 from topologies import SEVERAL, TOPOLOGIES, central
 from torchstrategy import _team
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
@@ -29,15 +29,8 @@ class Injected(Exception):
 class Training(Problem):
     """A model and its optimizer in the middle of training, on a batch that is dealt out, with gradients that wait."""
 
-    def __init__(self, strategy: torchstrategy.Strategy) -> None:
-        torch.manual_seed(0)
-        self.strategy = strategy
-        with strategy.scope():
-            self.model = Net()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.inputs = deal(strategy, torch.randn(12, 3))
-        self.train()
-        self.accumulate()
+    def new_inputs(self) -> Any:
+        return deal(self.strategy, torch.randn(12, 3))
 
 
 Make = Callable[[int], torchstrategy.Strategy]
