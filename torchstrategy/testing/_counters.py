@@ -92,7 +92,9 @@ class Traffic:
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """A block that counts copies of tensors, and meetings of replicas, on this thread and on those of its runs.
+    """A block that counts copies of tensors, meetings of replicas, and how often their gradients become one.
+
+    It counts on this thread and on those of its runs.
 
     A copy is what `Tensor.to`, `Tensor.copy_`, `Module.to` and the like do. On one device there is no boundary to
     cross, so that only `writes` can tell that values were copied; on simulated devices the numbers are those of real
