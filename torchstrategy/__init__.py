@@ -29,7 +29,17 @@ from torchstrategy._context import (
     set_default,
 )
 from torchstrategy._extended import ALONE
-from torchstrategy._input import DistributedDataset
+from torchstrategy._input import (
+    DistributedDataset,
+    DistributedIterator,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    OutOfRangeError,
+    PerReplicaSpec,
+    TensorSpec,
+    register_batch_type,
+)
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._replica_context import ReplicaContext, running_context
 from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy
@@ -40,13 +50,20 @@ from torchstrategy._values import DistributedValues
 __all__ = [
     "CentralStorageStrategy",
     "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "OneDeviceStrategy",
+    "OutOfRangeError",
+    "PerReplicaSpec",
     "ReduceOp",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TensorSpec",
     "ValueContext",
     "experimental",
     "experimental_set_strategy",
@@ -54,6 +71,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "register_batch_type",
 ]
 
 __version__ = "0.1.0"

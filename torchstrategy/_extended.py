@@ -14,7 +14,14 @@ from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gat
 from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
-from torchstrategy._input import DistributedDataset, check_is_dataset, dealt, moved
+from torchstrategy._input import (
+    DatasetFn,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    distributed,
+    distributed_from_function,
+)
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._reductions import combined, combined_along, gathered
 from torchstrategy._replica import InlineReplica, Replica
@@ -92,12 +99,22 @@ class SingleExtended(StrategyExtended):
             check_gatherable([value], axis)  # code that is written with one device should not break on two
         return value
 
-    def _distribute_dataset(self, dataset: Any) -> Any:
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         if self._device is None:
+            _refuse_input_options(options)
             return dataset
-        check_is_dataset(dataset, 1)
-        device = place(self._device)
-        return DistributedDataset(dataset, lambda batch: moved(batch, device))
+        return distributed(dataset, [self._device], options)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        if self._device is None:
+            _refuse_input_options(options)
+            return dataset_fn(InputContext())
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise NotImplementedError(
+                "OneDeviceStrategy has one replica, so there is nothing to make an input pipeline for each replica "
+                "for: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
+            )
+        return distributed_from_function(dataset_fn, [self._device], options)
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         return value_fn(ValueContext())
@@ -219,12 +236,11 @@ class ReplicatedExtended(StrategyExtended):
         check_component_counts([value], self._num_replicas_in_sync)
         return gathered(value.values, as_axis(axis), self._storage.parameter_device)
 
-    def _distribute_dataset(self, dataset: Any) -> Any:
-        check_is_dataset(dataset, self._num_replicas_in_sync)
-        devices = [place(device) for device in self._replicas.devices]
-        if len(devices) == 1:
-            return DistributedDataset(dataset, lambda batch: moved(batch, devices[0]))
-        return DistributedDataset(dataset, lambda batch: dealt(batch, devices))
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        return distributed(dataset, self._replicas.devices, options)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        return distributed_from_function(dataset_fn, self._replicas.devices, options)
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         count = self._num_replicas_in_sync
@@ -265,6 +281,14 @@ def _run_alone(strategy: Strategy, device: Device | None, call: Callable[[], Tre
             return performed_alone(call)
     finally:
         context._ends()
+
+
+def _refuse_input_options(options: InputOptions) -> None:
+    if options != InputOptions():
+        raise ValueError(
+            f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
+            "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
+        )
 
 
 def _requires_grad(value: Tree) -> bool:

@@ -6,6 +6,7 @@ constructor that picks the parts.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 from typing_extensions import Self
 
 from torchstrategy._context import (
@@ -24,9 +26,9 @@ from torchstrategy._context import (
     mixing,
     require_cross_replica,
 )
-from torchstrategy._errors import plural
+from torchstrategy._errors import an, plural
+from torchstrategy._input import ArrayDataset, InputContext, InputOptions
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._replica_context import refuse_options
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import ReplicaFn, Tree
@@ -250,20 +252,27 @@ class Strategy:
         require_cross_replica(self, "Strategy.gather", instead="all_gather()")
         return map_leaves(lambda leaf: self._extended._gather(leaf, axis), value)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: None = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
         """Deals each batch of `dataset` out to the replicas.
 
         A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
-        the last ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed.
+        the last ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed. What has no
+        rows, a number, None, a tensor without dimensions, each replica is given whole.
+
+        A loader with workers is read ahead on a background thread, and any other on the caller's, when the next batch
+        is asked for; see `InputOptions`. Copies to accelerators are made from pinned memory on a stream of their own.
 
         Args:
             dataset: A `torch.utils.data.DataLoader`, or another iterable of batches, made for the global batch size.
-            options: None.
+                A batch is a tensor, a numpy array, a `PackedSequence`, a list with a thing for each row (strings, say),
+                an object of a type that `register_batch_type` was told of, a dataclass of these, or lists, tuples,
+                named tuples and dicts of these to any depth.
+            options: How it is read, and how it is cut.
 
         Returns:
-            An iterable that deals the batches each time it is iterated over: containers as the loader makes them,
-            with a `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain tensors. The
-            default strategy returns `dataset` itself.
+            A `DistributedDataset`, which deals the batches each time it is iterated over: containers as the loader
+            makes them, with a `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain
+            tensors. The default strategy returns `dataset` itself.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -279,13 +288,109 @@ class Strategy:
             Tensors of one batch must have the same number of rows.
 
         Raises:
-            TypeError: If `dataset` cannot be iterated over.
-            ValueError: While iterating, if a batch has no rows or tensors of different numbers of rows.
+            TypeError: If `dataset` cannot be iterated over; while iterating, if it is not known how to cut a value.
+            ValueError: If `options` do not fit this strategy; while iterating, if a batch has no rows or values with
+                different numbers of rows.
+            NotImplementedError: If `options` ask for an input pipeline for each replica.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
-        refuse_options("experimental_distribute_dataset", options)
-        return self._extended._distribute_dataset(dataset)
+        return self._extended._distribute_dataset(dataset, _input_options(options))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Deals out the elements of the dataset that `dataset_fn` returns, one to each replica, as they are.
+
+        For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
+        one replica. Where it runs out in the middle of a step, the replicas that are left get tensors without rows,
+        and sit the step out.
+
+        Args:
+            dataset_fn: Called with an `InputContext`, now and once, on this thread. Returns what
+                `experimental_distribute_dataset` takes.
+            options: How the dataset is read. `experimental_replication_mode=PER_REPLICA` calls `dataset_fn` for each
+                replica, which then reads what was made for it.
+
+        Returns:
+            A `DistributedDataset`, with a `DistributedValues` for each leaf of an element. With one replica, plain
+            tensors. The default strategy returns what `dataset_fn` returned.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> def dataset_fn(context):
+            ...     batch_size = context.get_per_replica_batch_size(4)
+            ...     return torch.utils.data.DataLoader(torch.arange(6), batch_size=batch_size)
+            >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+            ...     print(batch)
+            PerReplica:{
+              0: tensor([0, 1]),
+              1: tensor([2, 3])
+            }
+            PerReplica:{
+              0: tensor([4, 5]),
+              1: tensor([], dtype=torch.int64)
+            }
+
+        Differs from tf.distribute:
+            No element is lost at the end, which TensorFlow leaves out under some strategies. `PER_REPLICA` works under
+            every strategy with replicas that meet.
+
+        Raises:
+            TypeError: If `dataset_fn` cannot be called with a context, or returns no dataset.
+            ValueError: If `options` do not fit; while iterating, if elements differ in structure.
+            NotImplementedError: If `PER_REPLICA` is asked of a strategy on one device.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
+        """
+        _require_dataset_fn(dataset_fn)
+        return self._extended._distribute_from_function(dataset_fn, _input_options(options))
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """The name that `distribute_datasets_from_function` had before TensorFlow 2.4.
+
+        Source: https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy#experimental_distribute_datasets_from_function
+        """
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
+        """A map-style dataset of the rows of arrays, for a `torch.utils.data.DataLoader`. Nothing is copied.
+
+        Args:
+            numpy_input: An array; or tuples, named tuples and dicts of arrays to any depth, with the same number of
+                rows. A list of arrays is one array: they are stacked. Tensors are fine in place of arrays.
+
+        Returns:
+            A dataset whose elements are what `numpy_input` is, with a row in place of each array.
+
+        Example:
+            >>> import numpy
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> dataset = strategy.experimental_make_numpy_dataset((numpy.arange(3.0), numpy.array([5, 6, 7])))
+            >>> len(dataset), dataset[1]
+            (3, (tensor(1., dtype=torch.float64), tensor(6)))
+            >>> loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+            >>> numbers, labels = next(iter(strategy.experimental_distribute_dataset(loader)))
+            >>> labels
+            PerReplica:{
+              0: tensor([5]),
+              1: tensor([6])
+            }
+
+        Differs from tf.distribute:
+            A change of an array is seen in the dataset. TensorFlow 2.4 has it in `compat.v1` only.
+
+        Raises:
+            ValueError: If arrays have no dimensions, differ in their numbers of rows, or cannot be stacked.
+            TypeError: If something in `numpy_input` is no array.
+            RuntimeError: If called in a replica or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy#experimental_make_numpy_dataset
+        """
+        require_cross_replica(self, "Strategy.experimental_make_numpy_dataset")
+        return ArrayDataset(numpy_input)
 
     def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
         """The components of a value, in replica order, of the replicas that are present.
@@ -440,6 +545,31 @@ class Strategy:
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_replicate_to_logical_devices
         """
         return tensor
+
+
+def _input_options(options: InputOptions | None) -> InputOptions:
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(f"options is a torchstrategy.InputOptions; got {options!r}, {an(type(options).__name__)}.")
+    return options or InputOptions()
+
+
+def _require_dataset_fn(dataset_fn: Any) -> None:
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"dataset_fn is called with an InputContext and returns a dataset; {dataset_fn!r} cannot be called. To "
+            "deal out a dataset that you have, use experimental_distribute_dataset."
+        )
+    try:
+        signature = inspect.signature(dataset_fn)
+    except ValueError:
+        return  # some callables written in C have none to be seen
+    try:
+        signature.bind(InputContext())
+    except TypeError as error:
+        raise TypeError(
+            f"dataset_fn is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. "
+            "Write `def dataset_fn(context): ...`, also if it has no use for it."
+        ) from None
 
 
 _ONE_LOGICAL_DEVICE = "Each replica has 1 logical device, number 0."

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchstrategy._comm import sent_to
 from torchstrategy._context import require_cross_replica
 from torchstrategy._devices import canonical, place
+from torchstrategy._input import DatasetFn, InputOptions
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._replica_context import refuse_options
 from torchstrategy._tree import map_leaves
@@ -176,7 +177,10 @@ class StrategyExtended(ABC):
     def _gather(self, value: Tree, axis: int) -> Tree: ...
 
     @abstractmethod
-    def _distribute_dataset(self, dataset: Any) -> Any: ...
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any: ...
+
+    @abstractmethod
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any: ...
 
     @abstractmethod
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree: ...

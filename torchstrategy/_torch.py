@@ -32,7 +32,15 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 # The walker over nested containers. torch's own tracing, export and DataLoader code stand on it, and libraries
 # register their containers with it; `torch.utils.pytree` is not public yet.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_is_leaf,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "ALLOWED_BEFORE_SIZES_ARE_KNOWN",
@@ -89,6 +97,7 @@ __all__ = [
     "to_dlpack",
     "tree_flatten",
     "tree_flatten_with_path",
+    "tree_is_leaf",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",

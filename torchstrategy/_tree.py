@@ -15,9 +15,14 @@ from torchstrategy._torch import TreeSpec
 from torchstrategy._types import Tree
 
 
-def tree_flatten(tree: Tree) -> tuple[list[Tree], TreeSpec]:
-    """The leaves of `tree`, and its shape."""
-    return _torch.tree_flatten(tree, is_leaf=_is_shape)
+def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
+    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into."""
+    return _torch.tree_flatten(tree, is_leaf=is_leaf or _is_shape)
+
+
+def is_container(value: Tree) -> bool:
+    """Whether there are leaves in a value, or could be."""
+    return not _torch.tree_is_leaf(value, is_leaf=_is_shape)
 
 
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
@@ -56,24 +61,34 @@ def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None)
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
-def zip_leaves(trees: Sequence[Tree]) -> tuple[list[list[Tree]], TreeSpec]:
+def zip_leaves(
+    trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None
+) -> tuple[list[list[Tree]], TreeSpec]:
     """The leaves of several trees of one shape, side by side, and that shape.
 
-    Dicts with the same keys in another order have the same shape.
+    Dicts with the same keys in another order have the same shape. `is_leaf` says which containers not to look into.
 
     Raises:
-        ValueError: If the shapes differ; `differing_path` says where.
+        ValueError: If the shapes differ; `first_unlike` says where.
     """
-    first, spec = tree_flatten(trees[0])
+    first, spec = tree_flatten(trees[0], is_leaf)
     others = [spec.flatten_up_to(tree) for tree in trees[1:]]
-    if any(not tree_flatten(leaf)[1].is_leaf() for leaves in others for leaf in leaves):
+    if any(not tree_flatten(leaf, is_leaf)[1].is_leaf() for leaves in others for leaf in leaves):
         raise ValueError("the trees differ in depth")
     return [list(column) for column in zip(first, *others, strict=True)], spec
 
 
-def differing_path(first: Tree, other: Tree) -> str:
-    """The first path at which two trees of different shapes part, and how: `"['a']: a list of 2, a list of 3"`."""
-    return _difference("", first, other) or "the containers"
+def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None) -> tuple[int, str]:
+    """Which of several trees is the first that differs in shape from the first one, and the path at which they part.
+
+    The path says how: `"['a']: a list of 2 and a list of 3"`.
+    """
+    for index, tree in enumerate(trees[1:], start=1):
+        try:
+            zip_leaves([trees[0], tree], is_leaf)
+        except ValueError:
+            return index, _difference("", trees[0], tree) or "the containers"
+    raise AssertionError("they are alike")
 
 
 def _is_shape(value: Tree) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torchstrategy._context import get_replica_context
 from torchstrategy._errors import plural
-from torchstrategy._tree import differing_path, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
 
 
@@ -216,15 +216,11 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
     try:
         columns, spec = zip_leaves(trees)
     except ValueError:
-        for r, tree in zip(present[1:], trees[1:], strict=True):
-            try:
-                zip_leaves([trees[0], tree])
-            except ValueError:
-                raise ValueError(
-                    f"Replicas {present[0]} and {r} returned values of different structure, which cannot be put "
-                    f"together: {differing_path(trees[0], tree)}. Return the same containers from every replica."
-                ) from None
-        raise
+        other, path = first_unlike(trees)
+        raise ValueError(
+            f"Replicas {present[0]} and {present[other]} returned values of different structure, which cannot be put "
+            f"together: {path}. Return the same containers from every replica."
+        ) from None
 
     def leaf(column: list[Tree]) -> Tree:
         first = column[0]

@@ -1,6 +1,30 @@
-"""How a dataset is dealt out to the replicas."""
+"""How a dataset is dealt out to the replicas.
 
-from torchstrategy._input._dataset import DistributedDataset, check_is_dataset
-from torchstrategy._input._dealing import dealt, moved
+To read it, begin with `_dataset`; then `_dealing` (which rows go where), `_kinds` (what rows are), `_reading` and
+`_ahead` (when and on which thread), `_transfer` (which stream), `_source` (where a pass stands).
+"""
 
-__all__ = ["DistributedDataset", "check_is_dataset", "dealt", "moved"]
+from torchstrategy._input._arrays import ArrayDataset
+from torchstrategy._input._dataset import DatasetFn, DistributedDataset, distributed, distributed_from_function
+from torchstrategy._input._iterator import DistributedIterator, Optional, OutOfRangeError
+from torchstrategy._input._kinds import moved, register_batch_type
+from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input._spec import PerReplicaSpec, TensorSpec
+
+__all__ = [
+    "ArrayDataset",
+    "DatasetFn",
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Optional",
+    "OutOfRangeError",
+    "PerReplicaSpec",
+    "TensorSpec",
+    "distributed",
+    "distributed_from_function",
+    "moved",
+    "register_batch_type",
+]

@@ -1,113 +1,161 @@
-"""Which rows of a batch go to which replica.
+"""Which rows go to which replica: a batch is cut into a piece for each, or each is given an element of its own.
 
-A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of n replicas in order; the last
-ones may be smaller or empty. Rows are along the first dimension, and every leaf of a batch has the same number of
-them. A tensor without dimensions, a number, a string or None has no rows, and every replica gets it whole.
+Nothing is moved here. The pieces of a tensor share its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 
-from torchstrategy._errors import an
-from torchstrategy._tree import leaves_with_names, map_leaves
-from torchstrategy._types import Device, Tree
-from torchstrategy._values import PerReplica
+from torchstrategy._input._kinds import counts_within, is_leaf, named_counts, taken
+from torchstrategy._torch import TreeSpec
+from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._types import Tree
+from torchstrategy._values import ABSENT, PerReplica
 
-_WHOLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
-
-
-def shares_of(rows: int, replicas: int) -> list[slice]:
-    """The rows of each replica."""
-    size = -(-rows // replicas)
-    return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
+Sizes = Callable[[int], list[slice]]
+"""The rows of each replica, of a number of rows."""
 
 
-def dealt(batch: Tree, devices: Sequence[Device]) -> Tree:
-    """`batch` with a per-replica value in place of each leaf that has rows, on the replicas' devices.
+@final
+class Pieces(list[Tree]):
+    """What each replica gets of one leaf."""
 
-    The pieces of a tensor that is where it is needed share its memory. A list of strings, which is what collating
-    strings makes, is one leaf with a row for each.
+
+class Dealt(NamedTuple):
+    """An element of a dataset, dealt out."""
+
+    leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
+    spec: TreeSpec
+    rows: tuple[int, ...] | None  # how many each replica got; None: they are not counted
+
+    def assembled(self) -> Tree:
+        """The element, with a per-replica value in place of its pieces; the lone piece of a lone replica is bare."""
+
+        def value(leaf: Tree) -> Tree:
+            if type(leaf) is not Pieces:
+                return leaf
+            return leaf[0] if self.rows is None else PerReplica(leaf, self.rows)
+
+        return unflatten_like([value(leaf) for leaf in self.leaves], self.spec)
+
+
+def in_equal_parts(replicas: int) -> Sizes:
+    """Contiguous pieces of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
+
+    def slices(rows: int) -> list[slice]:
+        size = -(-rows // replicas)
+        return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
+
+    return slices
+
+
+def in_proportion(shares: Sequence[float]) -> Sizes:
+    """Contiguous pieces, each as near to its share as whole rows allow."""
+    total = sum(shares)
+    parts = [part / total for part in itertools.accumulate(shares)]
+
+    def slices(rows: int) -> list[slice]:
+        # The last part is 1 but for rounding, and what is over a whole row by rounding only is not over it.
+        ends = [0, *(math.ceil(rows * part - 1e-9) for part in parts[:-1]), rows]
+        return list(map(slice, ends, ends[1:]))
+
+    return slices
+
+
+def whole(element: Tree) -> Dealt:
+    """An element for a lone replica, which needs no rows."""
+    leaves, spec = tree_flatten(element, is_leaf)
+    return Dealt([Pieces([leaf]) for leaf in leaves], spec, None)
+
+
+def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
+    """A batch, cut into a piece for each replica.
+
+    Args:
+        batch: What a loader yields.
+        sizes: The rows of each replica.
+        replicas: How many there are.
+        is_moved: Whether the pieces will be moved to devices. Then each replica has its own of every tensor, also of
+            one without rows.
 
     Raises:
-        ValueError: If no leaf has rows, or two have different numbers of them.
+        ValueError: If nothing has rows, or two leaves have different numbers of them.
         TypeError: If it is not known how to cut a leaf.
     """
-    named = leaves_with_names(batch, _is_list_of_strings)
-    rows = _rows(named, len(devices))
-    slices = shares_of(rows, len(devices))
-    record = tuple(piece.stop - piece.start for piece in slices)
-
-    def leaf(value: Any) -> Any:
-        if _is_list_of_strings(value):
-            return PerReplica([value[piece] for piece in slices], record)
-        if not _has_rows(value):
-            return value
-        tensor = _as_tensor(value)
-        pieces = [tensor[piece].to(device, non_blocking=True) for piece, device in zip(slices, devices, strict=True)]
-        return PerReplica(pieces, record)
-
-    return map_leaves(leaf, batch, _is_list_of_strings)
-
-
-def moved(batch: Tree, device: Device) -> Tree:
-    """`batch` with each array as a tensor, and each tensor on `device`."""
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) or _is_numeric(value):
-            return _as_tensor(value).to(device, non_blocking=True)
-        return value
-
-    return map_leaves(leaf, batch)
-
-
-def _rows(named: Sequence[tuple[str, Any]], replicas: int) -> int:
-    rows: dict[str, int] = {}
-    for name, value in named:
-        if _is_list_of_strings(value):
-            rows[name] = len(value)
-        elif _has_rows(value) and (isinstance(value, torch.Tensor) or _is_numeric(value)):
-            rows[name] = value.shape[0]
-        elif _has_rows(value) or not isinstance(value, (torch.Tensor, np.ndarray, *_WHOLE)):
-            kind = f"{type(value).__name__} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise TypeError(
-                f"batch{name} is {an(kind)}, and it is not known how to deal out its rows to "
-                f"{replicas} replicas. "
-                "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them."
-            )
-    if not rows:
+    leaves, spec = tree_flatten(batch, is_leaf)
+    counts = [counts_within(leaf) for leaf in leaves]
+    rows = _agreed(counts, batch)
+    if rows is None:
         raise ValueError(
             f"An element of the dataset has no rows to deal out to {replicas} replicas: it is not batched. Batch the "
             "dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
-    first = next(iter(rows))
-    for name, count in rows.items():
-        if count != rows[first]:
-            raise ValueError(
-                f"The leaves of a batch have different numbers of rows: batch{first} has {rows[first]} and batch{name} "
-                f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows, or make "
-                "what is not per row a tensor without dimensions."
-            )
-    return rows[first]
+    slices = sizes(rows)
+
+    def pieces(leaf: Tree, within: list[int] | None) -> Tree:
+        if within:
+            return Pieces(taken(leaf, piece) for piece in slices)
+        return Pieces([leaf] * replicas) if is_moved and isinstance(leaf, torch.Tensor) else leaf
+
+    leaves = [pieces(leaf, within) for leaf, within in zip(leaves, counts, strict=True)]
+    return Dealt(leaves, spec, tuple(piece.stop - piece.start for piece in slices))
 
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0
+def joined(elements: Sequence[Tree]) -> Dealt:
+    """An element for each replica, as it is; where the data has run out (`ABSENT`), one without rows.
+
+    Raises:
+        ValueError: If the elements differ in structure, or the leaves of one have different numbers of rows.
+        TypeError: If a leaf is of no known kind.
+    """
+    first = next(element for element in elements if element is not ABSENT)
+    rows = tuple(0 if element is ABSENT else _rows_of_element(element) for element in elements)
+    without_rows = map_leaves(_without_rows, first, is_leaf)
+    filled = [without_rows if element is ABSENT else element for element in elements]
+    try:
+        columns, spec = zip_leaves(filled, is_leaf)
+    except ValueError:
+        other, path = first_unlike(filled, is_leaf)
+        raise ValueError(
+            f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
+            "dataset yields has to be alike."
+        ) from None
+    return Dealt([Pieces(column) for column in columns], spec, rows)
 
 
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+def _rows_of_element(element: Tree) -> int:
+    """How many examples an element of a replica's own stands for; an unbatched one is one."""
+    counts = [counts_within(leaf) for leaf in tree_flatten(element, is_leaf)[0]]
+    rows = _agreed(counts, element)
+    return 1 if rows is None else rows
 
 
-def _is_list_of_strings(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
+def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
+    """The one number of rows that all leaves have; None if none has any.
+
+    Raises:
+        ValueError: If two of them have different numbers of rows.
+        TypeError: If it is not known how to deal one out.
+    """
+    distinct = {count for within in counts for count in within or ()}
+    if len(distinct) < 2 and None not in counts:
+        return next(iter(distinct), None)
+    (first, rows), *others = named_counts(batch)
+    name, count = next((name, count) for name, count in others if count != rows)
+    raise ValueError(
+        f"The leaves of a batch have different numbers of rows: batch{first} has {rows} and batch{name} has {count}. "
+        "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
+        "tensor without dimensions, or, of a list, a tuple."
+    )
 
 
-def _as_tensor(value: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # torch has no tensors that cannot be written, and would warn
-    return torch.as_tensor(value)
+def _without_rows(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+        return leaf.new_empty(0)
+    return taken(leaf, slice(0, 0))

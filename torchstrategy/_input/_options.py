@@ -1,0 +1,187 @@
+"""What a person may say about one distributed dataset, and what a dataset function is told."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import final
+
+
+@final
+class InputReplicationMode(enum.Enum):
+    """For whom a dataset function is called.
+
+    `PER_WORKER`: once for each process; its replicas take turns in reading what it returns.
+    `PER_REPLICA`: once for each replica, which reads what was made for it.
+
+    Example:
+        >>> torchstrategy.InputReplicationMode("PER_REPLICA").name
+        'PER_REPLICA'
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/InputReplicationMode
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputContext:
+    """What `Strategy.distribute_datasets_from_function` tells its function: which part of the input it is to make.
+
+    Args:
+        num_input_pipelines: How often the function is called, over all processes.
+        input_pipeline_id: Which of these calls this one is.
+        num_replicas_in_sync: How many replicas the strategy has.
+
+    Example:
+        >>> context = torchstrategy.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+        >>> print(context)
+        torchstrategy.InputContext(input pipeline id 1, total: 2)
+        >>> list(range(10))[context.input_pipeline_id :: context.num_input_pipelines]
+        [1, 3, 5, 7, 9]
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/InputContext
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """How many rows of a batch of `global_batch_size` are for each replica.
+
+        Example:
+            >>> torchstrategy.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
+            16
+
+        Raises:
+            ValueError: If they are not the same number for each.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/InputContext#get_per_replica_batch_size
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            replicas = self.num_replicas_in_sync
+            raise ValueError(
+                f"A global batch size of {global_batch_size} does not divide into {replicas} replicas. The next size "
+                f"that does is {(size + 1) * replicas}; Strategy.experimental_distribute_dataset takes any size."
+            )
+        return size
+
+    def __str__(self) -> str:
+        return (
+            f"torchstrategy.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class InputOptions:
+    """Options of one distributed dataset.
+
+    Args:
+        experimental_fetch_to_device: Whether the values that are dealt out are on the replicas' devices. By default
+            they are; False leaves them in host memory.
+        experimental_replication_mode: For whom a dataset function is called.
+        experimental_place_dataset_on_device: Only False is accepted: a loader runs in host memory.
+        experimental_per_replica_buffer_size: How many batches are read ahead at most, where any are.
+        experimental_prefetch_to_device: What TensorFlow 2.3 and 2.4 call `experimental_fetch_to_device`.
+        load_ahead: Whether batches are read on a background thread, ahead of the steps that they are for. None: where
+            the loader has workers of its own, `num_workers > 0`; any other is read on the caller's thread, when a
+            batch is asked for. False: never. True: always. A loader without workers, its sampler and its dataset then
+            run beside the step, and what these and the step draw from torch's global generator comes in another order
+            than in plain PyTorch, which a seed does not repeat. So give the DataLoader a generator of its own,
+            `generator=torch.Generator()`, and let the dataset draw nothing from the global one.
+        row_shares: How many rows each replica gets, in proportion: one number for each, for devices of unequal speed.
+            With `[3, 1]`, replica 0 gets three rows for each row of replica 1, as nearly as whole rows allow.
+            Gradients stay exact, since each replica's gradient weighs as many rows as it has. A replica whose share
+            is 0 gets none, and sits the step out. None: TensorFlow's rule, the same number for each.
+
+    Example:
+        >>> options = torchstrategy.InputOptions(experimental_fetch_to_device=False, row_shares=[3, 1])
+        >>> options.row_shares
+        (3.0, 1.0)
+
+    Differs from tf.distribute:
+        TensorFlow reads one batch ahead by default, and here it is two; and it ignores some options under some
+        strategies. The last two are ours.
+
+    Raises:
+        ValueError: If an option is set to something that no strategy does, `experimental_fetch_to_device` and its
+            older name contradict each other, or shares are negative, not finite, all zero, or missing.
+        TypeError: If an option is of the wrong type.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/InputOptions
+    """
+
+    # True, once it is made: None tells what was left out from a True that was said, beside the older name.
+    experimental_fetch_to_device: bool = None  # type: ignore[assignment]
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 2
+    experimental_prefetch_to_device: bool | None = field(default=None, compare=False)  # the first field has it
+    load_ahead: bool | None = None
+    row_shares: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise self._wrong_type(name, "True or False")
+        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
+            raise self._wrong_type("experimental_replication_mode", "a torchstrategy.InputReplicationMode")
+        self._check_place()
+        self._check_buffer_size()
+        object.__setattr__(self, "experimental_fetch_to_device", self._fetch_to_device())
+        if self.row_shares is not None:
+            object.__setattr__(self, "row_shares", self._shares(self.row_shares))
+
+    def _check_place(self) -> None:
+        on_device = self.experimental_place_dataset_on_device
+        if not isinstance(on_device, bool):
+            raise self._wrong_type("experimental_place_dataset_on_device", "False")
+        if on_device:
+            raise ValueError(
+                f"{self._said('experimental_place_dataset_on_device')}: a loader runs in host memory. Leave the option "
+                "out: what the loader yields is copied to the devices without it."
+            )
+
+    def _check_buffer_size(self) -> None:
+        size = self.experimental_per_replica_buffer_size
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise self._wrong_type("experimental_per_replica_buffer_size", "a whole number of batches")
+        if size < 1:
+            raise ValueError(
+                f"{self._said('experimental_per_replica_buffer_size')}: it is at least 1 batch. To read no batch ahead "
+                "of its step, say load_ahead=False."
+            )
+
+    def _fetch_to_device(self) -> bool:
+        fetch, prefetch = self.experimental_fetch_to_device, self.experimental_prefetch_to_device
+        if fetch is not None and prefetch is not None and fetch != prefetch:
+            raise ValueError(
+                f"InputOptions(experimental_fetch_to_device={fetch}, experimental_prefetch_to_device={prefetch}): "
+                "these are two names of one option, and contradict each other. Give the first alone."
+            )
+        return fetch is not False and prefetch is not False
+
+    def _shares(self, given: Sequence[float]) -> tuple[float, ...]:
+        if not isinstance(given, Sequence) or not all(isinstance(share, Real) for share in given):
+            raise self._wrong_type("row_shares", "a list of numbers, one for each replica")
+        shares = tuple(map(float, given))
+        if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
+            raise ValueError(
+                f"{self._said('row_shares')}: it says in which proportion the replicas get rows, as in [3, 1]. Give "
+                "one finite number for each replica, none of them negative and not all of them 0."
+            )
+        return shares
+
+    def _wrong_type(self, name: str, wanted: str) -> TypeError:
+        return TypeError(f"{self._said(name)}: it is {wanted}.")
+
+    def _said(self, name: str) -> str:
+        return f"InputOptions({name}={getattr(self, name)!r})"

@@ -1,0 +1,78 @@
+"""When steps are read: when they are asked for, on the caller's thread; `_ahead` has the other way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+from torchstrategy._input._dealing import Dealt, Pieces
+from torchstrategy._input._steps import Mark, Steps
+from torchstrategy._input._transfer import Cargo, Route
+from torchstrategy._types import Tree
+
+
+class Shipment(NamedTuple):
+    """A step, and what each replica gets of it, on its way."""
+
+    dealt: Dealt
+    marks: list[Mark]
+    cargo: list[Cargo]
+
+    def received(self, routes: Sequence[Route]) -> Tree:
+        """The element, once its pieces are there. Runs on the consumer's thread."""
+        arrived = [iter(route.arrive(cargo)) for route, cargo in zip(routes, self.cargo, strict=True)]
+        leaves = [Pieces(map(next, arrived)) if type(leaf) is Pieces else leaf for leaf in self.dealt.leaves]
+        for mark in self.marks:
+            mark.reach()
+        return self.dealt._replace(leaves=leaves).assembled()
+
+
+def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
+    """The next step, departed. Runs on the reading thread.
+
+    Raises:
+        StopIteration: If there is none.
+    """
+    dealt, marks = next(steps)
+    pieces = [leaf for leaf in dealt.leaves if type(leaf) is Pieces]
+    return Shipment(dealt, marks, [route.depart([leaf[r] for leaf in pieces]) for r, route in enumerate(routes)])
+
+
+class Reading(ABC):
+    """One pass over a dataset, step by step."""
+
+    @abstractmethod
+    def next(self) -> Tree:
+        """What the replicas are given for the next step.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it, with all that it has started."""
+
+
+@final
+class OnDemand(Reading):
+    """Reads on the thread that asks, when it asks. There is no other thread.
+
+    On an accelerator the copies still overlap with the step before: that is queued, and they are on their own stream.
+    """
+
+    def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
+        self._steps: Steps | None = steps
+        self._routes = routes
+
+    def next(self) -> Tree:
+        if self._steps is None:
+            raise StopIteration
+        shipment = shipped(self._steps, self._routes)
+        for r, route in enumerate(self._routes):
+            shipment.cargo[r] = route.carry(shipment.cargo[r])
+        return shipment.received(self._routes)
+
+    def close(self) -> None:
+        self._steps = None  # and with it the loader's workers

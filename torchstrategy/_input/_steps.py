@@ -1,0 +1,161 @@
+"""The steps of a pass: what is read for each, and how it is dealt out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from torchstrategy._input._dealing import Dealt, Sizes, joined, split, whole
+from torchstrategy._input._source import Pass, Position, Source
+from torchstrategy._input._spec import spec_of
+from torchstrategy._types import Tree
+from torchstrategy._values import ABSENT
+
+
+@final
+@dataclass(frozen=True)
+class Mark:
+    """Where a consumer stands in a pass when it has consumed a step."""
+
+    position: Position
+    count: int
+    state: Any
+
+    def reach(self) -> None:
+        """Says that it has."""
+        self.position.count, self.position.state = self.count, self.state
+
+
+class Step(NamedTuple):
+    """What the replicas are given for one step, not moved yet."""
+
+    dealt: Dealt
+    marks: list[Mark]
+
+
+class Dealer(ABC):
+    """Makes steps of the elements of sources.
+
+    Args:
+        sources: What is read.
+        replicas: To how many replicas it is dealt out.
+    """
+
+    def __init__(self, sources: Sequence[Source], replicas: int) -> None:
+        self.sources = tuple(sources)
+        self.replicas = replicas
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many steps a pass has."""
+
+    @abstractmethod
+    def spec(self) -> Tree:
+        """What its elements are made of."""
+
+    @abstractmethod
+    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+        """Reads the elements of one step into a list, which holds what was read before an error."""
+
+    @abstractmethod
+    def deal(self, elements: Sequence[Tree]) -> Dealt:
+        """Deals them out."""
+
+
+@final
+class InPieces(Dealer):
+    """Each element is cut into a piece for each replica; a lone replica gets it whole.
+
+    Args:
+        source: Yields batches of the global size.
+        replicas: To how many replicas they are dealt out.
+        sizes: How they are cut.
+        is_moved: Whether pieces will be moved to devices.
+        is_even: Whether a batch that can be cut into equal pieces is.
+    """
+
+    def __init__(self, source: Source, replicas: int, sizes: Sizes, *, is_moved: bool, is_even: bool) -> None:
+        super().__init__([source], replicas)
+        self._sizes = sizes
+        self._is_moved = is_moved
+        self._is_even = is_even
+
+    def __len__(self) -> int:
+        return len(self.sources[0])
+
+    def spec(self) -> Tree:
+        rows, replicas = self.sources[0].rows, self.replicas
+        element = self.sources[0].first()
+        if rows is None or (self._is_even and rows % replicas):
+            return spec_of(element, [None] * replicas)
+        return spec_of(element, [piece.stop - piece.start for piece in self._sizes(rows)])
+
+    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+        elements.append(next(passes[0]))
+
+    def deal(self, elements: Sequence[Tree]) -> Dealt:
+        (element,) = elements
+        if self.replicas == 1:
+            return whole(element)
+        return split(element, self._sizes, self.replicas, is_moved=self._is_moved)
+
+
+@final
+class OneForEach(Dealer):
+    """Each replica is given an element of its own: of the one source in turn, or of a source for each.
+
+    Where the data runs out in the middle of a step, the replicas that are left get none, and no element is lost.
+    """
+
+    def __len__(self) -> int:
+        of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
+        return -(-of_each // self.replicas)
+
+    def spec(self) -> Tree:
+        return spec_of(self.sources[0].first(), [self.sources[0].rows] * self.replicas)
+
+    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+        for r in range(len(elements), self.replicas):
+            try:
+                elements.append(next(passes[r % len(passes)]))
+            except StopIteration:
+                elements.append(ABSENT)
+        if all(element is ABSENT for element in elements):
+            elements.clear()
+            raise StopIteration
+
+    def deal(self, elements: Sequence[Tree]) -> Dealt:
+        return whole(elements[0]) if self.replicas == 1 else joined(elements)
+
+
+@final
+class Steps:
+    """The steps of one pass, read on one thread at a time. After an error they go on, if the loader does.
+
+    Args:
+        dealer: Makes them.
+        passes: One over each of its sources.
+        is_ahead: Whether they are read before they are wanted.
+    """
+
+    def __init__(self, dealer: Dealer, passes: Sequence[Pass], *, is_ahead: bool) -> None:
+        self._dealer = dealer
+        self._passes = passes
+        self._is_ahead = is_ahead
+        self._elements: list[Tree] = []
+        for mark in self._marks():
+            mark.reach()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        self._dealer.read(self._passes, self._elements)
+        elements, self._elements = self._elements, []
+        return Step(self._dealer.deal(elements), self._marks())
+
+    def _marks(self) -> list[Mark]:
+        states = [one.state_of_loader() if self._is_ahead else None for one in self._passes]
+        return [Mark(one.position, one.count, state) for one, state in zip(self._passes, states, strict=True)]

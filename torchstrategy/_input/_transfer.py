@@ -1,0 +1,103 @@
+"""How the pieces of one replica come to its device.
+
+Three threads may have a part in it; without reading ahead all three are the caller's:
+
+    reading thread     depart    what is on an accelerator already, it moves: there, its current stream made it
+    replica's worker   carry     what is in host memory is pinned and copied, on the copy stream of the device
+    consumer's thread  arrive    its current stream waits for both, and keeps the memory that they took
+
+The copies are allocated on the copy stream, so its next copies may take their memory as soon as the consumer drops
+them; `record_stream` tells the allocator to wait until the consumer's stream has done what it was given before that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+
+from torchstrategy._devices import is_accelerator, place
+from torchstrategy._input._kinds import applied, memory_of
+from torchstrategy._types import Device, Tree
+
+
+class Cargo(NamedTuple):
+    """Pieces of one replica, on their way or arrived."""
+
+    pieces: list[Tree]
+    moved: list[torch.Tensor]  # the tensors that the consumer's stream has to wait for
+    events: list[torch.Event]  # when they are there
+
+
+@functools.cache
+def copy_stream(device: Device) -> torch.Stream:
+    """The one stream on which pieces are copied to an accelerator. It lives as long as the process."""
+    return torch.Stream(device)
+
+
+@final
+class Route:
+    """The way to the device of one replica.
+
+    Args:
+        device: Where pieces go. None: they stay where they are.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self.device = None if device is None else place(device)
+        self.has_copies = device is not None and is_accelerator(device)  # that a worker could make ahead
+
+    def depart(self, pieces: Sequence[Tree]) -> Cargo:
+        """Runs on the reading thread, on its current streams."""
+        moved: list[torch.Tensor] = []
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if self.device is None or not (is_accelerator(tensor.device) or self.device.type == "cpu"):
+                return tensor
+            there = tensor.to(self.device, non_blocking=self.has_copies)
+            if is_accelerator(there.device):
+                moved.append(there)
+            return there
+
+        departed = [applied(piece, move) for piece in pieces]
+        events = [torch.accelerator.current_stream(self.device).record_event()] if moved else []
+        return Cargo(departed, moved, events)
+
+    def carry(self, cargo: Cargo) -> Cargo:
+        """Runs on the replica's worker, if it has one."""
+        device = self.device
+        if device is None or not self.has_copies:
+            return cargo
+        moved: list[torch.Tensor] = []
+        stream = copy_stream(device)
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if is_accelerator(tensor.device):
+                return tensor
+            moved.append(_pinned(tensor).to(device, non_blocking=True))
+            return moved[-1]
+
+        with stream:  # which makes its device the current one, too: pinned memory is made for that
+            pieces = [applied(piece, copy) for piece in cargo.pieces]
+            events = [stream.record_event()] if moved else []
+        return Cargo(pieces, [*cargo.moved, *moved], [*cargo.events, *events])
+
+    def arrive(self, cargo: Cargo) -> list[Tree]:
+        """Runs on the consumer's thread; its current stream of the device waits, the thread does not."""
+        if cargo.moved:
+            stream = torch.accelerator.current_stream(self.device)
+            for event in cargo.events:
+                stream.wait_event(event)
+            for tensor in cargo.moved:
+                for held in memory_of(tensor):
+                    held.record_stream(stream)
+        return cargo.pieces
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory that the device can read by itself; only so a copy does not hold up the thread."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
