@@ -1,8 +1,11 @@
-"""Which modules and trainable tensors does a step use by name?
+"""Which modules and trainable tensors does a step use by name, and which schedulers and scalers?
 
 A model that was created outside of the scope is used by every replica as it stands, and backward in each of them would
 add to its one gradient. The step is looked at before it runs, so that such gradients are noticed and refused. What it
 reaches by other ways, such as through an attribute of an attribute, is not found.
+
+A learning-rate scheduler or a `GradScaler` counts steps, and all replicas share it: those that are found act once for
+all of them; see `_once`.
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+Found = nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler
 
 _DEPTH = 3  # a step may call a function that calls a function that uses the model
 
 
-def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """The modules and leaf tensors that require grad which `fn` names, each with the name."""
+def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Found]]:
+    """The modules, leaf tensors that require grad, schedulers and scalers which `fn` names, each with the name."""
     return _in_function(fn, _DEPTH, seen=set())
 
 
-def _in_function(fn: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+def _in_function(fn: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Found]]:
     if isinstance(fn, functools.partial):
         for value in (*fn.args, *fn.keywords.values()):
             yield from _in_value("an argument of functools.partial", value, depth, seen)
@@ -50,8 +56,8 @@ def _in_function(fn: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.
         yield from _in_value("a default argument", value, depth, seen)
 
 
-def _in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    if isinstance(value, nn.Module):
+def _in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Found]]:
+    if isinstance(value, (nn.Module, LRScheduler, torch.amp.GradScaler)):
         if id(value) not in seen:
             seen.add(id(value))
             yield name, value
@@ -60,7 +66,7 @@ def _in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tup
             yield name, value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, (nn.Module, torch.Tensor)):
+            if isinstance(item, Found):
                 yield from _in_value(name, item, 0, seen)
     elif depth:
         yield from _in_function(value, depth - 1, seen)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._captured import captured
+from torchstrategy._captured import Found, captured
 from torchstrategy._context import current_frame
+from torchstrategy._devices import in_use
 from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
-from torchstrategy._local_optimizer import LocalOptimizer
+from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._mirrors import Mirrors
+from torchstrategy._once import KINDS, OnceAStep
 from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
@@ -29,7 +31,7 @@ from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import StandIns
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._torch import version
-from torchstrategy._types import Device
+from torchstrategy._types import Device, Tree
 
 
 @final
@@ -61,11 +63,14 @@ class CentralStorage(Storage):
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
         copies = self._borrow()
         originals = copies.originals()
-        run = object()
+        run, loan = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
-            outsiders = list(self._outsiders(step, copies))
-            loan = _CentralLoan(copies, shares, outsiders, cross_replica)
+            named = list(_named_by(step))
+            counters = [thing for _, thing in named if isinstance(thing, KINDS)]
+            originals += counters
+            outsiders = list(self._outsiders(named, copies))
+            loan = _CentralLoan(copies, shares, outsiders, counters, cross_replica)
             tell_before(run, loan.before_any_step)
             copies.gradients.begin(shares, outsiders)
             self._stand_ins.put_up(originals, run)
@@ -75,6 +80,8 @@ class CentralStorage(Storage):
         except BaseException:
             copies.generation = -1  # a step that failed has written who knows what on them
             self._stand_ins.take_down(originals, run)
+            if loan is not None:
+                loan.take_back()
             copies.gradients.abort()
             copies.gradients.let_go()
             raise
@@ -145,15 +152,13 @@ class CentralStorage(Storage):
             if copies.generation == self._generation:
                 self._idle.append(copies)
 
-    def _outsiders(self, step: Step, copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
+    def _outsiders(self, named: Sequence[tuple[str, Found]], copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters and trainable tensors that the step names and no replica has of its own."""
-        fn, leaves = step
-        modules = (("an argument", leaf) for leaf in leaves if isinstance(leaf, nn.Module))
-        for name, thing in (*captured(fn), *modules):
+        for name, thing in named:
             if isinstance(thing, torch.Tensor):
                 if id(thing) not in copies.known:
                     yield thing, f"{name}, a tensor of shape {tuple(thing.shape)},"
-            elif id(thing) not in self._modules:
+            elif isinstance(thing, nn.Module) and id(thing) not in self._modules:
                 for path, parameter in thing.named_parameters():
                     if id(parameter) not in copies.known:
                         yield parameter, f"{name}.{path}"
@@ -226,7 +231,7 @@ class Copies:
 
 
 @final
-class _CentralLoan(Loan):
+class _CentralLoan(Loan, Owners):
     """One run on one set of copies."""
 
     def __init__(
@@ -234,28 +239,36 @@ class _CentralLoan(Loan):
         copies: Copies,
         shares: Shares,
         outsiders: Sequence[tuple[torch.Tensor, str]],
+        counters: Sequence[Any],
         cross_replica: CrossReplica,
     ) -> None:
         self._copies = copies
         self._shares = shares
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name in outsiders]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
+        self._counters = counters
         self._cross_replica = cross_replica
         self._thread = threading.get_ident()
+        self._callers_device = torch.get_default_device()
         self._local: dict[int, Mapping[int, object]] = {}
-        self._lead_optimizers: list[LocalOptimizer] = []
+        self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
+        self._shown = ExitStack()  # in which the owners have their gradients
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        copies = self._copies
+        copies, leads = self._copies, replica.index == self._shares.present[0]
         copies.gradients.enter(replica)
         ledger = copies.gradients.ledgers[replica.index]
         optimizers = {
-            id(optimizer): LocalOptimizer(optimizer, replica, ledger, copies.optimized[id(optimizer)], self._update)
+            id(optimizer): LocalOptimizer(optimizer, replica, ledger, copies.optimized[id(optimizer)], self, leads)
             for optimizer in copies.optimizers()
         }
-        if replica.index == self._shares.present[0]:
-            self._lead_optimizers = list(optimizers.values())
-        self._local[replica.index] = local = {**copies.mirrors.local_objects(replica.index), **optimizers}
+        self._optimizers[replica.index] = list(optimizers.values())
+        counters = {id(counter): OnceAStep(counter, replica, self.together) for counter in self._counters}
+        self._local[replica.index] = local = {
+            **copies.mirrors.local_objects(replica.index),
+            **optimizers,
+            **counters,
+        }
         return local
 
     @contextmanager
@@ -267,6 +280,28 @@ class _CentralLoan(Loan):
             self._copies.mirrors.refresh_parameters()
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
+    def together(self, call: Callable[[], Tree]) -> Tree:
+        with self._cross_replica(), self._updating():
+            return call()
+
+    @contextmanager
+    def cross_replica(self) -> Iterator[None]:
+        with self._cross_replica(), in_use(self._callers_device):
+            yield
+
+    def show(self) -> None:
+        self._shown.enter_context(self._updating())
+        self._copies.gradients.keep()
+
+    def take_back(self) -> None:
+        self._shown.close()
+
+    def loss(self, losses: Sequence[Any]) -> Any:
+        if any(loss is None for loss in losses):
+            return None
+        weights = [self._shares.weights[r] for r in self._shares.present]
+        return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
     def results_require_grad(self) -> None:
         self._copies.gradients.deliver_late_ones()
 
@@ -276,8 +311,7 @@ class _CentralLoan(Loan):
         with undisturbed():
             self._copies.gradients.settle()
             self._copies.mirrors.return_to_originals(self._shares)
-        for optimizer in self._lead_optimizers:
-            optimizer.return_settings()
+        self._return_settings()
         self._copies.gradients.end()
 
     def before_any_step(self, optimizer: Optimizer) -> None:
@@ -305,9 +339,28 @@ class _CentralLoan(Loan):
                 if version(tensor) != known:
                     raise RuntimeError(written_in_replica(name))
 
-    def _update(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> Any:
-        with self._cross_replica(), self.published():
-            return optimizer.step(**kwargs)
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        self._return_settings()
+        with self.published():
+            yield
+        for optimizers in self._optimizers.values():
+            for optimizer in optimizers:
+                optimizer.forget_settings()
+
+    def _return_settings(self) -> None:
+        for optimizer in self._optimizers.get(self._shares.present[0], []):
+            optimizer.return_settings()
+
+
+def _here(loss: Any) -> Any:
+    return loss.cpu() if isinstance(loss, torch.Tensor) else loss
+
+
+def _named_by(step: Step) -> Iterator[tuple[str, Found]]:
+    fn, leaves = step
+    yield from captured(fn)
+    yield from (("an argument", leaf) for leaf in leaves if isinstance(leaf, (nn.Module, *KINDS)))
 
 
 @contextmanager

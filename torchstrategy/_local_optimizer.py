@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -12,11 +14,35 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy import _stand_ins
+from torchstrategy._context import current_frame, entered
+from torchstrategy._devices import in_use
 from torchstrategy._ledger import ReplicaLedger
 from torchstrategy._replica import Replica
+from torchstrategy._types import Tree
 
-Update = Callable[[Optimizer, dict[str, Any]], Any]
-"""Takes one step of an optimizer on the owners' parameters, with these keyword arguments."""
+
+class Owners(ABC):
+    """The user's own parameters and gradients in one run, as optimizers in its replicas ask for them."""
+
+    @abstractmethod
+    def together(self, call: Callable[[], Tree]) -> Tree:
+        """Calls something for all replicas, while they stand still: with the gradients of the whole batch."""
+
+    @abstractmethod
+    def cross_replica(self) -> AbstractContextManager[None]:
+        """For the length of the block, this thread speaks for all replicas, in the caller's default device."""
+
+    @abstractmethod
+    def show(self) -> None:
+        """From here on, until `take_back`, the user's parameters have the gradients of the whole batch."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """The end of `show`: what was written on parameters reaches the replicas."""
+
+    @abstractmethod
+    def loss(self, losses: Sequence[Any]) -> Any:
+        """The loss of the whole batch, from that of each replica."""
 
 
 @final
@@ -28,17 +54,25 @@ class LocalOptimizer:
         replica: The replica.
         ledger: Its gradients.
         index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner.
-        update: What happens at the meeting.
+        owners: What it updates.
+        leads: Whether this replica runs the optimizer's loop, if that asks for the loss and its gradients itself.
     """
 
     def __init__(
-        self, optimizer: Optimizer, replica: Replica, ledger: ReplicaLedger, index_of: Mapping[int, int], update: Update
+        self,
+        optimizer: Optimizer,
+        replica: Replica,
+        ledger: ReplicaLedger,
+        index_of: Mapping[int, int],
+        owners: Owners,
+        leads: bool,
     ) -> None:
         self._optimizer = optimizer
         self._replica = replica
         self._ledger = ledger
         self._index_of = index_of
-        self._update = update
+        self._owners = owners
+        self._leads = leads
         self._groups: list[dict[str, Any]] | None = None  # made when the step asks
         self._shown: list[dict[str, Any]] | None = None  # the same, as they were when the step asked
 
@@ -67,26 +101,56 @@ class LocalOptimizer:
         return self._step
 
     def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """A meeting: the gradients of all replicas are combined and the optimizer takes one step.
-
-        Raises:
-            RuntimeError: If there is a closure: it would have to be run in every replica at once.
-        """
+        """A meeting: the gradients of all replicas are combined and the optimizer takes one step."""
         if closure is not None:
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__}.step(closure) was called in a replica: the optimizer, which is "
-                "one for all replicas, cannot call the closures of all. Call the closure in the step and then "
-                "optimizer.step()."
-            )
+            return self._step_with(closure, kwargs)
 
         def combine(brought: Sequence[None]) -> list[Any]:
-            self.return_settings()
-            result = self._update(self._optimizer, kwargs)
+            result = self._owners.together(lambda: self._optimizer.step(**kwargs))
             return [result] * len(brought)
 
-        result = self._replica.meet("optimizer.step()", combine, None)
-        self._groups = self._shown = None  # the optimizer may have changed its settings
+        return self._replica.meet(STEP, combine, None)
+
+    def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+        """The optimizer asks for the loss and its gradients itself, as often as it likes.
+
+        Its loop runs on the thread of the first replica; the others wait at the meeting that it comes to next. What
+        it asks for, all of them compute.
+        """
+        owners, frame = self._owners, current_frame()
+        assert frame is not None
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            return self._replica.meet(STEP, shown, value)
+
+        def shown(losses: Sequence[Any]) -> list[Any]:
+            owners.show()
+            return [owners.loss(losses)] * len(losses)
+
+        def taken_back(brought: Sequence[Any]) -> list[Any]:
+            owners.take_back()
+            return [brought[0]] * len(brought)
+
+        def asked() -> Any:
+            self._replica.meet(STEP, taken_back, _EVALUATE)
+            with entered(frame), in_use(self._replica.device):
+                return evaluate()
+
+        self._replica.meet(STEP, lambda brought: [owners.show()] * len(brought), None)
+        if self._leads:
+            with owners.cross_replica():
+                result = self._optimizer.step(asked, **kwargs)
+            return self._replica.meet(STEP, taken_back, result)
+        while (result := self._replica.meet(STEP, taken_back, None)) is _EVALUATE:
+            evaluate()
         return result
+
+    def forget_settings(self) -> None:
+        """The optimizer's settings may have changed; the step is shown them as they are when it asks again."""
+        self._groups = self._shown = None
 
     def return_settings(self) -> None:
         """Brings to the user's own optimizer what the step wrote on the groups, such as a learning rate."""
@@ -113,6 +177,10 @@ class LocalOptimizer:
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self._index_of.get(id(owner))
         return owner if index is None else self._ledger.parameters[index]
+
+
+STEP = "optimizer.step()"
+_EVALUATE = object()  # what the optimizer asks for, in the place of its result
 
 
 def _is_as_shown(value: Any, shown: Any) -> bool:

@@ -159,6 +159,18 @@ class _ParameterStandIn(_StandIn, nn.Parameter):
         return nn.Parameter.__reduce_ex__(self, protocol)  # it names no class but Parameter
 
 
+class _OnceStandIn(_StandIn):
+    """A scheduler or a scaler that does, in a replica, once for all what it does once a step."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
+            return getattr(local, name)
+        return super().__getattribute__(name)
+
+
+_ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
+
+
 @final
 class StandIns:
     """Counts the runs that are under way with each object, and exchanges its class at the first and after the last.
@@ -205,8 +217,8 @@ def _stand_in_class(cls: type) -> type:
         return _ParameterStandIn
     known = _classes.get(cls)
     if known is None:
-        kind = _ModuleStandIn if issubclass(cls, nn.Module) else _OptimizerStandIn
-        assert issubclass(cls, (nn.Module, Optimizer))
+        kinds = {nn.Module: _ModuleStandIn, Optimizer: _OptimizerStandIn}
+        kind = next((kind for base, kind in kinds.items() if issubclass(cls, base)), _OnceStandIn)
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         known = _classes[cls] = type(cls.__name__, (kind, cls), body)
     return known
