@@ -19,13 +19,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-Found = nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler
+Found = nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler | types.MethodType
 
 _DEPTH = 3  # a step may call a function that calls a function that uses the model
 
 
 def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Found]]:
-    """The modules, leaf tensors that require grad, schedulers and scalers which `fn` names, each with the name."""
+    """The modules, leaf tensors that require grad, schedulers and scalers which `fn` names, each with the name.
+
+    A bound method of a scheduler or scaler is found as such.
+    """
     return _in_function(fn, _DEPTH, seen=set())
 
 
@@ -36,6 +39,8 @@ def _in_function(fn: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Fou
         fn = fn.func
     if isinstance(fn, types.MethodType):
         owner = fn.__self__
+        if isinstance(owner, (LRScheduler, torch.amp.GradScaler)):
+            yield fn.__name__, fn
         if not isinstance(owner, (nn.Module, type)):
             for name, value in getattr(owner, "__dict__", {}).items():
                 yield from _in_value(f"self.{name}", value, 0, seen)

@@ -23,7 +23,7 @@ from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._mirrors import Mirrors
-from torchstrategy._once import KINDS, OnceAStep
+from torchstrategy._once import KINDS, OnceAStep, refuse_bound_methods
 from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
@@ -43,11 +43,19 @@ class CentralStorage(Storage):
         parameter_device: Where the parameters are.
         may_alias: Whether a copy on the parameters' own device may share their memory. Without, each replica's copies
             are real ones, as they are on several accelerators; the numbers are the same.
+        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
     """
 
-    def __init__(self, devices: Sequence[Device], parameter_device: Device, may_alias: bool = True) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        parameter_device: Device,
+        may_alias: bool = True,
+        averages_buffers: bool = True,
+    ) -> None:
         super().__init__(devices, parameter_device)
         self._may_alias = may_alias
+        self._averages_buffers = averages_buffers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._idle: list[Copies] = []
@@ -68,6 +76,7 @@ class CentralStorage(Storage):
         try:
             named = list(_named_by(step))
             counters = [thing for _, thing in named if isinstance(thing, KINDS)]
+            refuse_bound_methods(named)
             originals += counters
             outsiders = list(self._outsiders(named, copies))
             loan = _CentralLoan(copies, shares, outsiders, counters, cross_replica)
@@ -90,7 +99,7 @@ class CentralStorage(Storage):
             self._return(copies)
 
     def like(self) -> Storage:
-        return CentralStorage(self.devices, self.parameter_device, self._may_alias)
+        return CentralStorage(self.devices, self.parameter_device, self._may_alias, self._averages_buffers)
 
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or self._is_copying or _in_replica():
@@ -140,7 +149,7 @@ class CentralStorage(Storage):
             self.claim(part)
         self._is_copying = True
         try:
-            return Copies(_roots(parts), optimizers, self.devices, self._may_alias, generation)
+            return Copies(_roots(parts), optimizers, self.devices, self._may_alias, self._averages_buffers, generation)
         finally:
             self._is_copying = False
 
@@ -179,6 +188,7 @@ class Copies:
         optimizers: The user's optimizers.
         devices: The device of each replica.
         may_alias: See `CentralStorage`.
+        averages_buffers: See `CentralStorage`.
         generation: Of the set of modules that they are copies of.
     """
 
@@ -188,12 +198,13 @@ class Copies:
         optimizers: Sequence[Optimizer],
         devices: Sequence[Device],
         may_alias: bool,
+        averages_buffers: bool,
         generation: int,
     ) -> None:
         self.generation = generation
         self._num_replicas = len(devices)
         with undisturbed():
-            self.mirrors = Mirrors(roots, devices, may_alias)
+            self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers)
         self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
         self._take_optimizers(optimizers)
 

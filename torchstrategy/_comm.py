@@ -6,13 +6,20 @@ else, the CPU included, plain copies do the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import comm
 
-from torchstrategy._devices import place
+from torchstrategy._devices import is_accelerator, place
+from torchstrategy._torch import foreach_copy_
 from torchstrategy._types import Device
+
+_SMALL = 1 << 18  # bytes of a tensor that is sent together with others: larger ones fill the bus alone
+_TOGETHER = 1 << 24  # bytes that are sent together: as much again is needed for a while on either side
 
 
 def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
@@ -27,6 +34,50 @@ def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[
         copies = comm.broadcast_coalesced(originals, [originals[0].device, *devices])
         return [list(copy) for copy in copies[1:]]
     return [[tensor.to(place(device), copy=True) for tensor in originals] for device in devices]
+
+
+class Write(NamedTuple):
+    """Values to be written over tensors of one device."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]  # of one device, which may be another
+
+
+def write(writes: Sequence[Write]) -> None:
+    """Writes them all, in few transfers: small tensors go together. No gradient flows.
+
+    Transfers to accelerators are on their copy streams, so that those to several devices overlap.
+    """
+    writes = [write for write in writes if write.targets]
+    if _is_broadcast(writes):
+        devices = [writes[0].sources[0].device, *(write.targets[0].device for write in writes)]
+        copies = comm.broadcast_coalesced(writes[0].sources, devices)[1:]
+        writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
+    for targets, sources in writes:
+        device = targets[0].device
+        with _copying_to(device) if sources[0].device != device else nullcontext():
+            foreach_copy_(targets, brought(sources, device))
+
+
+def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
+    """Tensors of one device, on another one or as they are; the small ones went together and share memory."""
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    arrived: dict[int, torch.Tensor] = {}
+    for indices in _groups(tensors):
+        if len(indices) == 1:
+            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device))
+            continue
+        together = torch.cat([tensors[index].reshape(-1) for index in indices])
+        there = together.to(device).split([tensors[index].numel() for index in indices])
+        arrived.update((index, flat.view(tensors[index].shape)) for index, flat in zip(indices, there, strict=True))
+    return [arrived[index] for index in range(len(tensors))]
+
+
+@functools.cache
+def copy_stream(device: Device) -> torch.Stream:
+    """The one stream on which values are copied to an accelerator. It lives as long as the process."""
+    return torch.Stream(device)
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
@@ -44,6 +95,44 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
 def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
     """Tensors on any devices, one after the other along `axis`, on `device`. Differentiable."""
     return torch.cat([tensor.to(place(device)) for tensor in tensors], dim=axis)
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which tensors go together, by position: small ones of one dtype, to a certain size."""
+    groups: list[list[int]] = []
+    filling: dict[torch.dtype, list[int]] = {}
+    room: dict[torch.dtype, int] = {}
+    for index, tensor in enumerate(tensors):
+        size = tensor.numel() * tensor.element_size()
+        if tensor.layout is not torch.strided or size > _SMALL:
+            groups.append([index])
+            continue
+        if room.get(tensor.dtype, 0) < size:
+            groups.append([])
+            filling[tensor.dtype], room[tensor.dtype] = groups[-1], _TOGETHER
+        filling[tensor.dtype].append(index)
+        room[tensor.dtype] -= size
+    return groups
+
+
+def _is_broadcast(writes: Sequence[Write]) -> bool:
+    """Whether the same values go to several CUDA devices from one, which has a primitive of its own."""
+    if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
+        return False
+    return _are_distinct_cuda([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
+
+
+@contextmanager
+def _copying_to(device: Device) -> Iterator[None]:
+    """A block whose work is on the copy stream of a device; the current stream waits for it, and it for that."""
+    if not is_accelerator(device):
+        yield
+        return
+    stream, current = copy_stream(device), torch.accelerator.current_stream(device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
 
 
 def _are_distinct_cuda(devices: Sequence[Device]) -> bool:

@@ -22,6 +22,7 @@ from typing import final
 
 import torch
 
+from torchstrategy._comm import brought
 from torchstrategy._conductors import combined_gradients
 from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
 from torchstrategy._options import ReduceOp
@@ -243,11 +244,19 @@ class Gradients:
             weight = self._shares.weights[r]
             local = self.ledgers[r].take_local()
             if self._is_remote[r]:
-                local = {index: gradient.to(self.owners[index].device) for index, gradient in local.items()}
+                local = self._brought(local)
             if len(weighing) == 1 and weight == 1:
                 return local
             _accumulate(total, local, weight)
         return total
+
+    def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The gradients of one replica, each on the device of its owner."""
+        arrived: dict[int, torch.Tensor] = {}
+        for device in {self.owners[index].device for index in local}:
+            indices = [index for index in local if self.owners[index].device == device]
+            arrived.update(zip(indices, brought([local[index] for index in indices], device), strict=True))
+        return arrived
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         owner, so_far = self.owners[index], self.so_far[index]

@@ -21,9 +21,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from torchstrategy._comm import write
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
-from torchstrategy._parts import TORCHS_OWN, held_plainly
+from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, held_plainly
 from torchstrategy._replica_modules import (
     HOOK_TABLES,
     MISSING,
@@ -49,12 +50,16 @@ class Mirrors:
         roots: The originals: none of them is part of another.
         devices: The device of each replica.
         may_alias: Whether a copy on the device of its original shares the memory of its parameters.
+        averages_buffers: Whether running statistics become the mean of the replicas'.
 
     Raises:
         TypeError: If a module cannot be copied; it is named, with what to do.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: bool) -> None:
+    def __init__(
+        self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: bool, averages_buffers: bool
+    ) -> None:
+        self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
@@ -128,8 +133,9 @@ class Mirrors:
         changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
         moved = {index for index in changed if self._parameters[index].has_moved()}
         requires_grad = [parameter.tensor.requires_grad for parameter in self._parameters]
+        write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
         for replica in self._replicas:
-            replica.bring_parameters(self._parameters, changed, moved)
+            replica.parameters_are_known()
             replica.bring_requires_grad(requires_grad)
         for index in changed:
             self._parameters[index].is_known()
@@ -153,7 +159,8 @@ class Mirrors:
     def return_to_originals(self, shares: Shares) -> None:
         """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
 
-        The running statistics of normalisation layers are averaged by share; all else is that of the first replica.
+        The running statistics of normalisation layers are averaged by share, if they are to be; all else is that of
+        the first replica.
         """
         lead = self._replicas[shares.present[0]]
         values = self._buffer_values(shares)  # which may refuse; after it nothing does
@@ -178,7 +185,7 @@ class Mirrors:
             for value in values:
                 _check_fits(original, value)
             combined[index] = values[0]
-            if original.is_running:
+            if original.is_running and self._averages_buffers:
                 fractions = [shares.fractions[r] for r in shares.present]
                 here = [v.to(original.tensor.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
@@ -207,7 +214,11 @@ class Mirrors:
             changed = [name for name in {**known, **now} if known.get(name, MISSING) is not now.get(name, MISSING)]
             if any(name in TORCHS_OWN and name != "training" for name in changed):
                 return False
+            module = self._references[position]()
+            computed = set() if module is None else computed_by_hooks(module)
             for name in changed:
+                if name in computed:
+                    continue  # by each replica's own hook
                 value = now.get(name, MISSING)
                 if id(value) not in self._index_of:
                     _refuse_trainable(f"{self._paths[position]}.{name}", value)
@@ -279,6 +290,7 @@ def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> No
                 f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "
                 "itself, and not of its subclasses."
             )
+    computed = {f".{name}" for name in computed_by_hooks(module)}
     for place_, value in held_plainly(module):
-        if id(value) not in registered:  # an LSTM lists its own parameters
+        if id(value) not in registered and place_ not in computed:  # an LSTM lists its own parameters
             _refuse_trainable(f"{path}{place_}", value)

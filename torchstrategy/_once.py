@@ -6,7 +6,8 @@ optimizer and the gradients of the whole batch. Everything else about them can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -58,6 +59,22 @@ class OnceAStep:
             return [result] * len(brought)
 
         return self._replica.meet(name, combine, (args, kwargs))
+
+
+def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
+    """Refuses steps that hold a method of such an object, which is that of the user's own.
+
+    Raises:
+        RuntimeError: Naming it.
+    """
+    for name, thing in named:
+        if isinstance(thing, types.MethodType):
+            kind = type(thing.__self__).__name__
+            raise RuntimeError(
+                f"The step holds {kind}.{name}, a method that was taken from its object before the run: each replica "
+                f"would call it, and it counts steps for all of them. Name the object in the step, and call its {name} "
+                "there; or call it after the run."
+            )
 
 
 def _refuse_different(name: str, first: Any, other: Any) -> None:

@@ -35,6 +35,13 @@ def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Ten
             yield from _within(f".{name}", value, _DEPTH)
 
 
+def computed_by_hooks(module: nn.Module) -> set[str]:
+    """The plain attributes that a hook computes anew before each forward: what `weight_norm` and pruning make."""
+    hooks = module._forward_pre_hooks.values()
+    names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks)
+    return {name for name in names if isinstance(name, str)}
+
+
 def _within(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     if isinstance(value, (nn.Module, torch.Tensor)):
         yield path, value

@@ -17,10 +17,10 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchstrategy._comm import sent_to
+from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._parts import held_plainly
-from torchstrategy._torch import foreach_copy_, version
+from torchstrategy._torch import version
 from torchstrategy._types import Device
 
 TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
@@ -96,7 +96,7 @@ class ReplicaModules:
         ]
         self.parameters = [LocalParameter.over(d, owner.requires_grad) for d, owner in zip(data, owners, strict=True)]
         self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
-        self._note_versions()
+        self.parameters_are_known()
         own = sent_to([original.tensor for original in buffers], [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         self._memo.update((id(original.tensor), tensor) for original, tensor in zip(buffers, own, strict=True))
@@ -119,8 +119,8 @@ class ReplicaModules:
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._attribute_values = values_of(self._insides)
 
-    def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> None:
-        """Brings the values of parameters. What was written in place, in memory that is shared, is there already."""
+    def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> Write:
+        """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
         targets, sources = [], []
         for index in moved if all(self._aliased) else changed:
             if self._aliased[index] and index not in moved:
@@ -134,9 +134,13 @@ class ReplicaModules:
             else:
                 targets.append(local.detach())
                 sources.append(owner)
-        if targets:
-            foreach_copy_(targets, sources)
-        self._note_versions()
+        return Write(targets, sources)
+
+    def parameters_are_known(self) -> None:
+        """The parameters agree with the originals: whatever is written on them from here on, the step writes."""
+        if not all(self._aliased):
+            pairs = zip(self.parameters, self._aliased, strict=True)
+            self._versions = [-1 if aliased else version(parameter) for parameter, aliased in pairs]
 
     def has_written(self, index: int) -> bool:
         """Whether the step wrote on a parameter that has memory of its own; where it is shared, the original tells."""
@@ -201,11 +205,6 @@ class ReplicaModules:
             if is_uncounted or buffer is not own or version(own) != agreed:
                 written.add(index)
         return written
-
-    def _note_versions(self) -> None:
-        if not all(self._aliased):
-            pairs = zip(self.parameters, self._aliased, strict=True)
-            self._versions = [-1 if aliased else version(parameter) for parameter, aliased in pairs]
 
 
 def values_of(insides: Sequence[dict[str, Any]]) -> list[object]:

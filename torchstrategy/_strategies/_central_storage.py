@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Literal, final
 
 from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical, local_accelerators, place
@@ -27,6 +27,10 @@ class CentralStorageStrategy(Strategy):
             replicas on one CPU. None: all accelerators of this machine, or one CPU where there is none.
         parameter_device: Where parameters live. None: the compute device if there is one, else the CPU.
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
+        buffer_aggregation: What becomes of the running statistics of normalisation layers, which each replica takes
+            of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: those
+            of the first one are kept, as `torch.nn.DataParallel` does. All other buffers are always those of the first
+            replica, so that counters count each step once.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
@@ -40,7 +44,8 @@ class CentralStorageStrategy(Strategy):
         }
 
     Differs from tf.distribute:
-        A device that is not there is refused. An empty list of devices is an error. `gradient_reduction` is ours.
+        A device that is not there is refused. An empty list of devices is an error. `gradient_reduction`
+        and `buffer_aggregation` are ours.
 
     Raises:
         ValueError: If a device is none, or one that this machine does not have; or if there is no compute device.
@@ -55,6 +60,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: DeviceLike = None,
         *,
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
+        buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         if isinstance(compute_devices, str):
             raise ValueError(
@@ -74,8 +80,19 @@ class CentralStorageStrategy(Strategy):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
         owner = canonical(parameter_device)
         is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
-        storage: Storage = InPlaceStorage(devices, owner) if is_in_place else CentralStorage(devices, owner)
+        averages_buffers = _averages(buffer_aggregation)
+        storage: Storage = (
+            InPlaceStorage(devices, owner)
+            if is_in_place
+            else CentralStorage(devices, owner, averages_buffers=averages_buffers)
+        )
         super().__init__(ReplicatedExtended(Replicas(devices), storage, ReduceOp.of(gradient_reduction)))
+
+
+def _averages(aggregation: str) -> bool:
+    if aggregation not in ("mean", "only_first_replica"):
+        raise ValueError(f"buffer_aggregation={aggregation!r} is neither 'mean' nor 'only_first_replica'.")
+    return aggregation == "mean"
 
 
 def _is_list(value: object) -> bool:
