@@ -1,0 +1,139 @@
+"""How parameters and gradients go from device to device: few large copies, and none of what did not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchstrategy
+from torchstrategy._comm import brought
+from torchstrategy.testing import Traffic, count_traffic, record_streams
+
+OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]
+
+
+def new(build: Any, **options: Any) -> tuple[torchstrategy.Strategy, nn.Module, torch.optim.Optimizer]:
+    strategy = torchstrategy.CentralStorageStrategy(DEVICES, OWNER, **options)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return strategy, model, optimizer
+
+
+def deep(layers: int = 100) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(rows: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(rows), rows).backward()
+        optimizer.step()
+
+    return step
+
+
+def counted(run: Any) -> Traffic:
+    with count_traffic() as traffic:
+        run()
+    return traffic
+
+
+def dealt(strategy: torchstrategy.Strategy, rows: int = 4) -> Any:
+    (batch,) = strategy.experimental_distribute_dataset([torch.randn(rows, 4)])
+    return batch
+
+
+def routes(traffic: Traffic) -> dict[tuple[str, str], int]:
+    return {(str(a), str(b)): n for (a, b), n in traffic.copies_by_route.items() if "cpu" not in (a.type, b.type)}
+
+
+def test_two_hundred_small_parameters_go_to_each_replica_in_one_copy_and_come_back_in_one() -> None:
+    strategy, model, optimizer = new(deep)
+    batch, step = dealt(strategy), step_of(model, optimizer)
+    strategy.run(step, args=(batch,))
+    traffic = counted(lambda: strategy.run(step, args=(batch,)))
+    assert routes(traffic) == {
+        ("sim:4", "sim:0"): 1,
+        ("sim:4", "sim:1"): 1,
+        ("sim:0", "sim:4"): 1,
+        ("sim:1", "sim:4"): 1,
+    }
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert set(traffic.bytes_by_route[pair] for pair in traffic.copies_by_route if "cpu" not in map(str, pair)) == {size}
+
+
+def test_each_dtype_goes_by_itself() -> None:
+    strategy, model, optimizer = new(lambda: nn.Sequential(deep(3), *(nn.Linear(4, 4).double() for _ in range(3))))
+
+    def step(rows: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model[1:](model[0](rows).double()).square().mean().backward()
+        optimizer.step()
+
+    batch = dealt(strategy)
+    strategy.run(step, args=(batch,))
+    assert set(routes(counted(lambda: strategy.run(step, args=(batch,)))).values()) == {2}
+
+
+def test_what_did_not_change_is_not_copied_and_what_is_frozen_never_again() -> None:
+    strategy, model, optimizer = new(lambda: deep(4))
+    batch, step = dealt(strategy), step_of(model, optimizer)
+    evaluate = lambda: strategy.run(lambda rows: model(rows).detach().sum(), args=(batch,))  # noqa: E731
+    evaluate()
+    assert [routes(counted(evaluate)) for _ in range(2)] == [{}, {}]
+    for parameter in model[:3].parameters():
+        parameter.requires_grad_(False)
+    strategy.run(step, args=(batch,))
+    traffic = counted(lambda: strategy.run(step, args=(batch,)))
+    last = sum(p.numel() * p.element_size() for p in model[3].parameters())
+    assert traffic.bytes_by_route[OWNER, torch.device("sim:1")] == last
+
+
+def test_a_large_parameter_goes_by_itself_and_is_written_once() -> None:
+    strategy, model, optimizer = new(lambda: nn.Sequential(nn.Linear(4, 40_000, bias=False), nn.Linear(40_000, 4)))
+    batch, step = dealt(strategy), step_of(model, optimizer)
+    strategy.run(step, args=(batch,))
+    traffic = counted(lambda: strategy.run(step, args=(batch,)))
+    assert routes(traffic)["sim:4", "sim:1"] == 3  # two large ones, and a bias
+
+
+def test_small_tensors_share_a_copy_and_keep_their_values_shapes_and_dtypes() -> None:
+    tensors = [torch.randn(3, 2), torch.arange(5), torch.tensor(7.0), torch.randn(2, 3).T, torch.empty(0, 4)]
+    tensors += [torch.randn(300, 300), torch.eye(3).to_sparse(), torch.ones(1, dtype=torch.bfloat16)]
+    with count_traffic() as traffic:
+        there = brought(tensors, torch.device("sim:2"))
+    assert traffic.copies == 5  # float32 together, int64, bfloat16, a large one, a sparse one
+    for tensor, moved in zip(tensors, there, strict=True):
+        assert (moved.shape, moved.dtype, moved.device) == (tensor.shape, tensor.dtype, torch.device("sim:2"))
+        assert torch.equal(moved.cpu().to_dense(), tensor.to_dense())
+    assert brought([], torch.device("sim:2")) == []
+    assert brought(there[:2], torch.device("sim:2"))[0] is there[0]
+
+
+@pytest.mark.parametrize("owner", ["cpu", "sim:0", "sim:4"])
+def test_nothing_is_read_on_a_stream_before_it_was_written_on_another(owner: str) -> None:
+    strategy = torchstrategy.CentralStorageStrategy(DEVICES, owner)
+    with strategy.scope():
+        model = nn.Sequential(deep(3), nn.BatchNorm1d(4))
+        optimizer = torch.optim.Adam(model.parameters())
+    batch, step = dealt(strategy), step_of(model, optimizer)
+    with record_streams() as record:
+        for _ in range(3):
+            strategy.run(step, args=(batch,))
+    assert record.races == []
+
+
+def test_the_copies_are_on_the_copy_stream_of_their_device() -> None:
+    strategy, model, optimizer = new(lambda: deep(3))
+    batch, step = dealt(strategy), step_of(model, optimizer)
+    strategy.run(step, args=(batch,))
+    with record_streams() as record:
+        strategy.run(step, args=(batch,))
+    used = {(event.device, event.stream != 0) for event in record.events if event.what == "launch"}
+    assert {(0, True), (1, True)} <= used
