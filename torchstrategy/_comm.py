@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -55,8 +55,18 @@ def write(writes: Sequence[Write]) -> None:
         writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
     for targets, sources in writes:
         device = targets[0].device
-        with _copying_to(device) if sources[0].device != device else nullcontext():
-            foreach_copy_(targets, brought(sources, device))
+        if sources[0].device == device:
+            foreach_copy_(targets, sources)
+            continue
+        groups = _groups(sources)
+        alone = [index for group in groups if len(group) == 1 for index in group]
+        together = [index for group in groups if len(group) > 1 for index in group]
+        with _copying_to(device):
+            if alone:  # straight to where they belong
+                foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
+            if together:
+                arrived = brought([sources[index] for index in together], device)
+                foreach_copy_([targets[index] for index in together], arrived)
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:

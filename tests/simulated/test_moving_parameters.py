@@ -65,7 +65,9 @@ def test_two_hundred_small_parameters_go_to_each_replica_in_one_copy_and_come_ba
         ("sim:1", "sim:4"): 1,
     }
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert set(traffic.bytes_by_route[pair] for pair in traffic.copies_by_route if "cpu" not in map(str, pair)) == {size}
+    assert set(traffic.bytes_by_route[pair] for pair in traffic.copies_by_route if "cpu" not in map(str, pair)) == {
+        size
+    }
 
 
 def test_each_dtype_goes_by_itself() -> None:
@@ -126,6 +128,17 @@ def test_nothing_is_read_on_a_stream_before_it_was_written_on_another(owner: str
     with record_streams() as record:
         for _ in range(3):
             strategy.run(step, args=(batch,))
+    assert record.races == []
+
+
+def test_a_parameter_is_not_overwritten_while_a_replica_still_reads_it() -> None:
+    strategy, model, _ = new(lambda: deep(3))
+    batch = dealt(strategy)
+    with record_streams() as record:
+        for _ in range(3):
+            strategy.run(lambda rows: model(rows).detach(), args=(batch,))
+            with torch.no_grad():
+                model[1].weight.add_(1.0)
     assert record.races == []
 
 
