@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy._comm import added, concatenated
-from torchstrategy._devices import is_accelerator, place
+from torchstrategy._devices import place
 from torchstrategy._replica import Replica
 from torchstrategy._types import Device, Tree
 
@@ -45,6 +45,16 @@ class Collective:
         """How many replicas take part."""
         return len(self._present)
 
+    @property
+    def weight(self) -> float:
+        """What this replica's gradient is multiplied by; 0 if it is dropped."""
+        return self._weights[self._replica.index]
+
+    @property
+    def total_weight(self) -> float:
+        """What the gradient of something that is the same in every replica is multiplied by."""
+        return sum(self._weights)
+
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str] = (), name: str = "all_reduce"
     ) -> list[torch.Tensor]:
@@ -65,10 +75,18 @@ class Collective:
             return [added(column, self._devices[r]) for column in columns]
 
         outputs, wants_grad = self._exchange(name, tensors, sums, names)
-        return self._differentiable(name, tensors, outputs) if wants_grad else outputs
+        return self._differentiable(tensors, outputs) if wants_grad else outputs
 
-    def all_gather(self, tensors: Sequence[torch.Tensor], axis: int, names: Sequence[str] = ()) -> list[torch.Tensor]:
+    def all_gather(
+        self, tensors: Sequence[torch.Tensor], axis: int, names: Sequence[str] = (), name: str = "all_gather"
+    ) -> list[torch.Tensor]:
         """What all replicas bring, one after the other along `axis`, on this replica's device.
+
+        Args:
+            tensors: What this replica brings.
+            axis: Along which dimension.
+            names: What to call each of them, the same in every replica.
+            name: What to call the meeting.
 
         Raises:
             ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
@@ -79,10 +97,10 @@ class Collective:
                 check_gatherable(column, axis)
             return [(concatenated(c, axis, self._devices[r]), [tensor.shape[axis] for tensor in c]) for c in columns]
 
-        pairs, wants_grad = self._exchange(f"all_gather(axis={axis})", tensors, gathered, names)
+        pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names)
         outputs = [output for output, _ in pairs]
         sizes = [size for _, size in pairs]
-        return self._differentiable("all_gather", tensors, outputs, axis, sizes) if wants_grad else outputs
+        return self._differentiable(tensors, outputs, axis, sizes) if wants_grad else outputs
 
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of what all replicas bring, each contribution scaled by its share over the receiver's."""
@@ -130,28 +148,16 @@ class Collective:
 
     def _differentiable(
         self,
-        name: str,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         axis: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
-        self._refuse_on_shared_accelerator(name)
         here = place(self._replica.device)
         # Outputs have to require grad also where only another replica's inputs do.
         gate = torch.ones((), device=here, requires_grad=True)
         # The gradients come back to this device; from there each goes to where the step had its tensor.
         return list(_apply_backward(self, axis, sizes, outputs, gate, *(tensor.to(here) for tensor in inputs)))
-
-    def _refuse_on_shared_accelerator(self, name: str) -> None:
-        here = place(self._replica.device)
-        sharing = sum(place(self._devices[r]) == here for r in self._present)
-        if is_accelerator(here) and sharing > 1:
-            raise RuntimeError(
-                f"{name} of a tensor that requires grad, on {here}, which {sharing} replicas share: its backward "
-                "would wait for the other replicas inside that device's one backward thread. Use one replica per "
-                "accelerator, or detach the tensor."
-            )
 
     def received(self, grads: Sequence[torch.Tensor], axis: int | None, sizes: Sequence[Sequence[int]]) -> list[Any]:
         """The gradients of this replica's inputs, from those of its outputs. A meeting."""

@@ -39,11 +39,26 @@ class _ThreadReplica(Replica):
         super().__init__(index, device)
         self._inbox = inbox
         self._reports = reports
+        self._thread: int | None = None  # on which the step runs, as long as it does
+
+    def perform(self, call: Callable[[Replica], Tree]) -> Tree:
+        """Calls the step. Only in it, and on its thread, can the replica meet the others."""
+        self._thread = threading.get_ident()
+        try:
+            return call(self)
+        finally:
+            self._thread = None
 
     def pause(self) -> None:
         self._stand_still(_Paused(self.index))
 
     def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"Replica {self.index} came to {name}, where it meets the other replicas, after its run or on another "
+                "thread than that of its step, and would wait for them for ever. Call backward in the step, on the "
+                "thread of the step; or detach what the step returns."
+            )
         return self._stand_still(_Met(self.index, name, combine, brought))
 
     def _stand_still(self, report: _Report) -> Tree:
@@ -206,8 +221,8 @@ def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
         inbox.put(None)
 
 
-def _bind(state: CallerState, replica: Replica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
-    return lambda: state.run_in(replica.device, lambda: performed(replica.index, lambda: call(replica)))
+def _bind(state: CallerState, replica: _ThreadReplica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
+    return lambda: state.run_in(replica.device, lambda: performed(replica.index, lambda: replica.perform(call)))
 
 
 class _Here(threading.local):
