@@ -1,4 +1,4 @@
-"""The examples run, and the two digits programs differ by no more than the README says."""
+"""The examples run and learn, their checks can fail, and the digits programs differ by no more than the README says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def output_of_python(*arguments: str, folder: Path | None = None) -> str:
 def digits_problem(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module("digits_problem")
+
+
+@pytest.fixture
+def language_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("language_model")
+
+
+@pytest.fixture
+def gan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("gan")
 
 
 def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
@@ -123,3 +136,57 @@ def test_the_example_of_tests_passes_where_a_user_copies_it(options: list[str], 
     output = output_of_python("-m", "pytest", "-rs", "-W", "error", *options, folder=tmp_path)
     assert outcome in output
     assert ("run pytest with --simulate-devices=4" in output) == ("skipped" in outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "accumulate", "precision"), [(3, 3, "float32"), (2, 2, "bfloat16")])
+def test_the_language_model_learns_what_it_learns_in_plain_pytorch(
+    language_model: ModuleType, replicas: int, accumulate: int, precision: str
+) -> None:
+    arguments = ["--replicas", str(replicas), "--accumulate", str(accumulate), "--batch-size", "7"]
+    language_model.check(language_model.argument_parser().parse_args(arguments), precision, updates=4)
+
+
+@pytest.mark.slow
+def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_of_its_own_words(
+    language_model: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own_mean(losses: torch.Tensor, global_batch_size: int) -> torch.Tensor:
+        return losses.sum() / (losses != 0).sum()
+
+    monkeypatch.setattr("torchstrategy.nn.compute_average_loss", own_mean)
+    options = language_model.argument_parser().parse_args([])
+    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+        language_model.check(options, "float32", updates=2)
+
+
+@pytest.mark.slow
+def test_a_few_updates_make_the_language_model_better_than_guessing(
+    language_model: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    language_model.main(language_model.argument_parser().parse_args(["--updates", "15"]))
+    found, unigram = map(float, re.findall(r": ([\d.]+)", capsys.readouterr().out))
+    guessing = language_model.corpus()[2]
+    assert unigram < guessing / 4 and found < guessing / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_gan_learns_what_it_learns_in_plain_pytorch(gan: ModuleType, replicas: int) -> None:
+    gan.check(gan.argument_parser().parse_args(["--replicas", str(replicas)]), steps=19)  # over the end of an epoch
+
+
+@pytest.mark.slow
+def test_the_check_of_the_gan_fails_when_each_replica_normalises_its_own_rows(
+    gan: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm", lambda generator: generator)
+    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+        gan.check(gan.argument_parser().parse_args([]), steps=2)
+
+
+@pytest.mark.slow
+def test_what_the_gan_draws_comes_nearer_to_digits(gan: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    gan.main(gan.argument_parser().parse_args(["--steps", "150", "--replicas", "1"]))
+    before, after = map(float, re.findall(r"([\d.]+) (?:after one step|now)", capsys.readouterr().out))
+    assert after < before / 2

@@ -320,6 +320,36 @@ def test_a_backward_outside_reaches_a_parameter_that_was_frozen_at_the_first_run
         assert_close(gradients(model), gradients(twin), f"run {k}, frozen: {frozen}")
 
 
+def test_what_a_step_freezes_stays_frozen(make):
+    # It was thawed at optimizer.step(), which brought the originals' flags to the replicas, and trained on in silence.
+    batch = data(7)
+    strategy = make(3)
+    (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
+
+    def step(model: Any, optimizer: Any, k: int, b: Any) -> None:
+        if k == 1:
+            model[0].requires_grad_(False)
+        if k == 3:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        mse(model, b).backward()
+        optimizer.step()
+
+    for k in range(5):
+        strategy.run(functools.partial(step, model, optimizer, k), args=(deal(strategy, batch),))
+        step(twin, plain, k, batch)
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in twin.parameters()]
+        assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
+
+
+def test_replicas_that_disagree_on_what_is_trained_are_refused(make):
+    strategy = make(3)
+    (model, _), _ = built(strategy, mlp, None)
+    with pytest.raises(RuntimeError, match=r"^The replicas disagree whether Sequential\.0\.weight is trained: replica 0 "):
+        strategy.run(lambda: model[0].requires_grad_(replica_id() != 1) and None)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_a_backward_outside_works_for_results_of_a_run_before_the_model_was_changed(make):
     strategy = make(3)
     (model, _), (twin, _) = built(strategy, mlp, None)
@@ -1220,10 +1250,10 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("in_scope", [True, False], ids=["made_in_scope", "made_outside"])
-def test_a_scheduler_works_outside_of_the_step_and_is_refused_inside(make, name, in_scope):
+def test_a_scheduler_counts_each_step_once_inside_of_the_step_and_outside(make, name, in_scope):
     new, args = SCHEDULERS[name]
     batch = data(7)
-    for n in (1, 3):
+    for n, inside in ((1, True), (3, True), (3, False)):
         strategy = make(n)
         (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
         theirs = new(plain)
@@ -1233,107 +1263,97 @@ def test_a_scheduler_works_outside_of_the_step_and_is_refused_inside(make, name,
         else:
             ours = new(optimizer)
 
-        def step(model: Any, optimizer: Any, b: Any) -> None:
+        def step(b: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
             optimizer.zero_grad()
             mse(model, b).backward()
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step(*args)
 
         for _ in range(4):
-            strategy.run(functools.partial(step, model, optimizer), args=(deal(strategy, batch),))
-            step(twin, plain, batch)
-            ours.step(*args)
-            theirs.step(*args)
+            strategy.run(step, args=(deal(strategy, batch), model, optimizer, ours if inside else None))
+            step(batch, twin, plain, theirs)
+            if not inside:
+                ours.step(*args)
             assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+            assert ours.last_epoch == theirs.last_epoch and ours.get_last_lr() == theirs.get_last_lr()
         assert_close(parameters(model), parameters(twin), f"{n} replicas", 1e-10)
 
-        rate = optimizer.param_groups[0]["lr"]
-        if n > 1:
-            with pytest.raises(
-                RuntimeError, match=r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n +sched"
-            ):
-                strategy.run(lambda ours=ours: ours.step(*args))
-            assert optimizer.param_groups[0]["lr"] == rate
 
-
-def test_a_refused_scheduler_has_not_counted_the_step(make):
+def test_a_scheduler_whose_method_is_the_step_is_refused_and_has_not_counted(make):
     strategy = make(3)
     (model, optimizer), _ = built(strategy, mlp, sgd)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     strategy.run(lambda b: (mse(model, b).backward(), optimizer.step())[1], args=(deal(strategy, data(7)),))
-    with pytest.raises(RuntimeError, match="was stepped in a replica"):
+    with pytest.raises(RuntimeError, match=r"The step holds StepLR\.step, a method that was taken from its object"):
         strategy.run(scheduler.step)
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["lr"] == 0.1 and scheduler.last_epoch == 0
 
 
-def test_a_grad_scaler_works_outside_of_the_step_and_is_refused_inside(make):
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_and_outside(make, where):
     batch = data(7)
-    strategy = make(3)
-    (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
-    ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+    for n in (1, 3):
+        strategy = make(n)
+        (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
+        ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2))
 
-    def backward(model: Any, scaler: Any, b: Any) -> None:
-        scaler.scale(mse(model, b)).backward()
-
-    for k in range(4):
-        strategy.run(functools.partial(backward, model, ours), args=(deal(strategy, batch),))
-        backward(twin, theirs, batch)
-        for scaler, o, m in ((ours, optimizer, model), (theirs, plain, twin)):
-            if k == 2:
-                m[0].weight.grad[0, 0] = float("inf")  # a step that is skipped
-            scaler.unscale_(o)
-            nn.utils.clip_grad_norm_(m.parameters(), 0.05)
-            scaler.step(o)
-            scaler.update()
-            o.zero_grad()
-        assert ours.get_scale() == theirs.get_scale()
-        assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
-    for inside in (ours.step, ours.unscale_):
-        with pytest.raises(RuntimeError, match=r"GradScaler was stepped in a replica[\s\S]*scaler\.step\(optimizer\)"):
-            strategy.run(
-                lambda b, inside=inside: (backward(model, ours, b), inside(optimizer))[0], args=(deal(strategy, batch),)
-            )
-
-
-def test_a_closure_is_refused_in_a_replica_and_works_outside(make):
-    strategy = make(3)
-    for new in (sgd, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3)):
-        (model, optimizer), (twin, plain) = built(strategy, mlp, new)
-        batch = data(7)
-        dealt = deal(strategy, batch)
-        before = parameters(model)
-
-        def step(b: Any, model: Any = model, optimizer: Any = optimizer) -> None:
-            def closure() -> Any:
-                optimizer.zero_grad()
-                loss = mse(model, b)
-                loss.backward()
-                return loss.detach()
-
-            optimizer.step(closure)
-
-        with pytest.raises(RuntimeError, match=r"\.step\(closure\) was called in a replica"):
-            strategy.run(step, args=(dealt,))
-        assert_close(parameters(model), before, "refused")
-
-        def ours(model: Any = model, optimizer: Any = optimizer, dealt: Any = dealt) -> Any:
+        def backward(b: Any, model: Any, optimizer: Any, scaler: Any) -> None:
             optimizer.zero_grad()
+            scaler.scale(mse(model, b)).backward()
 
-            def backward(b: Any) -> Any:
-                losses = F.mse_loss(model(b[0]), b[1], reduction="none").mean(1)
-                losses.mean().backward()
-                return losses.detach()
+        def update(model: Any, optimizer: Any, scaler: Any) -> None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
 
-            return strategy.reduce("mean", strategy.run(backward, args=(dealt,)), axis=0)
+        def step(b: Any, *parts: Any, backward: Any = backward, update: Any = update) -> None:
+            backward(b, *parts)
+            update(*parts)
 
-        def theirs(twin: Any = twin, plain: Any = plain, batch: Any = batch) -> Any:
-            plain.zero_grad()
-            loss = mse(twin, batch)
-            loss.backward()
-            return loss.detach()
+        for k in range(4):
+            rows = (batch[0], batch[1].clone())
+            if k == 2:
+                rows[1][6, 0] = float("inf")  # in the last replica: an update that is skipped in all of them
+            dealt = deal(strategy, rows)
+            step(rows, twin, plain, theirs)
+            if where == "inside":
+                strategy.run(step, args=(dealt, model, optimizer, ours))
+            else:
+                strategy.run(backward, args=(dealt, model, optimizer, ours))
+                update(model, optimizer, ours)
+            assert ours.state_dict() == theirs.state_dict()
+            assert_close(parameters(model), parameters(twin), f"{n} replicas, step {k}", 1e-10)
 
-        optimizer.step(ours)
-        plain.step(theirs)
-        assert_close(parameters(model), parameters(twin), "outside", 1e-9)
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_closure_gives_an_optimizer_the_loss_and_the_gradient_of_the_whole_batch(make, where):
+    batch = data(7)
+    for new in (sgd, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3)):
+        strategy = make(3)
+        (model, optimizer), (twin, plain) = built(strategy, mlp, new)
+        dealt = deal(strategy, batch)
+
+        def losses(b: Any, model: Any, optimizer: Any) -> Any:
+            optimizer.zero_grad()
+            losses = F.mse_loss(model(b[0]), b[1], reduction="none").mean(1)
+            losses.mean().backward()
+            return losses.detach()
+
+        def step(b: Any, model: Any, optimizer: Any, losses: Any = losses) -> Any:
+            return float(optimizer.step(lambda: losses(b, model, optimizer).mean()))
+
+        def outside(s: Any = strategy, losses: Any = losses, args: Any = (dealt, model, optimizer)) -> Any:
+            return s.reduce("mean", s.run(losses, args=args), axis=0)
+
+        expected = step(batch, twin, plain)
+        if where == "inside":
+            found = strategy.experimental_local_results(strategy.run(step, args=(dealt, model, optimizer)))
+        else:
+            found = (float(optimizer.step(outside)),)
+        assert found == pytest.approx([expected] * len(found))
+        assert_close(parameters(model), parameters(twin), where, 1e-9)
 
 
 def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(make):

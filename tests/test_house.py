@@ -25,7 +25,7 @@ import torchstrategy.testing
 PACKAGE = Path(inspect.getfile(torchstrategy)).parent
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
-OF_TENSORFLOW = ["torchstrategy", "torchstrategy.experimental"]
+OF_TENSORFLOW = ["torchstrategy", "torchstrategy.experimental", "torchstrategy.nn"]
 NAMESPACES = [*OF_TENSORFLOW, "torchstrategy.testing"]
 PUBLIC = [
     (namespace, name)
@@ -57,7 +57,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_collectives", "_input", "_ledger", "_shares", "_team"},  # how replicas meet, and what each counts for
         {
             "_gradients",
+            "_links",
             "_local_optimizer",
+            "_pieces",
             "_reductions",
             "_replica_context",
             "_replica_modules",
@@ -68,7 +70,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_central_storage", "_strategy"},  # who owns a parameter; the noun
         {"_extended"},  # the parts, put together
         {"_strategies"},  # the choices
-        {"experimental", "testing"},  # facades, and what tests need
+        {"_data_parallel", "experimental", "nn", "testing"},  # facades, and what steps and tests need
         {"__init__"},
     ],
     ("_input",): [
@@ -82,6 +84,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("_strategies",): [{"_central_storage", "_default", "_one_device"}, {"__init__"}],
     ("experimental",): [{"__init__"}],
+    ("nn",): [{"_losses", "_sync_batch_norm"}, {"__init__"}],
     ("testing",): [
         {"_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},

@@ -287,6 +287,25 @@ def test_arguments_dealt_with_different_rows_need_examples() -> None:
     assert strategy.experimental_local_results(result) == ((2, 2), (2, 1))
 
 
+def test_a_replica_with_rows_of_one_argument_only_is_not_left_out() -> None:
+    # It was: who followed the message and said how many examples there are lost the rows of that replica.
+    strategy = central(2)
+    batches = dealt(strategy, 2), dealt(strategy, 1)
+    for said in (RunOptions(examples=[2, 1]), RunOptions(gradient_reduction="sum")):
+        with pytest.raises(ValueError, match=r"replica 1 has rows of one and none of another.*run_empty_replicas=True"):
+            strategy.run(lambda a, b: None, args=batches, options=said)
+    options = RunOptions(examples=[2, 1], run_empty_replicas=True)
+    result = strategy.run(lambda a, b: (len(a), len(b)), args=batches, options=options)
+    assert strategy.experimental_local_results(result) == ((1, 1), (1, 0))
+
+
+def test_a_sum_of_gradients_needs_no_shares() -> None:
+    strategy = central(2)
+    options = RunOptions(gradient_reduction="sum")
+    result = strategy.run(lambda a, b: len(a) + len(b), args=(dealt(strategy, 4), dealt(strategy, 3)), options=options)
+    assert strategy.experimental_local_results(result) == (4, 3)
+
+
 def test_arguments_dealt_with_the_same_rows_need_nothing() -> None:
     strategy = central(2)
     assert strategy.run(lambda a, b: int((a + b).sum()), args=(dealt(strategy, 3), dealt(strategy, 3))).values == (2, 4)

@@ -1356,14 +1356,68 @@ def test_a_model_of_another_strategy_in_a_step_is_refused(make):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_layer_whose_weight_is_computed_by_a_hook_is_refused(make):
-    # Pruning and the old weight_norm keep a tensor with a history where the weight was.
-    def build() -> nn.Module:
-        layer = nn.Linear(3, 2)
-        prune.l1_unstructured(layer, "weight", amount=3)
-        return layer
+COMPUTED: dict[str, Callable[[nn.Linear], Any]] = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=3),
+    "pruned twice": lambda layer: [prune.random_unstructured(layer, n, amount=1) for n in ("weight", "bias", "weight")],
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+}
 
-    refused(make, build, r"Linear\.weight is a tensor that requires grad in a plain attribute")
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
+def test_a_layer_whose_weight_is_computed_by_a_hook_trains_as_in_plain_torch(make, how, where):
+    # They keep a tensor with a history where the weight was, and compute it anew before each forward.
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 4, **F64)
+        COMPUTED[how](layer)
+        return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 2, **F64))
+
+    def backward(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+
+    def update(model: Any, optimizer: Any) -> None:
+        optimizer.step()
+
+    for n in (1, 3):
+        if where == "inside":
+            compare(make, n, train, build=build, case=how)
+        else:
+            compare(make, n, backward, build=build, after=update, case=how)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_weights_that_come_to_be_pruned_between_steps_are_pruned_in_every_replica(make, where):
+    steps = iter([])
+
+    def before(model: Any, optimizer: Any) -> None:
+        k = next(steps)
+        if k == 1:
+            prune.l1_unstructured(model[0], "weight", amount=3)
+        elif k == 2:
+            prune.l1_unstructured(model[0], "weight", amount=2)
+        elif k == 3:
+            prune.remove(model[0], "weight")
+
+    def backward(model: Any, optimizer: Any, batch: Any) -> None:
+        model.zero_grad()
+        mse(model, batch).backward()
+
+    def update(model: Any, optimizer: Any) -> None:
+        optimizer.step()
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        backward(model, optimizer, batch)
+        optimizer.step()
+
+    for n in (1, 3):
+        steps = iter([k for k in range(4) for _ in ("ours", "plain")])
+        if where == "inside":
+            compare(make, n, step, before=before, steps=4)
+        else:
+            compare(make, n, backward, before=before, after=update, steps=4)
 
 
 def test_a_buffer_of_another_shape_is_refused_by_name(make):

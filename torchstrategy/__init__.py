@@ -19,7 +19,7 @@ To read the package, begin with `_strategy` (what a user calls) and `_extended` 
 `_stand_ins`.
 """
 
-from torchstrategy import experimental
+from torchstrategy import experimental, nn
 from torchstrategy._context import (
     experimental_set_strategy,
     get_replica_context,
@@ -28,6 +28,7 @@ from torchstrategy._context import (
     in_cross_replica_context,
     set_default,
 )
+from torchstrategy._data_parallel import DataParallel
 from torchstrategy._extended import ALONE
 from torchstrategy._input import (
     DistributedDataset,
@@ -49,6 +50,7 @@ from torchstrategy._values import DistributedValues
 
 __all__ = [
     "CentralStorageStrategy",
+    "DataParallel",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
@@ -71,6 +73,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "nn",
     "register_batch_type",
 ]
 

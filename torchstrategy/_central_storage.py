@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._captured import Found, captured
-from torchstrategy._context import current_frame
+from torchstrategy._captured import Found, captured, held_by
+from torchstrategy._context import current_frame, is_default
 from torchstrategy._devices import in_use
 from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._mirrors import Mirrors
-from torchstrategy._once import KINDS, OnceAStep, refuse_bound_methods
+from torchstrategy._once import KINDS, OnceAStep, make_ready, refuse_bound_methods
 from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
@@ -32,6 +32,7 @@ from torchstrategy._stand_ins import StandIns
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._torch import version
 from torchstrategy._types import Device, Tree
+from torchstrategy._values import DistributedValues
 
 
 @final
@@ -77,6 +78,8 @@ class CentralStorage(Storage):
             named = list(_named_by(step))
             counters = [thing for _, thing in named if isinstance(thing, KINDS)]
             refuse_bound_methods(named)
+            with undisturbed():
+                make_ready(counters, self.parameter_device)
             originals += counters
             outsiders = list(self._outsiders(named, copies))
             loan = _CentralLoan(copies, shares, outsiders, counters, cross_replica)
@@ -105,12 +108,12 @@ class CentralStorage(Storage):
         if id(module) in self._modules or self._is_copying or _in_replica():
             return
         self.claim(module)
-        self._modules[id(module)] = weakref.ref(module, self._forget)
+        self._modules[id(module)] = weakref.ref(module, _weakly(self._forget))
         self._new.add(id(module))
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not _in_replica():
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer, self._forget)
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
@@ -371,7 +374,11 @@ def _here(loss: Any) -> Any:
 def _named_by(step: Step) -> Iterator[tuple[str, Found]]:
     fn, leaves = step
     yield from captured(fn)
-    yield from (("an argument", leaf) for leaf in leaves if isinstance(leaf, (nn.Module, *KINDS)))
+    for leaf in leaves:
+        if isinstance(leaf, (nn.Module, *KINDS)):
+            yield "an argument", leaf
+        elif not isinstance(leaf, (torch.Tensor, DistributedValues)):
+            yield from held_by(leaf)
 
 
 @contextmanager
@@ -381,9 +388,20 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Calls a bound method for as long as its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(argument)
+
+    return call
+
+
 def _in_replica() -> bool:
     frame = current_frame()
-    return frame is not None and frame.replica_context is not None
+    return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

@@ -16,6 +16,7 @@ import torch
 from torchstrategy._comm import added, concatenated
 from torchstrategy._devices import place
 from torchstrategy._replica import Replica
+from torchstrategy._torch import hide_from_compiler
 from torchstrategy._types import Device, Tree
 
 _Columns = list[tuple[torch.Tensor, ...]]  # tensor by tensor: what each replica brings, in replica order
@@ -206,6 +207,11 @@ class _Scaled(torch.autograd.Function):
         # What is linear with the coefficients w_j / w_i has, under the same scaling, the plain sum as its backward.
         return (None, *ctx.collective.all_reduce(grads))
 
+
+# A compiler that followed a replica to a meeting would find locks and threads; a compiled step runs its backward, too.
+for _meeting in (Collective.all_reduce, Collective.all_gather, _Backward.backward, _Scaled.backward):
+    hide_from_compiler(_meeting)
+del _meeting
 
 _apply_backward: Callable[..., Any] = _Backward.apply
 _apply_scaled: Callable[..., Any] = _Scaled.apply

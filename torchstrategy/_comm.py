@@ -108,20 +108,21 @@ def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> 
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Which tensors go together, by position: small ones of one dtype, to a certain size."""
+    """Which tensors go together, by position: small ones of one device and dtype, to a certain size."""
     groups: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}
-    room: dict[torch.dtype, int] = {}
+    filling: dict[tuple[Device, torch.dtype], list[int]] = {}
+    room: dict[tuple[Device, torch.dtype], int] = {}
     for index, tensor in enumerate(tensors):
         size = tensor.numel() * tensor.element_size()
         if tensor.layout is not torch.strided or size > _SMALL:
             groups.append([index])
             continue
-        if room.get(tensor.dtype, 0) < size:
+        kind = tensor.device, tensor.dtype
+        if room.get(kind, 0) < size:
             groups.append([])
-            filling[tensor.dtype], room[tensor.dtype] = groups[-1], _TOGETHER
-        filling[tensor.dtype].append(index)
-        room[tensor.dtype] -= size
+            filling[kind], room[kind] = groups[-1], _TOGETHER
+        filling[kind].append(index)
+        room[kind] -= size
     return groups
 
 

@@ -188,7 +188,7 @@ class ReplicatedExtended(StrategyExtended):
                     return fn(*local_args, **local_kwargs)
 
             results = self._replicas.run(call, shares.present)
-            if any(_requires_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
+            if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
                 loan.results_require_grad()
             return regroup([results.get(r, ABSENT) for r in range(count)])
 
@@ -296,8 +296,14 @@ def _for_the_only_replica(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tu
     return args, kwargs
 
 
-def _requires_grad(value: Tree) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _may_require_grad(value: Tree) -> bool:
+    """Whether a backward may begin at a leaf of a result: an object of the user's own may hold tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return not isinstance(value, _WITHOUT_TENSORS) and torch.is_grad_enabled()
+
+
+_WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def _require_variable(v: object) -> None:

@@ -22,7 +22,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._comm import brought
+from torchstrategy._comm import added, brought
 from torchstrategy._conductors import combined_gradients
 from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
 from torchstrategy._options import ReduceOp
@@ -131,17 +131,35 @@ class Gradients:
                 if parameter.requires_grad and not parameter.delivers:
                     parameter.delivers = True
                     on_gradient(parameter, _deliver)
+        for index, (owner, _) in enumerate(self._own):
+            if has_gradient_hooks(owner):
+                self._deliver_together(index)
 
-    def deliver(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds a gradient to its owner's, as it is: whoever ran the backward has weighed the replicas."""
+    def deliver(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds gradients to their owner's, as they are: whoever ran the backward has weighed the replicas."""
         owner = self.owners[index]
-        with _delivering, torch.no_grad():
-            gradient = gradient.to(owner.device)
+        with _delivering:
+            gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
             before = slot(owner)
             if has_gradient_hooks(owner):
-                torch.autograd.backward([owner], [gradient])
+                torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
             else:
                 set_slot(owner, gradient if before is None else before + gradient)
+
+    def _deliver_together(self, index: int) -> None:
+        """The hooks of an owner see, in each backward, what all replicas have for it, once."""
+        local = [ledger.parameters[index] for ledger in self.ledgers if index < len(ledger.parameters)]
+        local = [parameter for parameter in local if parameter.requires_grad]
+        if all(parameter.delivers_together for parameter in local):
+            return
+        for parameter in local:
+            parameter.delivers_together = True
+
+        def deliver(gradients: Sequence[torch.Tensor | None]) -> None:
+            if all(ledger.replica is None for ledger in self.ledgers):
+                self.deliver(index, [gradient for gradient in gradients if gradient is not None])
+
+        torch.autograd.graph.register_multi_grad_hook(local, deliver)
 
     def settle(self) -> None:
         """Adds up what the replicas have collected.
@@ -246,7 +264,8 @@ class Gradients:
             if self._is_remote[r]:
                 local = self._brought(local)
             if len(weighing) == 1 and weight == 1:
-                return local
+                # What came together is in one piece of memory; the owner's gradients are each in its own.
+                return {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
             _accumulate(total, local, weight)
         return total
 
@@ -324,7 +343,8 @@ def _deliver(parameter: torch.Tensor) -> None:
     gradient = slot(parameter)
     if parameter.ledger.replica is None and gradient is not None:
         set_slot(parameter, None)
-        parameter.ledger.gradients.deliver(parameter.position, gradient)
+        if not parameter.delivers_together:
+            parameter.ledger.gradients.deliver(parameter.position, [gradient])
 
 
 def _counted(parameter: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from torchstrategy._replica import Replica
-from torchstrategy._torch import make_parameter, set_slot, slot
+from torchstrategy._torch import is_compiling, make_parameter, set_slot, slot
 
 if TYPE_CHECKING:
     from torchstrategy._gradients import Gradients
@@ -37,6 +37,7 @@ class LocalParameter(torch.nn.Parameter):
     ledger: ReplicaLedger | None = None
     position: int  # in the ledger
     delivers = False  # whether a gradient that comes between runs goes on to the owner
+    delivers_together = False  # with those of the other replicas, since the owner has hooks
     counts = False  # whether its gradients are counted
 
     @staticmethod
@@ -48,7 +49,8 @@ class LocalParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if self.ledger is None or self.ledger.replica is None:
+        # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
+        if self.ledger is None or self.ledger.replica is None or is_compiling():
             return slot(self)
         return self.ledger.read(self.position)
 

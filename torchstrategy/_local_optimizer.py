@@ -18,6 +18,7 @@ from torchstrategy._context import current_frame, entered
 from torchstrategy._devices import in_use
 from torchstrategy._ledger import ReplicaLedger
 from torchstrategy._replica import Replica
+from torchstrategy._torch import hide_from_compiler
 from torchstrategy._types import Tree
 
 
@@ -204,8 +205,14 @@ def refuse_once_per_step_callers() -> None:
         if isinstance(caller, torch.amp.GradScaler):
             lines = "scaler.step(optimizer)\n    scaler.update()"
         raise RuntimeError(
-            f"{type(caller).__name__} was stepped in a replica: it would count one step for each of them. Do it "
-            "after the run, where gradients are those of the whole batch:\n"
+            f"{type(caller).__name__} was stepped in a replica, by a step that does not name it: it would count one "
+            "step for each of them. Name it in the step, or give it to the step as an argument, and it counts once; or "
+            "do it after the run, where gradients are those of the whole batch:\n"
             "    strategy.run(step, ...)\n"
             f"    {lines}"
         )
+
+
+# A compiler that followed a step to the meeting would find locks and threads.
+hide_from_compiler(refuse_once_per_step_callers)
+hide_from_compiler(LocalOptimizer._step)

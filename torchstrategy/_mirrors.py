@@ -120,23 +120,24 @@ class Mirrors:
             self._attribute_values = values
             self._contents = self._current_contents()
         self.refresh_parameters()
+        requires_grad = [parameter.tensor.requires_grad for parameter in self._parameters]
+        for replica in self._replicas:
+            replica.bring_requires_grad(requires_grad)
         changed = [index for index, buffer in enumerate(self._buffers) if self._has_changed(index, buffer)]
         if changed:
             for replica in self._replicas:
-                replica.bring_buffers(changed, [self._buffers[index].tensor for index in changed])
+                replica.bring_buffers(changed, self._buffers)
             for index in changed:
                 self._buffers[index].is_known()
         return True
 
     def refresh_parameters(self) -> None:
-        """Brings changed parameters to the copies, and whether they require grad."""
+        """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
         changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
         moved = {index for index in changed if self._parameters[index].has_moved()}
-        requires_grad = [parameter.tensor.requires_grad for parameter in self._parameters]
         write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
         for replica in self._replicas:
             replica.parameters_are_known()
-            replica.bring_requires_grad(requires_grad)
         for index in changed:
             self._parameters[index].is_known()
 
@@ -163,13 +164,24 @@ class Mirrors:
         the first replica.
         """
         lead = self._replicas[shares.present[0]]
-        values = self._buffer_values(shares)  # which may refuse; after it nothing does
+        self._check_flags(shares)
+        values = self._buffer_values(shares)  # these two may refuse; after them nothing does
         lead.return_attributes(self._insides)
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)
         for index, value in values.items():
-            self._buffers[index].tensor.copy_(value)
+            self._buffers[index].take(value)
+
+    def _check_flags(self, shares: Shares) -> None:
+        flags = [[parameter.requires_grad for parameter in self._replicas[r].parameters] for r in shares.present]
+        for r, other in zip(shares.present[1:], flags[1:], strict=True):
+            if other != flags[0]:
+                name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
+                raise RuntimeError(
+                    f"The replicas disagree whether {name} is trained: replica {shares.present[0]} and replica {r} left "
+                    "its requires_grad at different values. Set it in every replica alike, or outside of strategy.run."
+                )
 
     def _buffer_values(self, shares: Shares) -> dict[int, torch.Tensor]:
         """What becomes of the buffers that a replica wrote.

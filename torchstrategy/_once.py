@@ -7,14 +7,16 @@ optimizer and the gradients of the whole batch. Everything else about them can b
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy._devices import place
 from torchstrategy._replica import Replica
-from torchstrategy._types import Tree
+from torchstrategy._types import Device, Tree
 
 Together = Callable[[Callable[[], Tree]], Tree]
 """Calls something for all replicas, while they stand still: on the user's own optimizers, with all gradients."""
@@ -59,6 +61,17 @@ class OnceAStep:
             return [result] * len(brought)
 
         return self._replica.meet(name, combine, (args, kwargs))
+
+
+_ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+
+
+def make_ready(counters: Iterable[object], device: Device) -> None:
+    """Has scalers make their scale, which they do at the first loss that they see: that of several replicas at once."""
+    for counter in counters:
+        if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
+            counter.scale(torch.zeros((), device=place(device)))
+            _ready.add(counter)
 
 
 def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:

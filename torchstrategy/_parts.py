@@ -53,4 +53,5 @@ def _within(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module 
             yield from _within(f"{path}[{key!r}]", item, depth - 1)
 
 
-TORCHS_OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in every module: tables, hooks, flags
+# What torch itself keeps in a module: tables, hooks, flags, and what `module.compile()` made.
+TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -16,11 +17,13 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._parts import held_plainly
-from torchstrategy._torch import version
+from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
 
 TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
@@ -62,6 +65,11 @@ class Original:
         """It was written in a way that counts no version."""
         self.version = -1
 
+    def take(self, value: torch.Tensor) -> None:
+        """Writes it; the copies do not agree with it any more."""
+        _write(self.tensor, value, self.is_running)
+        self.is_written()
+
 
 @final
 class ReplicaModules:
@@ -101,7 +109,7 @@ class ReplicaModules:
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         self._memo.update((id(original.tensor), tensor) for original, tensor in zip(buffers, own, strict=True))
         for module in modules:
-            self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
+            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(vars(module))))
             for _, held in held_plainly(module):
                 if isinstance(held, torch.Tensor) and id(held) not in self._memo:
                     self._memo[id(held)] = sent_to([held], [device])[0][0]
@@ -110,6 +118,8 @@ class ReplicaModules:
         pairs = {
             id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
         }
+        for module in modules:
+            compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
         self._device = device
         self._insides = [pairs[id(module)].__dict__ for module in modules]
@@ -152,14 +162,14 @@ class ReplicaModules:
             for parameter, flag in zip(self.parameters, flags, strict=True):
                 parameter.requires_grad_(flag)
 
-    def bring_buffers(self, indices: Sequence[int], originals: Sequence[torch.Tensor]) -> None:
+    def bring_buffers(self, indices: Sequence[int], originals: Sequence[Original]) -> None:
         """Brings the values of buffers."""
-        for index, original in zip(indices, originals, strict=True):
-            own, _ = self._agreed[index]
+        for index in indices:
+            own, original = self._agreed[index][0], originals[index].tensor
             if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
                 own = original.detach().to(own.device, copy=True)
             else:
-                own.copy_(original.detach())
+                _write(own, original, originals[index].is_running)
             table, name = self._slots[index]
             table[name] = own
             self._agreed[index] = (own, version(own))
@@ -170,7 +180,7 @@ class ReplicaModules:
         if value is MISSING:
             inside.pop(name, None)
         else:
-            memo = dict(self._memo)
+            memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}}
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = sent_to([value], [self._device])[0][0]
             inside[name] = copy.deepcopy(value, memo)
@@ -222,6 +232,13 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.shape != second.shape or not torch.equal(first, second.to(first.device))
 
 
+def _write(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:
+    # torch's kernels do not count what they write on running statistics: an earlier forward of the module, which saved
+    # them, may still run backward.
+    with keeping_version(buffer) if is_running else nullcontext():
+        buffer.copy_(value.detach())
+
+
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     if tensor.layout is not torch.strided:
         return (id(tensor),)
@@ -243,6 +260,13 @@ def _hooks_to_share(module: nn.Module) -> list[object]:
     """The hooks of which a replica uses the user's own object: a recorder that is not copied records all replicas."""
     hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
     return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
+
+
+def _one_for_all(attributes: dict[str, Any]) -> Iterator[object]:
+    """The optimizers, schedulers and scalers that a module holds, of which there are no copies."""
+    for value in attributes.values():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from (item for item in items if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)))
 
 
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:

@@ -46,7 +46,8 @@ class Shares:
             ValueError: If the arguments were dealt with different row counts, or `options.examples` does not fit.
         """
         everyone = tuple(range(num_replicas))
-        rows = _rows(leaves, options)
+        reduction = ReduceOp.of(options.gradient_reduction or default)
+        rows = _rows(leaves, options, reduction)
         examples: tuple[float, ...] | None = rows
         if options.examples is not None:
             examples = tuple(options.examples)
@@ -59,7 +60,6 @@ class Shares:
         if rows is not None and any(rows) and not options.run_empty_replicas:
             absent.update(r for r in everyone if not rows[r])
         present = tuple(r for r in everyone if r not in absent)
-        reduction = ReduceOp.of(options.gradient_reduction or default)
         counts = [1.0 if examples is None else float(examples[r]) for r in everyone]
         total = sum(counts[r] for r in present)
         if not total:
@@ -67,18 +67,23 @@ class Shares:
         return cls(present, tuple(counts[r] / total if r in present else 0.0 for r in everyone), reduction)
 
 
-def _rows(leaves: Sequence[Tree], options: RunOptions) -> tuple[int, ...] | None:
+def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:
     records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
-    if len(records) > 1 and options.examples is not None:
-        # What each replica counts for has been said; one that has no rows of something still sits out.
-        return tuple(map(min, zip(*records, strict=True)))
-    if len(records) > 1:
-        first, second = sorted(records)[:2]
+    if len(records) < 2:
+        return next(iter(records), None)
+    first, second = sorted(records)[:2]
+    told = f"The arguments of this run were dealt with different numbers of rows, {first} and {second} by replica, "
+    if options.examples is None and reduction is ReduceOp.MEAN:
         raise ValueError(
-            f"The arguments of this run were dealt with different numbers of rows, {first} and {second} by replica, so "
-            "the share of each replica in the gradient is not known. Say it: RunOptions(examples=[...])."
+            f"{told}so the share of each replica in the gradient is not known. Say it: RunOptions(examples=[...])."
         )
-    return records.pop() if records else None
+    for r, rows in enumerate(zip(*records, strict=True)):
+        if any(rows) and not all(rows) and not options.run_empty_replicas:
+            raise ValueError(
+                f"{told}and replica {r} has rows of one and none of another: it cannot sit the step out without "
+                "losing them. Call the step there, too: RunOptions(run_empty_replicas=True)."
+            )
+    return tuple(map(max, zip(*records, strict=True)))
 
 
 def _absent(leaf: Tree) -> list[int]:

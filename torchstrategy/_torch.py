@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 # Who decides what `torch.compile` makes of a function that is called.
 from torch._C._dynamo import eval_frame
+from torch._guards import CompileContext
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
 
@@ -55,6 +57,7 @@ __all__ = [
     "DispatchKeySet",
     "TorchDispatchMode",
     "TreeSpec",
+    "compile_alike",
     "conjugate_view",
     "dispatch_modes",
     "foreach_add_",
@@ -67,6 +70,8 @@ __all__ = [
     "has_gradient_hooks",
     "has_kernel",
     "hide_from_compiler",
+    "is_compiling",
+    "keeping_version",
     "list_device_constructors",
     "make_device_guard",
     "make_parameter",
@@ -144,6 +149,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+# For the length of a block, writing on a tensor is not counted, as torch's own kernels do not count some of it.
+_autograd: Any = torch.autograd
+keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
+
+
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook  # public, but without annotations
 
@@ -202,7 +212,24 @@ def hide_from_compiler(function: Any) -> None:
 
     `torch.compiler.disable` would do so by a wrapper, and import the compiler, which takes seconds.
     """
+    function._torchdynamo_disable = True
     eval_frame.set_code_exec_strategy(function.__code__, _AS_IT_IS)
+
+
+def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
+    """Compiles a copy of a module in place, with the same settings, if `module.compile()` has compiled the module.
+
+    Copying loses that, and only what `torch.compile` returned knows the settings.
+    """
+    compiled: Any = module._compiled_call_impl
+    if compiled is not None:
+        settings = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)).get("self")
+        copy._compiled_call_impl = None if settings is None else settings.cell_contents(copy._call_impl)
+
+
+def is_compiling() -> bool:
+    """Whether this thread is compiling for `torch.compile`; what is being traced it does not tell, and need not."""
+    return CompileContext.try_get() is not None
 
 
 def make_device_guard() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy import _torch
 from torchstrategy._errors import an
@@ -17,17 +18,17 @@ from torchstrategy._types import Tree
 
 def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
     """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into."""
-    return _torch.tree_flatten(tree, is_leaf=is_leaf or _is_shape)
+    return _torch.tree_flatten(tree, is_leaf=is_leaf or _is_one_thing)
 
 
 def is_container(value: Tree) -> bool:
     """Whether there are leaves in a value, or could be."""
-    return not _torch.tree_is_leaf(value, is_leaf=_is_shape)
+    return not _torch.tree_is_leaf(value, is_leaf=_is_one_thing)
 
 
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
-    return _torch.tree_map(fn, tree, is_leaf=is_leaf or _is_shape)
+    return _torch.tree_map(fn, tree, is_leaf=is_leaf or _is_one_thing)
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
@@ -57,7 +58,7 @@ def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None)
         tree: Any tree.
         is_leaf: Which containers not to look into.
     """
-    named, _ = _torch.tree_flatten_with_path(tree, is_leaf=is_leaf or _is_shape)
+    named, _ = _torch.tree_flatten_with_path(tree, is_leaf=is_leaf or _is_one_thing)
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
@@ -91,8 +92,8 @@ def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None =
     raise AssertionError("they are alike")
 
 
-def _is_shape(value: Tree) -> bool:
-    return isinstance(value, torch.Size)  # a tuple to Python, one thing to everybody else
+def _is_one_thing(value: Tree) -> bool:
+    return isinstance(value, (torch.Size, PackedSequence))  # tuples to Python, one thing to everybody else
 
 
 def _difference(path: str, first: Tree, other: Tree) -> str | None:

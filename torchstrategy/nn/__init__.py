@@ -1,0 +1,14 @@
+"""The names of `tf.nn` and `torch.nn` that mean something else among replicas: losses and batch normalisation.
+
+What they have in common: with them, the step on several replicas is exactly the step on one device, also where the rows
+of a batch depend on each other.
+"""
+
+from torchstrategy.nn._losses import compute_average_loss, scale_regularization_loss
+from torchstrategy.nn._sync_batch_norm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm", "compute_average_loss", "scale_regularization_loss"]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name
