@@ -16,7 +16,15 @@ from torchstrategy.testing import simulated_devices
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():
     # What has nothing to do with devices, or simulates them in processes of its own.
-    collect_ignore += [f"test_{n}.py" for n in ("examples", "house", "plugin", "readme", "simulation", "thirdparty")]
+    elsewhere = ["examples", "house", "plugin", "process", "readme", "simulation", "thirdparty"]
+    elsewhere += ["data_page", "input_options", "numpy_dataset"]
+    collect_ignore += [f"test_{name}.py" for name in elsewhere]
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported out of the collections that tests ask for: there is far more of it than they make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=TOPOLOGIES)

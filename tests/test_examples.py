@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from processes import python
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -24,18 +24,18 @@ def output_of(program: str, *arguments: str) -> str:
 
 
 def output_of_python(*arguments: str, folder: Path | None = None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
-    )
+    done = python(*arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture
-def digits_problem(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def digits_problem(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("digits_problem")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # workers of pytest-xdist share the cores
+    yield importlib.import_module("digits_problem")
+    torch.set_num_threads(threads)
 
 
 def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
