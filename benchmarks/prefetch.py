@@ -9,6 +9,7 @@ ratios are shown, with the quarter of the rounds below and above. It prints tabl
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
@@ -109,7 +110,7 @@ def overlap() -> list[Row]:
         "both, `load_ahead=True`": (distributed(alone, AHEAD), here),
         "both, on demand": (distributed(alone), here),
     }
-    return compared(contenders, rounds=9)
+    return compared(contenders, rounds=15)
 
 
 # Neither waits
@@ -140,7 +141,7 @@ def throughput() -> list[Row]:
         contenders[name] = (reading(loader, time.process_time), ())
         contenders[f"{name}, on demand"] = (reading(central(loader), time.process_time), (name,))
         contenders[f"{name}, `load_ahead=True`"] = (reading(central(loader, AHEAD), time.process_time), (name,))
-    return compared(contenders, rounds=81)
+    return compared(contenders, rounds=41)
 
 
 def next_batch() -> list[Row]:
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # a collection of all that torch has made falls on one contender, and takes as long as 40 batches
     tables = {"overlap": overlap(), "throughput": throughput(), "next": next_batch()}
     printed("a loader of 20 ms and a step of 20 ms", tables["overlap"])
     printed("batches of 1 MB", tables["throughput"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,11 @@ import torch
 import torchstrategy
 from topologies import MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers have a core each. With more threads than cores, those of an operation wait for each other by spinning.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():
