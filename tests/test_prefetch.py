@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchstrategy
 from topologies import SIMULATED, central
-from torchstrategy import InputOptions, OutOfRangeError, RunOptions, Strategy
+from torchstrategy import DistributedValues, InputOptions, OutOfRangeError, RunOptions, Strategy
 from torchstrategy._caller_state import CallerState
 from torchstrategy._input import _ahead
 from torchstrategy._input._dealing import in_equal_parts
@@ -130,20 +130,21 @@ class Rows(Dataset):
         return index
 
 
-def batch_number(strategy: Strategy, step: Any) -> int:
+def batch_number(step: Any) -> int:
     """Which of a Loader's batches it is, all of it and in order."""
-    first, second = rows_of(strategy, step)
+    first, second = rows_of(step)
     assert second == first + 1
     return first // 2
 
 
-def rows_of(strategy: Strategy, step: Any) -> list[Any]:
+def rows_of(step: Any) -> list[Any]:
     """The rows that all replicas were dealt of a value."""
-    return torch.cat([piece.cpu() for piece in strategy.experimental_local_results(step)]).tolist()
+    pieces = step.values if isinstance(step, DistributedValues) else [step]
+    return torch.cat([piece.cpu() for piece in pieces]).tolist()
 
 
-def batch_numbers(strategy: Strategy, steps: Any) -> list[int]:
-    return [batch_number(strategy, step) for step in steps]
+def batch_numbers(steps: Any) -> list[int]:
+    return [batch_number(step) for step in steps]
 
 
 def has_ended(threads: set[threading.Thread]) -> bool:
@@ -205,7 +206,7 @@ def test_ahead_the_elements_of_as_many_steps_are_read_as_there_is_room_for() -> 
 
 def test_a_depth_that_no_loader_can_fill_is_as_good_as_any() -> None:
     options = InputOptions(load_ahead=True, experimental_per_replica_buffer_size=sys.maxsize)
-    assert batch_numbers(central(2), central(2).experimental_distribute_dataset(Loader(), options)) == list(range(6))
+    assert batch_numbers(central(2).experimental_distribute_dataset(Loader(), options)) == list(range(6))
 
 
 def test_loader_workers_are_read_ahead_and_others_are_not_unless_one_says_so() -> None:
@@ -266,7 +267,7 @@ def test_on_demand_random_numbers_are_drawn_as_in_plain_pytorch(strategy: Strate
         numbers = []
         for _ in range(2):
             for batch in batches:
-                numbers += [rows_of(strategy, batch), F.dropout(torch.ones(8)).tolist()]
+                numbers += [rows_of(batch), F.dropout(torch.ones(8)).tolist()]
         return [*numbers, torch.rand(1).item()]
 
     assert drawn(strategy.experimental_distribute_dataset(loader)) == drawn(loader)
@@ -279,7 +280,7 @@ def test_ahead_a_loader_with_a_generator_of_its_own_leaves_the_steps_random_numb
         torch.manual_seed(5)
         loader = DataLoader(range(9), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
         dataset = loader if options is None else strategy.experimental_distribute_dataset(loader, options)
-        return [(rows_of(strategy, batch), F.dropout(torch.ones(8)).tolist()) for _ in range(2) for batch in dataset]
+        return [(rows_of(batch), F.dropout(torch.ones(8)).tolist()) for _ in range(2) for batch in dataset]
 
     assert drawn(AHEAD) == drawn(ON_DEMAND) == drawn(None)
 
@@ -391,7 +392,7 @@ def test_an_error_of_the_loader_comes_at_its_batch_as_itself_and_the_loader_goes
     loader, strategy = DataLoader(Rows(10, raises_at(errors)), batch_size=2), central(replicas)
     plain = outcomes(iter(loader), torch.Tensor.tolist)
     dataset = strategy.experimental_distribute_dataset(loader, options)
-    assert outcomes(iter(dataset), lambda step: rows_of(strategy, step)) == plain
+    assert outcomes(iter(dataset), rows_of) == plain
     assert [plain[k] for k in at] == list(errors.values())
 
 
@@ -399,9 +400,7 @@ def test_an_error_of_the_loader_comes_at_its_batch_as_itself_and_the_loader_goes
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()], ids=repr)
 def test_what_is_no_exception_comes_at_its_batch_too(options: InputOptions, error: BaseException) -> None:
     loader, strategy = DataLoader(Rows(6, raises_at({2: error})), batch_size=2), central(2)
-    found = outcomes(
-        iter(strategy.experimental_distribute_dataset(loader, options)), lambda step: rows_of(strategy, step)
-    )
+    found = outcomes(iter(strategy.experimental_distribute_dataset(loader, options)), rows_of)
     assert found == [[0, 1], error, [4, 5]]
 
 
@@ -427,9 +426,7 @@ def test_an_error_of_collate_comes_at_its_batch(options: InputOptions) -> None:
         return torch.tensor(rows)
 
     loader = DataLoader(range(6), batch_size=2, collate_fn=collate)
-    found = outcomes(
-        iter(strategy.experimental_distribute_dataset(loader, options)), lambda step: rows_of(strategy, step)
-    )
+    found = outcomes(iter(strategy.experimental_distribute_dataset(loader, options)), rows_of)
     assert found == [[0, 1], error, [4, 5]]
 
 
@@ -438,7 +435,7 @@ def test_a_batch_that_cannot_be_dealt_out_is_refused_at_its_place(options: Input
     strategy = central(2)
     batches = [(torch.ones(2), torch.ones(2)), (torch.ones(2), torch.ones(3)), (torch.ones(4), torch.ones(4))]
     dataset = strategy.experimental_distribute_dataset(batches, options)
-    found = outcomes(iter(dataset), lambda step: len(rows_of(strategy, step[0])))
+    found = outcomes(iter(dataset), lambda step: len(rows_of(step[0])))
     assert (found[0], type(found[1]), found[2]) == (2, ValueError, 4)
     assert "batch[0] has 2 and batch[1] has 3" in str(found[1])
 
@@ -448,7 +445,7 @@ def test_what_was_read_of_a_step_before_an_error_is_not_lost(options: InputOptio
     errors: dict[int, BaseException] = {3: ValueError("bad"), 4: KeyError("again")}
     loader, strategy = Loader(6, raises_at(errors)), central(2)
     dataset = strategy.distribute_datasets_from_function(lambda context: loader, options)
-    found = outcomes(iter(dataset), lambda step: rows_of(strategy, step))
+    found = outcomes(iter(dataset), rows_of)
     assert found == [[0, 1, 2, 3], errors[3], errors[4], [4, 5, 10, 11]]
 
 
@@ -457,9 +454,7 @@ def test_an_error_in_a_loader_worker_comes_at_its_batch_as_in_plain_pytorch(opti
     loader = DataLoader(Rows(8, raises_at({2: ValueError("bad")})), batch_size=2, num_workers=1)
     strategy = central(2)
     plain = outcomes(iter(loader), torch.Tensor.tolist)
-    found = outcomes(
-        iter(strategy.experimental_distribute_dataset(loader, options)), lambda step: rows_of(strategy, step)
-    )
+    found = outcomes(iter(strategy.experimental_distribute_dataset(loader, options)), rows_of)
     for both in (plain, found):
         assert isinstance(both[1], ValueError)
         assert "in DataLoader worker process 0" in str(both.pop(1))
@@ -475,12 +470,12 @@ def test_after_an_error_the_loader_is_asked_again_only_when_the_consumer_asks() 
 
     loader, strategy = Loader(before=check), central(2)
     iterator = iter(strategy.experimental_distribute_dataset(loader, AHEAD))
-    assert batch_numbers(strategy, islice(iterator, 2)) == [0, 1]
+    assert batch_numbers(islice(iterator, 2)) == [0, 1]
     with pytest.raises(ValueError, match="bad"):
         next(iterator)
     assert loader.asked == [0, 1, 2]
     mended.append(True)
-    assert batch_numbers(strategy, iterator) == [3, 4, 5]
+    assert batch_numbers(iterator) == [3, 4, 5]
 
 
 class Iteration(Iterator[torch.Tensor]):
@@ -649,11 +644,11 @@ def test_to_close_an_iteration_is_not_to_come_to_its_end(options: InputOptions) 
     strategy = central(2)
     dataset = strategy.experimental_distribute_dataset(Loader(), options)
     iterator = iter(dataset)
-    assert batch_numbers(strategy, islice(iterator, 2)) == [0, 1]
+    assert batch_numbers(islice(iterator, 2)) == [0, 1]
     iterator.close()
     assert list(iterator) == []
     dataset.load_state_dict(dataset.state_dict())
-    assert batch_numbers(strategy, dataset) == [2, 3, 4, 5]
+    assert batch_numbers(dataset) == [2, 3, 4, 5]
 
 
 class Cycle:
@@ -723,7 +718,7 @@ def test_an_iterator_may_be_closed_by_its_loader() -> None:
     for options in (AHEAD, ON_DEMAND):
         loader, strategy = Loader(before=end), central(2)
         iterators[:] = [iter(strategy.experimental_distribute_dataset(loader, options))]
-        found = batch_numbers(strategy, iterators[0])
+        found = batch_numbers(iterators[0])
         assert found == list(range(len(found)))
         assert loader.asked == [0, 1, 2]
 
@@ -793,13 +788,13 @@ def test_a_new_iteration_of_persistent_workers_ends_the_one_before(options: Inpu
     strategy = central(2)
     dataset, other = (strategy.experimental_distribute_dataset(loader, options) for _ in range(2))
     first = iter(dataset)
-    assert rows_of(strategy, next(first)) == [0, 1]
+    assert rows_of(next(first)) == [0, 1]
     second = iter(dataset)
-    assert rows_of(strategy, next(second)) == [0, 1]
+    assert rows_of(next(second)) == [0, 1]
     assert list(first) == []
     third = iter(other)
     assert list(second) == []
-    assert [rows_of(strategy, step) for step in third] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [rows_of(step) for step in third] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 class Gated(Dataset):
@@ -827,14 +822,14 @@ def test_persistent_workers_serve_a_new_iteration_when_the_one_before_is_done_wi
     loader = DataLoader(rows, batch_size=2, num_workers=1, persistent_workers=True)
     dataset = strategy.experimental_distribute_dataset(loader)
     first = iter(dataset)
-    assert [rows_of(strategy, step) for step in islice(first, 2)] == [[0, 1], [2, 3]]
+    assert [rows_of(step) for step in islice(first, 2)] == [[0, 1], [2, 3]]
     readers = prefetchers()
     if not is_held:
         del first
     threading.Timer(0.01, rows.go_on.set).start()
     second = iter(dataset)
     assert not any(thread.is_alive() for thread in readers)
-    assert [rows_of(strategy, step) for step in second] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [rows_of(step) for step in second] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def things_after_breaking_off(dataset: Any, times: int) -> int:
@@ -893,7 +888,7 @@ def test_a_thread_that_cannot_be_started_is_told_and_tried_again(number: int, mo
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(iterator)
     monkeypatch.undo()
-    assert batch_numbers(strategy, iterator) == list(range(6))
+    assert batch_numbers(iterator) == list(range(6))
 
 
 def test_an_iterator_whose_thread_could_not_be_started_can_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -954,12 +949,12 @@ def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
             assert is_interrupted.wait(HANG)
 
     iterator = iter(strategy.experimental_distribute_dataset(Loader(before=press), AHEAD))
-    found = batch_numbers(strategy, islice(iterator, 2))
+    found = batch_numbers(islice(iterator, 2))
     with pytest.raises(KeyboardInterrupt):
         is_wanted.set()
         next(iterator)
     is_interrupted.set()
-    assert found + batch_numbers(strategy, iterator) == list(range(6))
+    assert found + batch_numbers(iterator) == list(range(6))
 
 
 @needs_signals
@@ -1003,7 +998,7 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch_and_deals_none_twice() -> None:
                 sys.setprofile(profile)
                 step = next(iterator)
                 sys.setprofile(None)
-                found.append(batch_number(strategy, step))
+                found.append(batch_number(step))
             except StopIteration:
                 return moments, found
             except KeyboardInterrupt:
@@ -1044,7 +1039,7 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
     options = {"ahead": AHEAD, "on demand": ON_DEMAND, "workers": None}[kind]
     dataset = strategy.experimental_distribute_dataset(loader, options)
     iterators = [iter(dataset)]
-    found = [rows_of(strategy, next(iterators[0]))]
+    found = [rows_of(next(iterators[0]))]
 
     def drop() -> None:
         iterators.clear()
@@ -1052,7 +1047,7 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
 
     def ask() -> None:
         if kind == "on demand":
-            assert rows_of(strategy, next(iterators[0])) == [2, 3]
+            assert rows_of(next(iterators[0])) == [2, 3]
             return
         with pytest.raises(RuntimeError, match=r"^This iterator was made in another process, .* Iterate over "):
             next(iterators[0])
@@ -1062,10 +1057,10 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
         assert list(iterators[0]) == []
 
     def begin_anew() -> None:
-        assert [rows_of(strategy, step) for step in dataset] == [[2 * k, 2 * k + 1] for k in range(6)]
+        assert [rows_of(step) for step in dataset] == [[2 * k, 2 * k + 1] for k in range(6)]
 
     assert [in_child(act) for act in (drop, ask, close, begin_anew)] == [0, 0, 0, 0]
-    found += [rows_of(strategy, step) for step in iterators[0]]
+    found += [rows_of(step) for step in iterators[0]]
     assert found == [[2 * k, 2 * k + 1] for k in range(6)]
 
 
@@ -1075,7 +1070,7 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
 def test_loader_workers_may_be_forked_and_spawned(context: str) -> None:
     strategy = central(2)
     loader = DataLoader(range(8), batch_size=2, num_workers=1, multiprocessing_context=context)
-    steps = [rows_of(strategy, step) for step in strategy.experimental_distribute_dataset(loader)]
+    steps = [rows_of(step) for step in strategy.experimental_distribute_dataset(loader)]
     assert steps == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
