@@ -6,7 +6,6 @@ import argparse
 import difflib
 import importlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -30,12 +29,9 @@ def output_of_python(*arguments: str, folder: Path | None = None) -> str:
 
 
 @pytest.fixture
-def digits_problem(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def digits_problem(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # workers of pytest-xdist share the cores
-    yield importlib.import_module("digits_problem")
-    torch.set_num_threads(threads)
+    return importlib.import_module("digits_problem")
 
 
 def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
