@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,10 +14,23 @@ import torchstrategy
 from topologies import MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers have a core each. With more threads than cores, those of an operation wait for each other by spinning.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():
     # What has nothing to do with devices, or simulates them in processes of its own.
-    collect_ignore += [f"test_{n}.py" for n in ("examples", "house", "plugin", "readme", "simulation", "thirdparty")]
+    elsewhere = ["examples", "house", "plugin", "process", "readme", "simulation", "thirdparty"]
+    elsewhere += ["data_page", "input_options", "numpy_dataset"]
+    collect_ignore += [f"test_{name}.py" for name in elsewhere]
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported out of the collections that tests ask for: there is far more of it than they make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=TOPOLOGIES)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from processes import python
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -25,10 +24,7 @@ def output_of(program: str, *arguments: str) -> str:
 
 
 def output_of_python(*arguments: str, folder: Path | None = None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=300
-    )
+    done = python(*arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -111,7 +111,7 @@ def test_a_list_is_stacked_wherever_it_is() -> None:
     [
         [np.array(["a"]), np.array(["bcd"])],
         [np.arange(2, dtype=np.int8), np.arange(2, dtype=np.int32)],
-        [torch.ones(2), torch.zeros(2)],
+        [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)],
         [np.array(1.0), np.array(2.0)],
     ],
     ids=["strings", "integers", "tensors", "numbers"],

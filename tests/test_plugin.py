@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchstrategy
+from processes import LEAN, NO_ACCELERATOR, python
 from torchstrategy.testing._topologies import devices_here, topologies
 
-NO_ACCELERATOR = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "none"}
+STRICTLY = ("-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error")
 
 
 def project(folder: Path, **files: str) -> Path:
@@ -33,10 +34,7 @@ def project(folder: Path, **files: str) -> Path:
 
 def pytest_on(folder: Path, *arguments: str) -> str:
     """What pytest prints, run as strictly as it can be on a project; what it exits with is the last line."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | NO_ACCELERATOR
-    environment["PYTHONPATH"] = str(folder)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    done = python(*STRICTLY, *arguments, folder=folder, **NO_ACCELERATOR)
     return f"{done.stdout}{done.stderr}\nexit {done.returncode}"
 
 
@@ -67,8 +65,10 @@ def test_a_project_that_does_not_use_the_plugin_does_not_notice_it(tmp_path: Pat
                 assert request.fixturenames == ["request"]
         """,
     )
-    output = pytest_on(tmp_path, "-s")
-    assert "1 passed" in output and output.endswith("exit 0")
+    new = [sys.executable, *STRICTLY, "-s"]  # an interpreter that has imported nothing
+    done = subprocess.run(new, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **LEAN}, timeout=300)
+    output = done.stdout + done.stderr
+    assert "1 passed" in output and done.returncode == 0
     assert "imported: []" in output
     without_the_list_of_plugins = re.sub(r"^plugins: .*$", "", output, flags=re.MULTILINE)
     assert "torchstrategy" not in without_the_list_of_plugins.replace("imported: []", "")

@@ -272,10 +272,14 @@ def test_an_example_count_is_a_number_of_examples(bad: float) -> None:
         RunOptions(examples=[2, bad])
 
 
-@pytest.mark.parametrize("junk", [3, "ab", [None, 1]], ids=shown)
+@pytest.mark.parametrize("junk", [3, "ab", "31", ["3", "1"], {3: 1}, [None, 1]], ids=shown)
 def test_examples_of_another_type_are_refused_by_name(junk: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"examples"):
+    with pytest.raises(TypeError, match=rf"^RunOptions\(examples={re.escape(repr(junk))}\): it is a list of numbers"):
         RunOptions(examples=junk)
+
+
+def test_examples_may_have_been_counted_by_torch() -> None:
+    assert RunOptions(examples=torch.tensor([3.0, 1.0])).examples == (3.0, 1.0)
 
 
 def test_arguments_dealt_with_different_rows_need_examples() -> None:

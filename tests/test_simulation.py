@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import torchstrategy.testing
+from processes import python
 from torchstrategy.testing import _simulation
 
 HERE = Path(__file__).parent
@@ -19,11 +19,10 @@ runs_here = pytest.mark.skipif(bool(_simulation.why_not_simulated()), reason=str
 is_plain = pytest.mark.skipif(bool(torchstrategy.testing.simulated_devices()), reason="this process simulates devices")
 
 
-def python(program: str) -> subprocess.CompletedProcess[str]:
-    """A program, run in a process of its own, in which warnings are errors."""
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own, in which warnings are errors."""
     lines = ["import torch", "import torchstrategy.testing as testing", program]
-    command = [sys.executable, "-W", "error", "-c", "\n".join(lines)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, timeout=120)
+    return python("-W", "error", "-c", "\n".join(lines), folder=HERE.parent)
 
 
 @pytest.mark.parametrize("count", [0, -1, 65, 10**9])
@@ -62,7 +61,7 @@ def test_an_alias_of_no_devices_is_refused() -> None:
 
 @runs_here
 def test_importing_the_library_simulates_nothing() -> None:
-    done = python(
+    done = run_program(
         "before = torch.Tensor.to, torch.tensor, torch.Generator, torch.accelerator.device_count\n"
         "import torchstrategy, torchstrategy.testing._simulation\n"
         "assert (torch.Tensor.to, torch.tensor, torch.Generator, torch.accelerator.device_count) == before\n"
@@ -75,7 +74,7 @@ def test_importing_the_library_simulates_nothing() -> None:
 
 @runs_here
 def test_the_same_count_may_be_asked_for_again_and_another_may_not() -> None:
-    done = python(
+    done = run_program(
         "first = testing.simulate_devices(2)\n"
         "assert testing.simulate_devices(2) == first == testing.simulated_devices()\n"
         "first.clear()\n"
@@ -87,7 +86,7 @@ def test_the_same_count_may_be_asked_for_again_and_another_may_not() -> None:
 
 @runs_here
 def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
-    done = python(
+    done = run_program(
         "print(testing.simulate_devices(1), torch.ones(2, device='sim') + 1)\ntorch.ones(1, device='sim:1')\n",
     )
     assert done.stdout == "[device(type='sim', index=0)] tensor([2., 2.], device='sim:0')\n"
@@ -96,7 +95,7 @@ def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
 
 @runs_here
 def test_a_process_ends_cleanly_with_work_graphs_and_cycles_alive() -> None:
-    done = python(
+    done = run_program(
         "import threading\n"
         "testing.simulate_devices(3)\n"
         "x = torch.ones(3, device='sim:1', requires_grad=True)\n"
@@ -118,31 +117,30 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(tmp_path:
     program.write_text(
         "import torch, torch.multiprocessing as multiprocessing\n"
         "import torchstrategy.testing as testing\n"
-        "def work(simulate, inbox, outbox):\n"
-        "    if simulate: testing.simulate_devices(3)\n"
-        "    try: outbox.put(str(inbox.get()))\n"
+        "def work(inbox, outbox):\n"
+        "    try: inbox.get()\n"
         "    except RuntimeError as error: outbox.put(str(error))\n"
+        "    testing.simulate_devices(3)\n"
+        "    outbox.put(str(inbox.get()))\n"
         "if __name__ == '__main__':\n"
         "    testing.simulate_devices(3)\n"
         "    context = multiprocessing.get_context('spawn')\n"
-        "    for simulate in (True, False):\n"
-        "        inbox, outbox = context.SimpleQueue(), context.SimpleQueue()\n"
-        "        inbox.put(torch.ones(2, device='sim:2'))\n"
-        "        process = context.Process(target=work, args=(simulate, inbox, outbox))\n"
-        "        process.start()\n"
-        "        print(outbox.get())\n"
-        "        process.join()\n"
+        "    inbox, outbox = context.SimpleQueue(), context.SimpleQueue()\n"
+        "    for _ in range(2): inbox.put(torch.ones(2, device='sim:2'))\n"
+        "    process = context.Process(target=work, args=(inbox, outbox))\n"
+        "    process.start()\n"
+        "    for _ in range(2): print(outbox.get())\n"
+        "    process.join()\n"
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, cwd=HERE.parent, timeout=120)
-    one, other = done.stdout.splitlines()
-    assert one == "tensor([1., 1.], device='sim:2')"
-    assert "Call torchstrategy.testing.simulate_devices(3), or more, in it as well" in other
+    without, with_devices = python(str(program), folder=HERE.parent, PYTHONPATH=str(HERE.parent)).stdout.splitlines()
+    assert "Call torchstrategy.testing.simulate_devices(3), or more, in it as well" in without
+    assert with_devices == "tensor([1., 1.], device='sim:2')"
 
 
 @runs_here
 def test_a_strategy_that_ran_before_devices_were_simulated_goes_on() -> None:
     # What device types have autocast was read once, when theirs had another name.
-    done = python("""
+    done = run_program("""
 import torchstrategy
 strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
 strategy.run(lambda: torch.ones(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
 import subprocess
 import sys
@@ -11,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from processes import NO_ACCELERATOR, python
+
 SOURCES = Path(__file__).resolve().parent / "thirdparty"
-
-
-def output_of(*command: str, folder: Path, **environment: str) -> str:
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +21,19 @@ def tinytrainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     repository = tmp_path_factory.mktemp("repository") / "tinytrainer"
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(SOURCES, repository, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation")
-    output_of(*pip, "--target", str(site), str(repository), folder=repository)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--target", str(site), str(repository)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     return repository, site
 
 
 def summary(tinytrainer: tuple[Path, Path], *options: str) -> str:
     """Runs the package's own tests, and returns how they went."""
     repository, site = tinytrainer
-    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options)
-    return output_of(*command, folder=repository, PYTHONPATH=str(site), CUDA_VISIBLE_DEVICES="", PYTEST_ADDOPTS="")
+    command = ("-m", "pytest", "-p", "no:cacheprovider", *options)
+    done = python(*command, folder=repository, PYTHONPATH=str(site), **NO_ACCELERATOR)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -39,6 +37,7 @@ from problems import (
     sgd,
     where_it_is,
 )
+from processes import python
 from topologies import SIMULATED, central, central_in_one_place, central_with_copies
 from torchstrategy import RunOptions
 from torchstrategy._devices import in_use
@@ -181,7 +180,7 @@ def test_what_was_saved_loads_where_the_library_is_not_installed(tmp_path):
         assert "torchstrategy" not in sys.modules
         print("loaded")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    done = python("-c", textwrap.dedent(program))
     assert done.stdout.strip() == "loaded", done.stderr
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import final
+
+import torch
 
 
 @final
@@ -94,18 +97,21 @@ class RunOptions:
         if self.gradient_reduction is not None:
             object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
         if self.examples is not None:
-            try:
-                examples = tuple(self.examples)
-                [float(count) for count in examples]
-            except (TypeError, ValueError):
-                raise TypeError(
-                    f"RunOptions(examples={self.examples!r}): it is a list of numbers, one for each replica."
-                ) from None
+            given = self.examples
+            if isinstance(given, (str, dict, set)) or not isinstance(given, Iterable):
+                raise TypeError(_wrong_examples(given))
+            examples = tuple(count.item() if isinstance(count, torch.Tensor) else count for count in given)
+            if not all(isinstance(count, Real) for count in examples):
+                raise TypeError(_wrong_examples(given))
             if not all(0 <= count < float("inf") for count in examples):
                 raise ValueError(
                     f"RunOptions(examples={examples}) counts examples: each is a number, and not negative."
                 )
             object.__setattr__(self, "examples", examples)
+
+
+def _wrong_examples(given: object) -> str:
+    return f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica."
 
 
 _TPU_ONLY = (

@@ -20,33 +20,37 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import final
 
 import torch
 
 from torchstrategy._caller_state import CallerState
-from torchstrategy._devices import canonical
+from torchstrategy._devices import canonical, local_accelerators
 from torchstrategy._input._reading import Reading, Shipment, shipped
 from torchstrategy._input._steps import Steps
 from torchstrategy._input._transfer import Route
 from torchstrategy._types import Device, Tree
 
-_PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
+_PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
+_LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
 
 
 @final
 class _Item:
-    """A step on its way to the consumer; or the error, or the end, that it will find there."""
+    """A step on its way to the consumer; or the error that it will find there, which at the end is StopIteration."""
 
-    def __init__(self) -> None:
-        self.shipment: Shipment | None = None
-        self.error: BaseException | None = None
-        self.is_end = False
-        self.waits_for = 0  # workers
+    def __init__(self, shipment: Shipment | None, error: BaseException | None) -> None:
+        self.shipment = shipment
+        self.error = error  # of the reader or, beside a shipment, of a worker
         self.carried: list[int] = []  # the replicas whose workers are done
-        self.is_handed_over = False
+
+    def forget(self) -> None:
+        """Frees what the error holds, which nobody will see: where one of its frames holds it, nothing else would."""
+        if self.error is not None:
+            self.error.__traceback__ = None
 
 
 @final
@@ -54,59 +58,79 @@ class _Belt:
     """What the threads share with the consumer.
 
     Args:
-        depth: How many steps may be read and not handed over.
         workers: The replicas that have a worker.
     """
 
-    def __init__(self, depth: int, workers: Sequence[int]) -> None:
-        self.items: deque[_Item] = deque()
-        self.room: SimpleQueue[None] = SimpleQueue()
-        self.news: SimpleQueue[None] = SimpleQueue()  # that the consumer may find something changed
+    def __init__(self, workers: Sequence[int]) -> None:
+        self.items: deque[_Item] = deque()  # oldest first
+        self.room: SimpleQueue[None] = SimpleQueue()  # one for each step that was handed over
         self.inboxes: dict[int, SimpleQueue[_Item | None]] = {r: SimpleQueue() for r in workers}
         self.failure: BaseException | None = None  # of a thread itself
         self.is_closed = False
-        for _ in range(depth):
-            self.room.put(None)
+        self._news: SimpleQueue[None] = SimpleQueue()
+
+    def send(self, item: _Item) -> None:
+        """Runs on the reader."""
+        self.items.append(item)
+        if self.is_closed:
+            item.forget()
+        self.tell()
+        if item.shipment is not None:
+            for inbox in self.inboxes.values():
+                inbox.put(item)
+
+    def tell(self) -> None:
+        """Tells the consumer that something has changed."""
+        if self._news.empty():  # if not, it will look for what is new when it has taken that
+            self._news.put(None)
+
+    def has_arrived(self, item: _Item) -> bool:
+        """Whether the consumer may have a step, with what every worker made of it."""
+        return item.shipment is None or len(item.carried) == len(self.inboxes)
+
+    def wait(self) -> None:
+        """Waits until something has changed, or for a while: a signal that came just before is seen only afterwards."""
+        with suppress(Empty):
+            self._news.get(timeout=_LOOK_UP_S)
 
     def close(self) -> None:
-        """Tells the threads to end."""
+        """Tells everyone to end."""
         self.is_closed = True
         self.room.put(None)
+        self.send_no_more()
+        self.tell()
+        items, self.items = self.items, deque()  # a consumer that was interrupted goes on with the old ones
+        for item in list(items):
+            item.forget()
+
+    def send_no_more(self) -> None:
+        """Tells the workers to end, when they have carried what there is."""
         for inbox in self.inboxes.values():
             inbox.put(None)
 
 
-def _read(steps: Steps, routes: Sequence[Route], belt: _Belt) -> None:
+def _read(steps: Steps, routes: Sequence[Route], belt: _Belt, depth: int) -> None:
     """The life of the reader."""
-    unused = 0  # of the rooms that were seen while it waited for something else
-    while True:
-        if unused:
-            unused -= 1
-        else:
+    ahead, most, is_over = 0, depth, False
+    while not (is_over or belt.is_closed):
+        if ahead >= most:
             belt.room.get()
-        if belt.is_closed:
-            return
-        item = _Item()
-        try:
-            item.shipment = shipped(steps, routes)
-            item.waits_for = len(belt.inboxes)
-        except StopIteration:
-            item.is_end = True
-        except BaseException as error:
-            item.error = error
-        belt.items.append(item)
-        belt.news.put(None)
-        if item.is_end:
-            return
-        for inbox in belt.inboxes.values() if item.shipment is not None else ():
-            inbox.put(item)
-        # After an error the loader is asked again only if the consumer asks again.
-        while item.error is not None and not item.is_handed_over:
-            belt.room.get()
-            unused += 1
-            if belt.is_closed:
-                return
-        del item  # it holds a batch
+            ahead -= 1
+            continue
+        item = _next_item(steps, routes)
+        belt.send(item)
+        ahead += 1
+        most = depth if item.shipment is not None else 1  # after an error the loader is asked when the consumer asks
+        is_over = isinstance(item.error, StopIteration)
+        del item  # it holds a batch, or an error whose traceback holds this frame
+    belt.send_no_more()
+
+
+def _next_item(steps: Steps, routes: Sequence[Route]) -> _Item:
+    try:
+        return _Item(shipped(steps, routes), None)
+    except BaseException as error:
+        return _Item(None, error)  # in no variable: the error's traceback holds this frame, too
 
 
 def _work(replica: int, route: Route, belt: _Belt) -> None:
@@ -119,8 +143,22 @@ def _work(replica: int, route: Route, belt: _Belt) -> None:
         except BaseException as error:
             item.error = error
         item.carried.append(replica)
-        belt.news.put(None)
+        belt.tell()
         del item
+
+
+def _at_the_callers(device: int, streams: Sequence[torch.Stream], life: Callable[[], None]) -> None:
+    """Runs the reader's life where what a loader puts on an accelerator goes where it would go in the caller's thread.
+
+    Args:
+        device: The index of the caller's current accelerator.
+        streams: The caller's current streams.
+        life: What is run.
+    """
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(device)
+    life()
 
 
 def _live(state: CallerState, device: Device, life: Callable[[], None], belt: _Belt) -> None:
@@ -129,18 +167,17 @@ def _live(state: CallerState, device: Device, life: Callable[[], None], belt: _B
         state.run_in(device, life)
     except BaseException as error:
         belt.failure = error
-        belt.news.put(None)
+        belt.tell()
 
 
-def _end(belt: _Belt, threads: Sequence[threading.Thread], process: int) -> None:
+def _end(belt: _Belt, threads: Sequence[threading.Thread], process: int, *, waits: bool = False) -> None:
     """Ends the threads. Runs on any thread, also on one of theirs, where garbage may be collected."""
     if os.getpid() != process:
         return  # a forked process has none of them
     belt.close()
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_PATIENCE)
-    belt.items.clear()
+            thread.join(None if waits else _PATIENCE_S)
 
 
 @final
@@ -154,11 +191,15 @@ class Ahead(Reading):
     """
 
     def __init__(self, steps: Steps, routes: Sequence[Route], depth: int) -> None:
-        self._steps: Steps | None = steps
+        self._steps: Steps | None = steps  # until a thread has them
         self._routes = routes
-        self._belt = _Belt(depth, [r for r, route in enumerate(routes) if route.has_copies])
+        self._depth = depth
+        self._belt = _Belt([r for r, route in enumerate(routes) if route.has_copies])
+        self._threads: list[threading.Thread] = []
+        self._are_going = False
+        self._owes_room = False  # for an error: what comes after it is read when it is asked for
         self._process = os.getpid()
-        self._finalizer: weakref.finalize[..., Ahead] | None = None
+        weakref.finalize(self, _end, self._belt, self._threads, self._process)
 
     def next(self) -> Tree:
         if os.getpid() != self._process:
@@ -166,61 +207,75 @@ class Ahead(Reading):
                 "This iterator was made in another process, whose threads read its batches; they are not here. "
                 "Iterate over the dataset anew in this process."
             )
-        if self._finalizer is None:
-            if self._steps is None:
-                raise StopIteration
-            self._start(self._steps)
         belt = self._belt
-        if belt.is_closed:
-            raise StopIteration
-        while not (belt.items and len(belt.items[0].carried) == belt.items[0].waits_for):
+        if not self._are_going:
+            self._set_going()
+        if self._owes_room:
+            belt.room.put(None)
+            self._owes_room = False
+        while not belt.is_closed:
+            items = belt.items
+            if items and belt.has_arrived(items[0]):
+                return self._handed_over(items)
             if belt.failure is not None:
-                raise belt.failure
-            belt.news.get()
-        return self._handed_over(belt.items[0])
+                self.close()
+            else:
+                belt.wait()
+        raise StopIteration if belt.failure is None else belt.failure
 
     def close(self) -> None:
         self._steps = None
-        if self._finalizer is not None:
-            self._finalizer()
+        _end(self._belt, self._threads, self._process)
 
-    def _handed_over(self, item: _Item) -> Tree:
-        belt, element = self._belt, None
-        if item.is_end:
+    def ending(self) -> Callable[[], None]:
+        return partial(_end, self._belt, self._threads, self._process, waits=True)
+
+    def _handed_over(self, items: deque[_Item]) -> Tree:
+        error = items[0].error
+        if isinstance(error, StopIteration):
             self.close()
             raise StopIteration
-        if item.error is None:
-            assert item.shipment is not None
-            element = item.shipment.received(self._routes)
-        item.is_handed_over = True
-        belt.room.put(None)
-        belt.items.popleft()
-        error = item.error
-        try:
-            if error is not None:
+        if error is not None:
+            self._owes_room = True
+            items.popleft()
+            try:
                 raise error
-        finally:
-            del error, item  # which would hold this frame, by the error's traceback
+            finally:
+                del error  # whose traceback holds this frame
+        shipment = items[0].shipment
+        assert shipment is not None
+        element = shipment.received(self._routes)
+        self._belt.room.put(None)
+        items.popleft()
         return element
 
-    def _start(self, steps: Steps) -> None:
+    def _set_going(self) -> None:
+        """Starts the threads that are not running: all of them, or what a try that was interrupted has left."""
+        if self._steps is not None:
+            self._threads[:] = self._hired(self._steps)
+            self._steps = None
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        self._are_going = True
+
+    def _hired(self, steps: Steps) -> list[threading.Thread]:
         belt, routes = self._belt, self._routes
         default = torch.get_default_device()
         here = canonical("cpu" if default.type == "meta" else default)
         devices = {r: routes[r].device or here for r in belt.inboxes}
         state = CallerState.take((here, *devices.values()))
-        lives: list[tuple[str, Device, Callable[[], None]]] = [("reader", here, partial(_read, steps, routes, belt))]
-        for r, device in devices.items():
-            lives.append((f"prefetch-{r}", device, partial(_work, r, routes[r], belt)))
-        threads = [
-            threading.Thread(target=_live, args=(state, device, life, belt), name=f"torchstrategy-{name}", daemon=True)
-            for name, device, life in lives
+
+        read = partial(_read, steps, routes, belt, self._depth)
+        if devices:
+            streams = [torch.accelerator.current_stream(device) for device in local_accelerators()]
+            read = partial(_at_the_callers, torch.accelerator.current_device_index(), streams, read)
+
+        def thread(name: str, device: Device, life: Callable[[], None]) -> threading.Thread:
+            args = (state, device, life, belt)
+            return threading.Thread(target=_live, args=args, name=f"torchstrategy-{name}", daemon=True)
+
+        return [
+            thread("reader", here, read),
+            *(thread(f"prefetch-{r}", device, partial(_work, r, routes[r], belt)) for r, device in devices.items()),
         ]
-        self._steps = None  # from here on they are the reader's
-        self._finalizer = weakref.finalize(self, _end, belt, threads, self._process)
-        try:
-            for thread in threads:
-                thread.start()
-        except BaseException:
-            self.close()
-            raise

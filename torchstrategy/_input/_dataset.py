@@ -45,25 +45,24 @@ class DistributedDataset:
         has_workers = any(source.has_workers for source in dealer.sources)
         self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
         self._depth = options.experimental_per_replica_buffer_size
-        self._last: weakref.ref[DistributedIterator] | None = None
 
     def __iter__(self) -> DistributedIterator:
         """A new iteration. Loader workers are started here, and seeds drawn, on this thread."""
         sources = self._dealer.sources
-        last = None if self._last is None else self._last()
-        if last is not None and any(source.allows_one_pass_at_a_time for source in sources):
-            last.close()
+        # Workers that persist serve one pass at a time, whichever dataset their loader was distributed as.
+        shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
+        for loader in shared:
+            _endings.pop(loader, _nothing)()
         steps = Steps(self._dealer, [source.begin() for source in sources], is_ahead=self._is_ahead)
         reading = Ahead(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
+        _endings.update(dict.fromkeys(shared, reading.ending()))
         positions = [source.position for source in sources]
 
         def ended() -> None:
             for source, position in zip(sources, positions, strict=True):
                 source.is_over(position)
 
-        iterator = DistributedIterator(reading, self._dealer, ended)
-        self._last = weakref.ref(iterator)
-        return iterator
+        return DistributedIterator(reading, self._dealer, ended)
 
     def __len__(self) -> int:
         return len(self._dealer)
@@ -75,7 +74,7 @@ class DistributedDataset:
         With several replicas, a `PerReplicaSpec` where there are rows. How many rows there are is known where the
         loader drops a smaller last batch, and the replicas get the same number of each.
 
-        One element is read to see it, beside all iterations and without a trace in torch's random generators. The other
+        One element is looked at, beside all iterations and without a trace in torch's random generators. The other
         sizes are those of this element; that others have them, too, is not checked.
 
         Example:
@@ -85,7 +84,7 @@ class DistributedDataset:
             TensorSpec(shape=(None, 3), dtype=torch.float32)
 
         Raises:
-            ValueError: If there is no element.
+            ValueError: If there is no element, or if it would be lost by looking at it.
         """
         return self._dealer.spec()
 
@@ -94,8 +93,9 @@ class DistributedDataset:
 
         What a checkpoint needs besides is the state of torch's generator, as without a strategy. A loader that keeps
         its own state (`state_dict`, `load_state_dict`) is asked for it. For any other, the batches are counted, and
-        the states of the generators with which the iteration began are kept, so that it is shuffled alike. After the
-        last batch was asked for and there was none, it stands at the beginning of the next iteration.
+        the states are kept of the generators that decide their order: torch's own, and the `torch.Generator` objects
+        that the loader, its samplers and an iterable dataset have as attributes. Once a batch was asked for and there
+        was none, the state is that before the next iteration.
 
         Returns:
             Numbers, lists, dicts and tensors; and what the loader's own `state_dict` returned.
@@ -115,12 +115,17 @@ class DistributedDataset:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Makes the next iteration go on with the batch after the last that was handed out when the state was taken.
 
-        The strategy may have another number of replicas by then: what is counted is rows of the loader, as it yields
-        them. A plain `DataLoader` of a map-style dataset does not load what is left out; of anything else it is read,
-        and dropped. Workers of a loader that draw random numbers begin anew.
+        The strategy may have another number of replicas by then, and the loader another number of workers. Its batch
+        size may be another if a batch of that size begins at the next row; so `get_per_replica_batch_size` may be
+        used in a dataset function. Of a map-style dataset, what is left out is not loaded; anything else is read and
+        dropped.
+
+        The rows come in the same order if that is drawn with torch's generators, as samplers of torch do. What draws
+        again and again during an iteration, and remembers what it drew, such as a shuffling buffer, needs a generator
+        of its own for that. Workers of a loader that draw random numbers begin anew.
 
         Raises:
-            ValueError: If the state is of a dataset of another kind.
+            ValueError: If the state is of a dataset of another kind, or ends within a batch of this one.
             TypeError: If it is no such state.
         """
         sources = self._dealer.sources
@@ -192,6 +197,10 @@ def distributed_from_function(
     return DistributedDataset(OneForEach(sources, replicas), _routes(devices, options), options)
 
 
+def _nothing() -> None:
+    """What ends a pass that has not begun."""
+
+
 def _source(dataset: Any, what: str) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
@@ -213,3 +222,7 @@ def _checked(state_dict: Any) -> list[State]:
             f"{state_dict!r:.60}."
         )
     return states
+
+
+_endings: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""What ends the last pass over each loader with workers that persist."""

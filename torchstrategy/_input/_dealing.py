@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._input._kinds import counts_within, is_leaf, named_counts, taken
+from torchstrategy._devices import is_accelerator
+from torchstrategy._input._kinds import counts_within, cut, is_leaf, named_counts, taken, tensors_within
 from torchstrategy._torch import TreeSpec
 from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
@@ -57,12 +58,12 @@ def in_equal_parts(replicas: int) -> Sizes:
 
 def in_proportion(shares: Sequence[float]) -> Sizes:
     """Contiguous pieces, each as near to its share as whole rows allow."""
-    total = sum(shares)
-    parts = [part / total for part in itertools.accumulate(shares)]
+    sums = list(itertools.accumulate(shares))
+    parts = [part / sums[-1] for part in sums]
 
     def slices(rows: int) -> list[slice]:
-        # The last part is 1 but for rounding, and what is over a whole row by rounding only is not over it.
-        ends = [0, *(math.ceil(rows * part - 1e-9) for part in parts[:-1]), rows]
+        # What is over a whole row by rounding only is not over it.
+        ends = [0, *(math.ceil(rows * part - 1e-9) for part in parts)]
         return list(map(slice, ends, ends[1:]))
 
     return slices
@@ -100,8 +101,9 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
 
     def pieces(leaf: Tree, within: list[int] | None) -> Tree:
         if within:
-            return Pieces(taken(leaf, piece) for piece in slices)
-        return Pieces([leaf] * replicas) if is_moved and isinstance(leaf, torch.Tensor) else leaf
+            return Pieces(cut(leaf, slices))
+        is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in tensors_within(leaf))
+        return Pieces([leaf] * replicas) if is_apart else leaf
 
     leaves = [pieces(leaf, within) for leaf, within in zip(leaves, counts, strict=True)]
     return Dealt(leaves, spec, tuple(piece.stop - piece.start for piece in slices))
@@ -119,14 +121,19 @@ def joined(elements: Sequence[Tree]) -> Dealt:
     without_rows = map_leaves(_without_rows, first, is_leaf)
     filled = [without_rows if element is ABSENT else element for element in elements]
     try:
-        columns, spec = zip_leaves(filled, is_leaf)
+        columns, spec = zip_leaves(filled, _is_leaf_or_empty)
     except ValueError:
-        other, path = first_unlike(filled, is_leaf)
+        other, path = first_unlike(filled, _is_leaf_or_empty)
         raise ValueError(
             f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
             "dataset yields has to be alike."
         ) from None
     return Dealt([Pieces(column) for column in columns], spec, rows)
+
+
+def _is_leaf_or_empty(value: Any) -> bool:
+    """Also a list, or a tuple, of no rows, as other elements have some in its place."""
+    return is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
 def _rows_of_element(element: Tree) -> int:
@@ -151,7 +158,7 @@ def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
     raise ValueError(
         f"The leaves of a batch have different numbers of rows: batch{first} has {rows} and batch{name} has {count}. "
         "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
-        "tensor without dimensions, or, of a list, a tuple."
+        "tensor without dimensions, or, of a list, a dict."
     )
 
 

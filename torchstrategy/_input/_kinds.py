@@ -8,6 +8,7 @@ order:
     any other array                 its first dimension are its rows; it stays an array
     a `PackedSequence`              a row is a sequence
     a list of things without rows   strings, numbers, objects: each of them is a row
+    a tuple of strings              the same: it is what torch's default_collate makes of the strings of samples
     a dataclass, a mapping          an object with parts, which have its rows
     a number, a string, None        one thing
 """
@@ -15,15 +16,19 @@ order:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 from torch.nn.utils import rnn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._errors import an
+from torchstrategy._errors import an, plural
 from torchstrategy._torch import sparse_indices, sparse_values
 from torchstrategy._tree import is_container, leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._types import Device, Tree
@@ -91,7 +96,7 @@ def register_batch_type(
     Raises:
         TypeError: If `cls` is no class, or one whose values are dealt out by rules of their own; or if one of the
             functions cannot be called.
-        ValueError: If the type is registered already, or `take` is missing.
+        ValueError: If the type is registered already, or `take` is missing, or there for what has no rows.
 
     Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate (which makes batches)
     """
@@ -109,7 +114,53 @@ def register_batch_type(
             f"{cls.__name__} has rows, so it must be known how to take some of them: "
             f"register_batch_type({cls.__name__}, rows=..., take=lambda batch, rows: ...)."
         )
-    _registered[cls] = Kind(rows, _checked(rows, take), apply or _without_tensors)
+    if rows is None and take is not None:
+        raise ValueError(
+            f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
+            "taken. Say how many rows it has, or leave out take."
+        )
+    theirs = _Registered(cls, rows or len, take or _sliced, apply or _without_tensors)
+    _registered[cls] = Kind(
+        None if rows is None else theirs.rows, theirs.take, _without_tensors if apply is None else theirs.apply
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Registered:
+    """What a user said of a type. A mistake would lose rows, so what the functions return is looked at."""
+
+    cls: type
+    rows_of: Callable[[Any], Any]
+    take_of: Callable[[Any, slice], Any]
+    apply_of: Callable[[Any, TensorFn], Any]
+
+    def rows(self, value: Any) -> int:
+        count = self.rows_of(value)
+        if not hasattr(count, "__index__") or count < 0:
+            raise TypeError(f"{self._told('rows')} returned {count!r}, which is no number of rows.")
+        return operator.index(count)
+
+    def take(self, value: Any, rows: slice) -> Any:
+        part = self._own("take", self.take_of(value, rows))
+        found, wanted = self.rows(part), rows.stop - rows.start
+        if found != wanted:
+            raise ValueError(
+                f"{self._told('take')} returned {plural(found, 'row')} for slice({rows.start}, {rows.stop}), which is "
+                f"{wanted}."
+            )
+        return part
+
+    def apply(self, value: Any, fn: TensorFn) -> Any:
+        return self._own("apply", self.apply_of(value, fn))
+
+    def _own(self, name: str, result: Any) -> Any:
+        if not isinstance(result, self.cls):
+            raise TypeError(f"{self._told(name)} returned {an(type(result).__name__)}, and not a {self.cls.__name__}.")
+        return result
+
+    def _told(self, name: str) -> str:
+        return f"The {name} function that {self.cls.__name__} was registered with"
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -119,13 +170,11 @@ def kind_of(value: Any) -> Kind | None:
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
     if isinstance(value, np.ndarray):
-        if value.ndim == 0:
-            return _ONE_THING
-        return _NUMBERS if value.dtype.kind in "biufc" else _ROWS
+        return _of_array(value)
     if isinstance(value, rnn.PackedSequence):
         return _PACKED
-    if type(value) is list:
-        return _ROWS
+    if type(value) is list or _is_strings(value):
+        return _LIST
     if is_dataclass(value) and not isinstance(value, type):
         return _DATACLASS
     if isinstance(value, MutableMapping):
@@ -138,6 +187,7 @@ def is_leaf(value: Any) -> bool:
     return (
         isinstance(value, (rnn.PackedSequence, torch.Size))
         or (type(value) is list and bool(value) and not any(map(_has_rows, value)))
+        or _is_strings(value)
         or _registration_of(value) is not None
     )
 
@@ -149,13 +199,13 @@ def counts_within(value: Any) -> list[int] | None:
         return None
     if kind.parts is None:
         return [] if kind.rows is None else [kind.rows(value)]
-    leaves, _ = tree_flatten(list(kind.parts(value).values()), is_leaf)
     counts: list[int] = []
-    for leaf in leaves:
-        inner = counts_within(leaf)
-        if inner is None:
-            return None
-        counts += inner
+    for part in kind.parts(value).values():
+        for leaf in tree_flatten(part, is_leaf)[0]:
+            inner = counts_within(leaf)
+            if inner is None:
+                return None
+            counts += inner
     return counts
 
 
@@ -169,9 +219,8 @@ def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
         kind = kind_of(value)
         if kind is None:
             raise TypeError(
-                f"batch{name}{path} is {an(type(value).__name__)}, and it is not known how to deal out its rows. Let "
-                "the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
-                f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
+                f"batch{name}{path} is {_described(value)}, and it is not known how to deal out its rows. "
+                f"{_what_to_do(value)}"
             )
         if kind.parts is not None:
             for part, held in kind.parts(value).items():
@@ -180,16 +229,35 @@ def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
             yield f"{name}{path}", kind.rows(value)
 
 
+def cut(leaf: Any, pieces: Sequence[slice]) -> list[Any]:
+    """`leaf` with some of the rows of everything in it that has rows, for each of some pieces."""
+    kind = kind_of(leaf)
+    if kind is None or (kind.rows is None and kind.parts is None):
+        return [leaf] * len(pieces)
+    return [kind.take(leaf, rows) for rows in pieces]
+
+
 def taken(leaf: Any, rows: slice) -> Any:
     """`leaf` with some of the rows of everything in it that has rows."""
-    kind = kind_of(leaf)
-    return leaf if kind is None or (kind.rows is None and kind.parts is None) else kind.take(leaf, rows)
+    return cut(leaf, [rows])[0]
 
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with what `fn` makes of each tensor in its place. An array of numbers becomes a tensor."""
     kind = kind_of(leaf)
     return leaf if kind is None else kind.apply(leaf, fn)
+
+
+def tensors_within(leaf: Any) -> list[torch.Tensor]:
+    """The tensors that `applied` would change."""
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    applied(leaf, note)
+    return tensors
 
 
 def moved(batch: Tree, device: Device) -> Tree:
@@ -200,7 +268,8 @@ def moved(batch: Tree, device: Device) -> Tree:
 def memory_of(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that hold what a tensor is made of."""
     if tensor.is_nested:
-        return [tensor.values(), tensor.offsets()]
+        parts = (tensor.values(), tensor.offsets(), tensor.lengths())
+        return [part for part in parts if part is not None]
     if tensor.layout is torch.sparse_coo:
         return [sparse_indices(tensor), sparse_values(tensor)]
     return [tensor]
@@ -214,27 +283,37 @@ def _registration_of(value: Any) -> Kind | None:
 
 def _has_rows(value: Any) -> bool:
     """Whether a list with such an item is a container, and not a list of rows."""
+    if type(value) in _PLAIN:
+        return False
     if is_container(value):
         return True
     kind = kind_of(value)
-    return kind is not None and (kind.rows is not None or kind.parts is not None)
+    if kind is None:
+        return isinstance(value, (torch.Tensor, np.ndarray))  # it has some, but cannot be cut
+    return kind.rows is not None or kind.parts is not None
 
 
-def _checked(rows: Callable[[Any], int] | None, take: Callable[[Any, slice], Any] | None) -> Callable[..., Any]:
-    """A user's `take`, whose mistakes would lose rows."""
+def _is_strings(value: Any) -> bool:
+    return type(value) is tuple and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
 
-    def checked(value: Any, piece: slice) -> Any:
-        assert rows is not None
-        assert take is not None
-        part, wanted = take(value, piece), piece.stop - piece.start
-        if (found := rows(part)) != wanted:
-            raise ValueError(
-                f"The take function that {type(value).__name__} was registered with returned {found} rows for rows "
-                f"{piece.start} to {piece.stop - 1}, which are {wanted}."
-            )
-        return part
 
-    return checked
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    if isinstance(value, torch.Tensor):
+        return f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})"
+    return an(type(value).__name__)
+
+
+def _what_to_do(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return "torch has no such numbers: let the loader's collate_fn convert them, as by array.astype('float64')."
+    if isinstance(value, torch.Tensor):
+        return "Let the loader's collate_fn make a dense tensor, or one of layout torch.sparse_coo or torch.jagged."
+    return (
+        "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
+        f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
+    )
 
 
 def _without_tensors(value: T, fn: TensorFn) -> T:
@@ -259,10 +338,44 @@ def _apply_to_tensor(tensor: torch.Tensor, fn: TensorFn) -> torch.Tensor:
     return fn(tensor)
 
 
+def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
+    if array.ndim == 0:
+        return _ONE_THING
+    if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
+        return _ROWS
+    return _NUMBERS if _has_dtype(array.dtype.newbyteorder("=")) else None
+
+
+@functools.cache
+def _has_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has a dtype for some numbers."""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
+
+
 def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor:
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()  # torch has no tensors that cannot be written, and would warn; nor any that go backwards
-    return fn(torch.from_numpy(array))
+    return fn(_tensor_over(array))
+
+
+def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor over the memory of an array, or over a copy where torch has no such tensors.
+
+    It has none that cannot be written, that go backwards, or of another byte order.
+    """
+    if array.flags.writeable:
+        with suppress(ValueError):
+            return torch.from_numpy(array)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
+    """Of a list of rows. It may hold tensors without dimensions, and values of registered types."""
+    if all(type(item) in _PLAIN for item in items):
+        return items
+    return [applied(item, fn) for item in items]
 
 
 def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -270,14 +383,30 @@ def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
-    offsets = tensor.offsets()[rows.start : rows.stop + 1]
-    first, last = offsets[0], offsets[-1]
-    return torch.nested.nested_tensor_from_jagged(tensor.values()[first:last], offsets - first)
+    offsets, lengths = tensor.offsets(), tensor.lengths()
+    jagged_dim = next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
+    first, end = int(offsets[rows.start]), int(offsets[rows.stop])
+    return torch.nested.nested_tensor_from_jagged(
+        tensor.values().narrow(jagged_dim - 1, first, end - first),
+        _cut_once(offsets, rows, lambda: offsets[rows.start : rows.stop + 1] - first),
+        None if lengths is None else _cut_once(lengths, rows, lambda: lengths[rows].clone()),
+        jagged_dim,
+    )
+
+
+def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A piece of the sizes of nested tensors, which are of one shape, and can be added, if they share the very tensor.
+
+    So it is one piece, for all that share the whole.
+    """
+    pieces: dict[tuple[int, int], torch.Tensor] = _pieces_of_sizes.setdefault(sizes, {})
+    key = (rows.start, rows.stop)
+    return pieces[key] if key in pieces else pieces.setdefault(key, cut())
 
 
 def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
-    if rows.start == rows.stop:
-        return _map_packed(packed, lambda tensor: tensor[:0], packed.batch_sizes[:0])
+    if rows.start == rows.stop:  # torch cannot pack nothing, but its layers run over one that has a step of no rows
+        return _map_packed(packed, lambda tensor: tensor[:0], packed.batch_sizes.new_zeros(1))
     sequences = rnn.unpack_sequence(packed)[rows]
     return rnn.pack_sequence(sequences, enforce_sorted=packed.sorted_indices is None)
 
@@ -292,7 +421,8 @@ def _map_packed(packed: rnn.PackedSequence, fn: TensorFn, batch_sizes: torch.Ten
 
 
 def _fields_of(value: Any) -> dict[str, Tree]:
-    return {f".{field.name}": getattr(value, field.name) for field in fields(value)}
+    names = [field.name for field in fields(value)]
+    return {f".{name}": getattr(value, name) for name in names if hasattr(value, name)}  # not all are set by `__init__`
 
 
 def _items_of(value: MutableMapping[Any, Tree]) -> dict[str, Tree]:
@@ -301,16 +431,26 @@ def _items_of(value: MutableMapping[Any, Tree]) -> dict[str, Tree]:
 
 def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
     changed = copy.copy(value)
-    for field in fields(value):
-        part = map_leaves(change, getattr(value, field.name), is_leaf)
-        object.__setattr__(changed, field.name, part)  # it may be frozen
+    put = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for name, part in _fields_of(value).items():
+        put(changed, name[1:], map_leaves(change, part, is_leaf))
+    for name in list(getattr(changed, "__dict__", {})):
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del changed.__dict__[name]  # it was computed of the whole
     return changed
 
 
 def _with_items(value: MutableMapping[Any, Tree], change: Callable[[Any], Any]) -> Any:
-    changed = copy.copy(value)
-    for key, part in value.items():
+    changed, before = copy.copy(value), dict(value)
+    for key, part in before.items():
         changed[key] = map_leaves(change, part, is_leaf)
+        if value[key] is not part and value[key] is changed[key]:
+            value.update(before)
+            raise TypeError(
+                f"copy.copy() of {an(type(value).__name__)} shares its items with the original, which must stay as the "
+                f"loader made it. Give {type(value).__name__} a method __copy__, or say how its batches are dealt out: "
+                f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
+            )
     return changed
 
 
@@ -324,17 +464,18 @@ def _object(parts: Callable[[Any], Mapping[str, Tree]], changed: Callable[[Any, 
 
 
 _registered: dict[type, Kind] = {}
-_SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole; then by start and stop
+_SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Size)
+_PLAIN: frozenset[type] = frozenset(_SINGLE)  # that is quicker to ask, of the things in a long list
 _BUILT_IN = (object, torch.Tensor, np.ndarray, rnn.PackedSequence, list, tuple, dict, *_SINGLE)
 _ONE_THING = Kind(None, _sliced, _without_tensors)
 _ROWS = Kind(len, _sliced, _without_tensors)
+_LIST = Kind(len, _sliced, _apply_to_items)
 _TENSOR = Kind(None, _sliced, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, _sliced, _apply_to_tensor)
 _SPARSE = Kind(len, _take_sparse, _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
 _NUMBERS = Kind(len, _sliced, _apply_to_numbers)
-_PACKED = Kind(
-    lambda packed: int(packed.batch_sizes[0]) if len(packed.batch_sizes) else 0, _take_packed, _apply_to_packed
-)
+_PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
 _DATACLASS = _object(_fields_of, _with_fields)
 _MAPPING = _object(_items_of, _with_items)

@@ -100,7 +100,8 @@ class InputOptions:
         row_shares: How many rows each replica gets, in proportion: one number for each, for devices of unequal speed.
             With `[3, 1]`, replica 0 gets three rows for each row of replica 1, as nearly as whole rows allow.
             Gradients stay exact, since each replica's gradient weighs as many rows as it has. A replica whose share
-            is 0 gets none, and sits the step out. None: TensorFlow's rule, the same number for each.
+            is 0 gets none, and sits the step out. None: TensorFlow's rule, equal pieces of which the last are smaller
+            where the rows do not divide.
 
     Example:
         >>> options = torchstrategy.InputOptions(experimental_fetch_to_device=False, row_shares=[3, 1])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 from torchstrategy._input._dealing import Dealt, Pieces
@@ -21,11 +22,12 @@ class Shipment(NamedTuple):
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, once its pieces are there. Runs on the consumer's thread."""
-        arrived = [iter(route.arrive(cargo)) for route, cargo in zip(routes, self.cargo, strict=True)]
-        leaves = [Pieces(map(next, arrived)) if type(leaf) is Pieces else leaf for leaf in self.dealt.leaves]
+        leaves, spec, rows = self.dealt
+        arrived = zip(*[route.arrive(cargo) for route, cargo in zip(routes, self.cargo, strict=True)], strict=True)
+        leaves = [Pieces(next(arrived)) if type(leaf) is Pieces else leaf for leaf in leaves]
         for mark in self.marks:
             mark.reach()
-        return self.dealt._replace(leaves=leaves).assembled()
+        return Dealt(leaves, spec, rows).assembled()
 
 
 def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
@@ -54,6 +56,10 @@ class Reading(ABC):
     def close(self) -> None:
         """Ends it, with all that it has started."""
 
+    @abstractmethod
+    def ending(self) -> Callable[[], None]:
+        """What ends it and waits until the loader is not read any more, and does not hold it."""
+
 
 @final
 class OnDemand(Reading):
@@ -76,3 +82,12 @@ class OnDemand(Reading):
 
     def close(self) -> None:
         self._steps = None  # and with it the loader's workers
+
+    def ending(self) -> Callable[[], None]:
+        found = weakref.ref(self)
+
+        def end() -> None:
+            if (reading := found()) is not None:
+                reading.close()
+
+        return end

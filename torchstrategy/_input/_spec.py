@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
-from torchstrategy._input._kinds import applied, counts_within, is_leaf
-from torchstrategy._tree import map_leaves
-from torchstrategy._types import Tree
+from torchstrategy._input._kinds import applied, counts_within
 
 
 @final
@@ -34,6 +31,9 @@ class TensorSpec:
     shape: tuple[int | None, ...]
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
 
 @final
 @dataclass(frozen=True)
@@ -56,20 +56,18 @@ class PerReplicaSpec:
     value_specs: tuple[TensorSpec | type, ...]
 
 
-def spec_of(element: Tree, rows: Sequence[int | None]) -> Tree:
-    """The specs of elements like `element`, of which each replica gets so many rows; bare for a lone one."""
+def spec_of(value: Any, rows: int | None, *, is_batched: bool) -> TensorSpec | type:
+    """The spec of values like `value`, which have so many rows, if they have any.
 
-    def leaf(value: Any) -> Any:
-        has_rows = bool(counts_within(value))
-        specs = tuple(_spec_of_leaf(value, count, has_rows) for count in rows)
-        return PerReplicaSpec(specs) if len(specs) > 1 and has_rows else specs[0]
-
-    return map_leaves(leaf, element, is_leaf)
-
-
-def _spec_of_leaf(value: Any, rows: int | None, has_rows: bool) -> TensorSpec | type:
+    Args:
+        value: What one replica gets of a leaf.
+        rows: How many; None: that is not known beforehand.
+        is_batched: Whether the first dimension of a tensor are its rows.
+    """
     tensor = applied(value, lambda tensor: tensor)
     if not isinstance(tensor, torch.Tensor):
         return type(value)
-    shape = tuple(tensor.shape)
-    return TensorSpec((rows, *shape[1:]) if has_rows else shape, tensor.dtype)
+    shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+    if is_batched and counts_within(value):
+        shape[0] = rows
+    return TensorSpec(tuple(shape), tensor.dtype)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from torchstrategy._input._dealing import Dealt, Sizes, joined, split, whole
+from torchstrategy._input._dealing import Dealt, Pieces, Sizes, joined, split, whole
 from torchstrategy._input._source import Pass, Position, Source
-from torchstrategy._input._spec import spec_of
+from torchstrategy._input._spec import PerReplicaSpec, spec_of
+from torchstrategy._tree import unflatten_like
 from torchstrategy._types import Tree
 from torchstrategy._values import ABSENT
 
@@ -21,11 +22,11 @@ class Mark:
 
     position: Position
     count: int
-    state: Any
+    loader: Any
 
     def reach(self) -> None:
         """Says that it has."""
-        self.position.count, self.position.state = self.count, self.state
+        self.position.count, self.position.loader = self.count, self.loader
 
 
 class Step(NamedTuple):
@@ -46,14 +47,42 @@ class Dealer(ABC):
     def __init__(self, sources: Sequence[Source], replicas: int) -> None:
         self.sources = tuple(sources)
         self.replicas = replicas
+        self._spec: Tree = None
+        self._has_to_be_seen = any(source.shows_each_once for source in sources)
+
+    def spec(self) -> Tree:
+        """What its elements are made of."""
+        if self._spec is None:
+            self._spec = self._spec_of(self.deal(self.first()))
+        return self._spec
+
+    def saw(self, dealt: Dealt) -> None:
+        """Takes the spec from an element that was read, where it will be too late to look at one."""
+        if self._has_to_be_seen and self._spec is None:
+            self._spec = self._spec_of(dealt)
+
+    def _spec_of(self, dealt: Dealt) -> Tree:
+        rows, is_batched = self.rows(), self.sources[0].is_batched
+
+        def spec(leaf: Tree) -> Tree:
+            if type(leaf) is not Pieces:
+                return spec_of(leaf, None, is_batched=is_batched)
+            specs = [spec_of(piece, count, is_batched=is_batched) for piece, count in zip(leaf, rows, strict=True)]
+            return specs[0] if self.replicas == 1 else PerReplicaSpec(tuple(specs))
+
+        return unflatten_like([spec(leaf) for leaf in dealt.leaves], dealt.spec)
 
     @abstractmethod
     def __len__(self) -> int:
         """How many steps a pass has."""
 
     @abstractmethod
-    def spec(self) -> Tree:
-        """What its elements are made of."""
+    def rows(self) -> Sequence[int | None]:
+        """How many rows each replica gets in every step, if that is certain beforehand."""
+
+    @abstractmethod
+    def first(self) -> Sequence[Tree]:
+        """Elements to deal out for a step, which no pass loses."""
 
     @abstractmethod
     def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
@@ -85,12 +114,14 @@ class InPieces(Dealer):
     def __len__(self) -> int:
         return len(self.sources[0])
 
-    def spec(self) -> Tree:
-        rows, replicas = self.sources[0].rows, self.replicas
-        element = self.sources[0].first()
-        if rows is None or (self._is_even and rows % replicas):
-            return spec_of(element, [None] * replicas)
-        return spec_of(element, [piece.stop - piece.start for piece in self._sizes(rows)])
+    def rows(self) -> Sequence[int | None]:
+        rows = self.sources[0].rows
+        if rows is None or (self._is_even and rows % self.replicas):
+            return [None] * self.replicas
+        return [piece.stop - piece.start for piece in self._sizes(rows)]
+
+    def first(self) -> Sequence[Tree]:
+        return [self.sources[0].first()]
 
     def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
         elements.append(next(passes[0]))
@@ -113,8 +144,12 @@ class OneForEach(Dealer):
         of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
         return -(-of_each // self.replicas)
 
-    def spec(self) -> Tree:
-        return spec_of(self.sources[0].first(), [self.sources[0].rows] * self.replicas)
+    def rows(self) -> Sequence[int | None]:
+        return [self.sources[0].rows if self.replicas == 1 else None] * self.replicas  # the data may run out in a step
+
+    def first(self) -> Sequence[Tree]:
+        elements = [source.first() for source in self.sources]
+        return elements * (self.replicas // len(elements))
 
     def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
         for r in range(len(elements), self.replicas):
@@ -154,8 +189,10 @@ class Steps:
     def __next__(self) -> Step:
         self._dealer.read(self._passes, self._elements)
         elements, self._elements = self._elements, []
-        return Step(self._dealer.deal(elements), self._marks())
+        dealt = self._dealer.deal(elements)
+        self._dealer.saw(dealt)
+        return Step(dealt, self._marks())
 
     def _marks(self) -> list[Mark]:
-        states = [one.state_of_loader() if self._is_ahead else None for one in self._passes]
+        states = [one.source.state_of_loader() if self._is_ahead else None for one in self._passes]
         return [Mark(one.position, one.count, state) for one, state in zip(self._passes, states, strict=True)]

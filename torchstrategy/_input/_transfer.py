@@ -13,6 +13,7 @@ them; `record_stream` tells the allocator to wait until the consumer's stream ha
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
@@ -31,9 +32,17 @@ class Cargo(NamedTuple):
     events: list[torch.Event]  # when they are there
 
 
-@functools.cache
+_one_at_a_time = threading.Lock()  # two workers may be the first on one device
+
+
 def copy_stream(device: Device) -> torch.Stream:
     """The one stream on which pieces are copied to an accelerator. It lives as long as the process."""
+    with _one_at_a_time:
+        return _new_stream(device)
+
+
+@functools.cache
+def _new_stream(device: Device) -> torch.Stream:
     return torch.Stream(device)
 
 
@@ -54,10 +63,10 @@ class Route:
         moved: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if self.device is None or not (is_accelerator(tensor.device) or self.device.type == "cpu"):
+            if self.device is None or not is_accelerator(tensor.device):
                 return tensor
             there = tensor.to(self.device, non_blocking=self.has_copies)
-            if is_accelerator(there.device):
+            if self.has_copies:
                 moved.append(there)
             return there
 
@@ -98,6 +107,8 @@ class Route:
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in memory that the device can read by itself; only so a copy does not hold up the thread."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_pinned():
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
-    return tensor.pin_memory()
+    if 0 in tensor.stride():
+        tensor = tensor.contiguous()  # pinned memory is filled by strides, and cannot be where they are 0
+    return tensor.pin_memory()  # itself, where it is in such memory
