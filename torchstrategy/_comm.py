@@ -7,6 +7,7 @@ else, the CPU included, plain copies do the same.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -84,9 +85,17 @@ def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tenso
     return [arrived[index] for index in range(len(tensors))]
 
 
-@functools.cache
+_one_at_a_time = threading.Lock()  # two threads may be the first on one device
+
+
 def copy_stream(device: Device) -> torch.Stream:
     """The one stream on which values are copied to an accelerator. It lives as long as the process."""
+    with _one_at_a_time:
+        return _new_stream(device)
+
+
+@functools.cache
+def _new_stream(device: Device) -> torch.Stream:
     return torch.Stream(device)
 
 

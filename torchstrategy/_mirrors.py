@@ -179,8 +179,9 @@ class Mirrors:
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
                 raise RuntimeError(
-                    f"The replicas disagree whether {name} is trained: replica {shares.present[0]} and replica {r} left "
-                    "its requires_grad at different values. Set it in every replica alike, or outside of strategy.run."
+                    f"The replicas disagree whether {name} is trained: replica {shares.present[0]} and replica {r} "
+                    "left its requires_grad at different values. Set it in every replica alike, or outside of "
+                    "strategy.run."
                 )
 
     def _buffer_values(self, shares: Shares) -> dict[int, torch.Tensor]:

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+import torch
+
 from torchstrategy._context import get_replica_context
 from torchstrategy._errors import plural
 from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
@@ -178,8 +180,18 @@ def component(value: Tree, replica: int) -> Tree:
 
 
 def select(tree: Tree, replica: int) -> Tree:
-    """`tree` as replica `replica` sees it: every distributed value replaced by its component there."""
+    """`tree` as replica `replica` sees it: every distributed value replaced by its component there, in new containers."""
+    kind = type(tree)  # what arguments are as a rule is quicker to walk than to flatten
+    if kind is list or kind is tuple:
+        return kind([select(item, replica) for item in tree])
+    if kind is dict:
+        return {key: select(item, replica) for key, item in tree.items()}
+    if kind in _LEAVES:
+        return tree
     return map_leaves(lambda leaf: component(leaf, replica), tree)
+
+
+_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
 
 
 def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:

@@ -12,13 +12,12 @@ them; `record_stream` tells the allocator to wait until the consumer's stream ha
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
 
+from torchstrategy._comm import copy_stream
 from torchstrategy._devices import is_accelerator, place
 from torchstrategy._input._kinds import applied, memory_of
 from torchstrategy._types import Device, Tree
@@ -30,20 +29,6 @@ class Cargo(NamedTuple):
     pieces: list[Tree]
     moved: list[torch.Tensor]  # the tensors that the consumer's stream has to wait for
     events: list[torch.Event]  # when they are there
-
-
-_one_at_a_time = threading.Lock()  # two workers may be the first on one device
-
-
-def copy_stream(device: Device) -> torch.Stream:
-    """The one stream on which pieces are copied to an accelerator. It lives as long as the process."""
-    with _one_at_a_time:
-        return _new_stream(device)
-
-
-@functools.cache
-def _new_stream(device: Device) -> torch.Stream:
-    return torch.Stream(device)
 
 
 @final
