@@ -79,7 +79,10 @@ class SingleExtended(StrategyExtended):
     def _call_for_each_replica(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
     ) -> Tree:
-        args, kwargs = _for_the_only_replica(args, kwargs)
+        distributed = list(distributed_within((args, kwargs)))
+        if distributed:
+            check_component_counts(distributed, 1)
+            args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
         return _run_alone(self._strategy, self._device, lambda: fn(*args, **kwargs))
@@ -175,7 +178,8 @@ class ReplicatedExtended(StrategyExtended):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._strategy, self._num_replicas_in_sync
         if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
-            args, kwargs = _for_the_only_replica(args, kwargs)
+            check_component_counts(list(distributed_within((args, kwargs))), 1)
+            args, kwargs = select((args, kwargs), 0)
             return _run_alone(strategy, self._replicas.devices[0], lambda: fn(*args, **kwargs))
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
@@ -285,15 +289,6 @@ def _refuse_input_options(options: InputOptions) -> None:
             f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
             "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
         )
-
-
-def _for_the_only_replica(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-    """The arguments of a step, with its component in the place of each distributed value; as a rule there is none."""
-    distributed = list(distributed_within((args, kwargs)))
-    if distributed:
-        check_component_counts(distributed, 1)
-        args, kwargs = select((args, kwargs), 0)
-    return args, kwargs
 
 
 def _may_require_grad(value: Tree) -> bool:

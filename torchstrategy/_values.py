@@ -180,7 +180,7 @@ def component(value: Tree, replica: int) -> Tree:
 
 
 def select(tree: Tree, replica: int) -> Tree:
-    """`tree` as replica `replica` sees it: every distributed value replaced by its component there, in new containers."""
+    """`tree` as replica `replica` sees it, in new containers: with its component of every distributed value."""
     kind = type(tree)  # what arguments are as a rule is quicker to walk than to flatten
     if kind is list or kind is tuple:
         return kind([select(item, replica) for item in tree])
