@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchstrategy
+from processes import python
 from topologies import SIMULATED, central
 from torchstrategy import DistributedValues, InputOptions, OutOfRangeError, RunOptions, Strategy
 from torchstrategy._caller_state import CallerState
@@ -1075,14 +1075,11 @@ def test_loader_workers_may_be_forked_and_spawned(context: str) -> None:
 
 
 EXIT = """
-    import faulthandler
-    faulthandler.dump_traceback_later(40, exit=True)
-
     import torch, torchstrategy
     from torch.utils.data import DataLoader
     from torchstrategy._input import _ahead
 
-    _ahead._PATIENCE_S = 1000.0  # who has to wait waits until the traceback is dumped
+    _ahead._PATIENCE_S = 1000.0  # who has to wait waits for too long
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     ahead = torchstrategy.InputOptions(load_ahead=True)
 
@@ -1120,14 +1117,7 @@ EXIT = """
 @pytest.mark.slow
 @has_no_devices
 def test_the_interpreter_exits_without_a_word_and_without_waiting() -> None:
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(EXIT)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-W", "error", "-c", textwrap.dedent(EXIT), timeout=40, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
