@@ -216,7 +216,8 @@ def _of_the_process() -> dict[str, object]:
         "determinism": torch.get_deterministic_debug_mode(),
         "anomaly detection": torch.is_anomaly_enabled(),
         # torch.get_float32_matmul_precision raises where they differ
-        "the precision of float32 products": [backend.fp32_precision for backend in products],
+        # "none" is what it begins with, and as good as "ieee", which putting it back leaves.
+        "the precision of float32 products": [backend.fp32_precision.replace("none", "ieee") for backend in products],
         "cuDNN's choice of algorithms": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         "threads between operations": torch.get_num_interop_threads(),
         "backward on several threads": torch.autograd.is_multithreading_enabled(),
