@@ -155,7 +155,10 @@ def next_batch() -> list[Row]:
         for replicas, options in itertools.product((1, REPLICAS), (ON_DEMAND, AHEAD)):
             how = "`load_ahead=True`" if options is AHEAD else "on demand"
             dataset = central([batch] * count, options, replicas)
-            contenders[f"{name}, {replicas} replicas, {how}"] = (reading(dataset, time.process_time, count), ())
+            contenders[f"{name}, {replicas} replica{'s' * (replicas > 1)}, {how}"] = (
+                reading(dataset, time.process_time, count),
+                (),
+            )
     return compared(contenders, rounds=9)
 
 
