@@ -565,6 +565,7 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning")  # torch's own, in its compiler
 @pytest.mark.skipif("CI" not in os.environ or bool(SIMULATED), reason="a compiler of C++ takes its time: set CI=1")
 def test_the_kernels_of_inductor_train_replicas_as_they_train_plain_torch() -> None:
     expected = plain("compiled_model")
