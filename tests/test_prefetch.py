@@ -174,7 +174,7 @@ def test_on_demand_a_batch_is_read_when_it_is_asked_for_and_on_the_thread_that_a
     for k in range(loader.batches):
         next(iterator)
         assert loader.asked == list(range(k + 1))
-        assert threading.enumerate() == before
+        assert set(threading.enumerate()) <= set(before)  # others may end meanwhile
     assert list(iterator) == []
     assert set(threads) == {threading.current_thread()}
 
