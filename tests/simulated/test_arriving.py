@@ -431,7 +431,7 @@ def test_a_batch_waits_on_the_stream_that_is_current_where_it_is_asked_for() -> 
 def test_without_reading_ahead_there_is_no_other_thread() -> None:
     before = threading.active_count()
     for _ in central(*SIM[:4]).experimental_distribute_dataset(on_the_host(), ON_DEMAND):
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # threads of other tests may end meanwhile
 
 
 @pytest.mark.usefixtures("no_thread_left")
