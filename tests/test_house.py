@@ -40,7 +40,6 @@ MAX_LINES = 350
 FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     (): [
         {
-            "_captured",
             "_conductors",
             "_context",
             "_creation",
@@ -51,10 +50,10 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_torch",
             "_types",
         },  # words
-        {"_devices", "_stand_ins", "_tree"},  # what there is
+        {"_captured", "_devices", "_stand_ins", "_tree"},  # what there is
         {"_replica"},  # who runs
         {"_caller_state", "_comm", "_once", "_randomness", "_values"},  # what goes from place to place
-        {"_collectives", "_input", "_ledger", "_shares", "_team"},  # how replicas meet, and what each counts for
+        {"_collectives", "_input", "_ledger", "_shares", "_team", "_trainers"},  # how replicas meet, and what each counts for
         {
             "_gradients",
             "_links",

@@ -280,10 +280,17 @@ def refused(training: Any, error: type[Exception], match: str, call: Callable[[]
     assert_alike(training.state(), before, 0.0, "after the refusal")
 
 
-def hidden(training: Training) -> types.SimpleNamespace:
-    """An attribute of an attribute of what the step names: further than a run looks."""
-    parts = {name: value for name, value in vars(training).items() if isinstance(value, STATEFUL)}
-    return types.SimpleNamespace(inside=types.SimpleNamespace(**parts))
+class hidden:
+    """Gives the parts of a training to those who ask, and has no attribute with them: a run does not find them."""
+
+    def __init__(self, training: Training) -> None:
+        parts = {name: value for name, value in vars(training).items() if isinstance(value, STATEFUL)}
+        inside = types.SimpleNamespace(**parts)
+        self._inside = lambda: inside
+
+    @property
+    def inside(self) -> types.SimpleNamespace:
+        return self._inside()
 
 
 @several

@@ -12,11 +12,12 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     share             how much a replica's gradient counts: its rows, of all the rows of the batch
     owner             a parameter of the user's own module, which the optimizer updates
     local             a replica's own: its copy of a module, its parameter, its gradient
+    trainer           an object of the user's that holds models or what trains them
     meeting           where every replica brings something and all go on together
 
 To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then
 `_values`, `_context`, `_team` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
-`_stand_ins`.
+`_stand_ins`, `_trainers`.
 """
 
 from torchstrategy import experimental, nn

@@ -1,94 +1,185 @@
-"""Which modules and trainable tensors does a step use by name, and which schedulers and scalers?
+"""What does a step use by name: which modules and trainable tensors, which schedulers and scalers, which trainers?
 
 A model that was created outside of the scope is used by every replica as it stands, and backward in each of them would
-add to its one gradient. The step is looked at before it runs, so that such gradients are noticed and refused. Of an
-object that it names, the attributes count as named; what it reaches by other ways, such as through an attribute of an
-attribute, is not found.
+add to its one gradient. The step is looked at before it runs, so that such gradients are noticed and refused.
 
 A learning-rate scheduler or a `GradScaler` counts steps, and all replicas share it: those that are found act once for
 all of them; see `_once`.
+
+A *trainer* is an object of the user's own that holds models or what trains them, itself or through another such object.
+What a step writes on it, each replica has for itself; see `_trainers`.
+
+Functions that the step calls are looked at, and the attributes of objects, both a few levels down. What is reached by
+other ways is not found.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-Found = nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler | types.MethodType
+from torchstrategy._types import Tree
 
-_COUNTERS = (LRScheduler, torch.amp.GradScaler)
-_DEPTH = 3  # a step may call a function that calls a function that uses the model
+COUNTERS = (LRScheduler, torch.amp.GradScaler)
 
+_FUNCTIONS = 4  # a step may call a function that calls a function that uses the model
+_OBJECTS = 3  # and the model may be an attribute of an attribute
+_ITEMS = 256  # of a list or dict are looked at: a history of losses may be long
+_FEW = 32  # and what is in them, if they are no more
 
-def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Found]]:
-    """The modules, leaf tensors that require grad, schedulers and scalers which `fn` names, each with the name.
-
-    A bound method of a scheduler or scaler is found as such.
-    """
-    return _in_value("the step", fn, _DEPTH + 1, seen=set())
-
-
-def held_by(thing: Any) -> Iterator[tuple[str, Found]]:
-    """What the attributes of an object are, of the same kinds; of an argument of the step, say."""
-    return _in_attributes("an argument", thing, seen=set())
+_MAKE_TRAINERS = (nn.Module, Optimizer, *COUNTERS)
+_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
+_NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
 
 
-def _in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Found]]:
-    if isinstance(value, (nn.Module, *_COUNTERS)):
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
-            if isinstance(value, nn.Module):
-                yield from _counters_in(name, value)
-    elif isinstance(value, torch.Tensor):
-        if value.requires_grad and value.is_leaf:
-            yield name, value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, Found):
-                yield from _in_value(name, item, 0, seen)
-    elif depth and not isinstance(value, (type, types.ModuleType, Optimizer)):
-        yield from _in_callable(name, value, depth - 1, seen)
+class Named(NamedTuple):
+    """What the step names, each with the name."""
+
+    modules: list[tuple[str, nn.Module]]
+    tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
+    counters: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
+    trainers: list[tuple[str, Any]]
 
 
-def _in_callable(name: str, fn: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Found]]:
-    """What a function names; of a bound method, or another object, first what the object holds."""
-    if isinstance(fn, functools.partial):
-        for value in (*fn.args, *fn.keywords.values()):
-            yield from _in_value("an argument of functools.partial", value, depth, seen)
-        fn = fn.func
-    if isinstance(fn, types.MethodType):
-        if isinstance(fn.__self__, _COUNTERS):
-            yield fn.__name__, fn
-        yield from _in_value("self", fn.__self__, 1, seen)
-        fn = fn.__func__
-    elif not isinstance(fn, types.FunctionType):
-        yield from _in_attributes(name, fn, seen)
-        fn = type(fn).__call__ if callable(fn) else None
-    if isinstance(fn, types.FunctionType) and id(fn) not in seen and not (fn.__module__ or "").startswith("torch"):
-        seen.add(id(fn))
-        yield from _in_function(fn, depth, seen)
+def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
+    """What `fn` names, and what the leaves of its arguments hold."""
+    walk = _Walk()
+    walk.look_at("the step", fn, _FUNCTIONS + 1)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            walk.look_at("an argument", leaf, 0)
+    return walk.named()
 
 
-def _in_function(fn: types.FunctionType, depth: int, seen: set[int]) -> Iterator[tuple[str, Found]]:
+@final
+class _Walk:
+    def __init__(self) -> None:
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._counters: list[tuple[str, Any]] = []
+        self._objects: dict[int, tuple[str, Any]] = {}
+        self._holders: dict[int, set[int]] = {}  # of each thing: which objects hold it, by their id
+        self._makers: set[int] = set()  # whatever holds one of these is a trainer
+        self._seen: set[int] = set()
+
+    def named(self) -> Named:
+        trainers: set[int] = set()
+        found = self._makers
+        while found:
+            found = set().union(*(self._holders.get(key, ()) for key in found)) - trainers
+            trainers |= found
+        return Named(
+            self._modules,
+            self._tensors,
+            self._counters,
+            [named for key, named in self._objects.items() if key in trainers],
+        )
+
+    def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
+        """Notes a value, and what it holds; `holder` is the object of which it is an attribute."""
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad and value.is_leaf:
+                self._tensors.append((name, value))
+        elif isinstance(value, _MAKE_TRAINERS):
+            self._makers.add(id(value))
+            self._holders.setdefault(id(value), set()).add(holder)
+            self._look_at_part(name, value)
+        elif isinstance(value, (list, tuple, dict)):
+            self._look_at_items(name, value, objects, holder)
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, COUNTERS):
+            self._counters.append((value.__name__, value))
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if functions:
+                self._look_into_function(name, value, functions - 1)
+        elif not isinstance(value, _NOT_LOOKED_INTO):
+            self._look_into_object(name, value, functions, objects, holder)
+
+    def _look_at_part(self, name: str, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, COUNTERS):
+            self._counters.append((name, value))
+        elif isinstance(value, nn.Module):
+            self._modules.append((name, value))
+            for attribute, held in attributes_of(value):
+                for item in held if type(held) in (list, tuple) else (held,):
+                    if isinstance(item, COUNTERS):
+                        self._look_at_part(f"{name}.{attribute}", item)
+
+    def _look_at_items(self, name: str, value: Any, objects: int, holder: int) -> None:
+        if isinstance(value, dict):
+            self._objects[id(value)] = name, value
+            self._holders.setdefault(id(value), set()).add(holder)
+            holder = id(value)
+        are_few = objects > 0 and len(value) <= _FEW
+        for item in islice(value.values() if isinstance(value, dict) else value, _ITEMS):
+            if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
+                self.look_at(name, item, 0, objects - 1, holder)
+
+    def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
+        self._holders.setdefault(id(value), set()).add(holder)
+        if objects <= 0 or id(value) in self._objects or _package(type(value)) in _NOT_THE_USERS:
+            return
+        self._objects[id(value)] = name, value
+        for attribute, held in attributes_of(value):
+            self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
+        if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
+            self._look_into_function(name, call, functions - 1)
+
+    def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
+        if isinstance(fn, functools.partial):
+            for value in (*fn.args, *fn.keywords.values()):
+                self.look_at("an argument of functools.partial", value, functions)
+            self.look_at(name, fn.func, functions + 1)
+        elif isinstance(fn, types.MethodType):
+            self.look_at("self", fn.__self__, 0)
+            self.look_at(name, fn.__func__, functions + 1)
+        elif id(fn) not in self._seen and _package(fn) not in _NOT_THE_USERS:
+            self._seen.add(id(fn))
+            for found, value in _names_of(fn):
+                self.look_at(found, value, functions)
+
+
+def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
+    """The attributes of an object itself, without asking the object."""
+    try:
+        inside: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return [(name, value) for name, value in _in_slots(thing)]
+    return list(inside.items())
+
+
+def _in_slots(thing: Any) -> Iterator[tuple[str, Any]]:
+    for base in type(thing).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield name, member.__get__(thing)
+                except AttributeError:
+                    continue  # not assigned
+
+
+def _names_of(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables from outside that a function names, and its default arguments, with their values."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
-            value = cell.cell_contents
+            yield name, cell.cell_contents
         except ValueError:
             continue  # not assigned yet
-        yield from _in_value(name, value, depth, seen)
     for name in dict.fromkeys(_names_in(fn.__code__)):
         if name in fn.__globals__:
-            yield from _in_value(name, fn.__globals__[name], depth, seen)
+            yield name, fn.__globals__[name]
     for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-        yield from _in_value("a default argument", value, depth, seen)
+        yield "a default argument", value
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -99,17 +190,5 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def _in_attributes(name: str, thing: Any, seen: set[int]) -> Iterator[tuple[str, Found]]:
-    for attribute, value in _attributes(thing):
-        yield from _in_value(f"{name}.{attribute}", value, 0, seen)
-
-
-def _counters_in(name: str, module: nn.Module) -> Iterator[tuple[str, Found]]:
-    for attribute, value in _attributes(module):
-        for item in value if type(value) in (list, tuple) else (value,):
-            if isinstance(item, _COUNTERS):
-                yield f"{name}.{attribute}", item
-
-
-def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    return list(getattr(thing, "__dict__", {}).items())
+def _package(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]

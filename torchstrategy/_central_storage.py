@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._captured import Found, captured, held_by
+from torchstrategy._captured import Named, captured
 from torchstrategy._context import current_frame, is_default
 from torchstrategy._devices import in_use
 from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._mirrors import Mirrors
-from torchstrategy._once import KINDS, OnceAStep, make_ready, refuse_bound_methods
+from torchstrategy._once import OnceAStep, make_ready, refuse_bound_methods
 from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
@@ -31,8 +31,8 @@ from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import StandIns
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._torch import version
+from torchstrategy._trainers import Trainers
 from torchstrategy._types import Device, Tree
-from torchstrategy._values import DistributedValues
 
 
 @final
@@ -70,19 +70,21 @@ class CentralStorage(Storage):
 
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
+        named = captured(*step)
+        refuse_bound_methods(named.counters)
+        self._take_around(named)
         copies = self._borrow()
         originals = copies.originals()
         run, loan = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
-            named = list(_named_by(step))
-            counters = [thing for _, thing in named if isinstance(thing, KINDS)]
-            refuse_bound_methods(named)
+            counters = [thing for _, thing in named.counters]
             with undisturbed():
                 make_ready(counters, self.parameter_device)
-            originals += counters
+            trainers = Trainers(named.trainers if len(self.devices) > 1 else [], len(self.devices), shares.present)
+            originals += [*counters, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
-            loan = _CentralLoan(copies, shares, outsiders, counters, cross_replica)
+            loan = _CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica)
             tell_before(run, loan.before_any_step)
             copies.gradients.begin(shares, outsiders)
             self._stand_ins.put_up(originals, run)
@@ -99,6 +101,8 @@ class CentralStorage(Storage):
             raise
         finally:
             stop_telling(run)
+            if loan is not None:
+                loan.let_go()
             self._return(copies)
 
     def like(self) -> Storage:
@@ -164,14 +168,24 @@ class CentralStorage(Storage):
             if copies.generation == self._generation:
                 self._idle.append(copies)
 
-    def _outsiders(self, named: Sequence[tuple[str, Found]], copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
+    def _take_around(self, named: Named) -> None:
+        """A module around modules of the scope, without parameters of its own, is as if it were made there, too."""
+        for _, module in named.modules:
+            if id(module) not in self._modules:
+                parts = parts_of([module])
+                new = [part for part in parts if id(part) not in self._modules]
+                if len(new) < len(parts) and not any(list(part.parameters(recurse=False)) for part in new):
+                    for part in new:
+                        self.take_part(part)
+
+    def _outsiders(self, named: Named, copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters and trainable tensors that the step names and no replica has of its own."""
-        for name, thing in named:
-            if isinstance(thing, torch.Tensor):
-                if id(thing) not in copies.known:
-                    yield thing, f"{name}, a tensor of shape {tuple(thing.shape)},"
-            elif isinstance(thing, nn.Module) and id(thing) not in self._modules:
-                for path, parameter in thing.named_parameters():
+        for name, tensor in named.tensors:
+            if id(tensor) not in copies.known:
+                yield tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},"
+        for name, module in named.modules:
+            if id(module) not in self._modules:
+                for path, parameter in module.named_parameters():
                     if id(parameter) not in copies.known:
                         yield parameter, f"{name}.{path}"
 
@@ -254,6 +268,7 @@ class _CentralLoan(Loan, Owners):
         shares: Shares,
         outsiders: Sequence[tuple[torch.Tensor, str]],
         counters: Sequence[Any],
+        trainers: Trainers,
         cross_replica: CrossReplica,
     ) -> None:
         self._copies = copies
@@ -261,6 +276,7 @@ class _CentralLoan(Loan, Owners):
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name in outsiders]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
         self._counters = counters
+        self._trainers = trainers
         self._cross_replica = cross_replica
         self._thread = threading.get_ident()
         self._callers_device = torch.get_default_device()
@@ -280,6 +296,7 @@ class _CentralLoan(Loan, Owners):
         counters = {id(counter): OnceAStep(counter, replica, self.together) for counter in self._counters}
         self._local[replica.index] = local = {
             **copies.mirrors.local_objects(replica.index),
+            **self._trainers.local_objects(replica.index),
             **optimizers,
             **counters,
         }
@@ -292,6 +309,7 @@ class _CentralLoan(Loan, Owners):
             yield
         with undisturbed():
             self._copies.mirrors.refresh_parameters()
+        self._trainers.refresh()
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
     def together(self, call: Callable[[], Tree]) -> Tree:
@@ -324,9 +342,19 @@ class _CentralLoan(Loan, Owners):
         self._check_unwritten()
         with undisturbed():
             self._copies.gradients.settle()
+            written = self._trainers.put_together()
             self._copies.mirrors.return_to_originals(self._shares)
+        for change in written:
+            change.apply()
+        if any(change.requires_grad() for change in written):
+            self.results_require_grad()
         self._return_settings()
         self._copies.gradients.end()
+
+    def let_go(self) -> None:
+        """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
+        self._local.clear()
+        self._optimizers.clear()
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
@@ -347,6 +375,7 @@ class _CentralLoan(Loan, Owners):
         self._copies.gradients.keep()
 
     def _check_unwritten(self) -> None:
+        self._trainers.check_unwritten()
         if self._copies.gradients.is_alone:  # else another thread may train the same parameters
             self._copies.mirrors.check_unwritten(self._shares.present)
             for tensor, name, known in self._outsiders:
@@ -369,16 +398,6 @@ class _CentralLoan(Loan, Owners):
 
 def _here(loss: Any) -> Any:
     return loss.cpu() if isinstance(loss, torch.Tensor) else loss
-
-
-def _named_by(step: Step) -> Iterator[tuple[str, Found]]:
-    fn, leaves = step
-    yield from captured(fn)
-    for leaf in leaves:
-        if isinstance(leaf, (nn.Module, *KINDS)):
-            yield "an argument", leaf
-        elif not isinstance(leaf, (torch.Tensor, DistributedValues)):
-            yield from held_by(leaf)
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from torchstrategy._types import Device, Tree
 Together = Callable[[Callable[[], Tree]], Tree]
 """Calls something for all replicas, while they stand still: on the user's own optimizers, with all gradients."""
 
-KINDS = (LRScheduler, torch.amp.GradScaler)
-
 
 @final
 class OnceAStep:
@@ -74,13 +72,13 @@ def make_ready(counters: Iterable[object], device: Device) -> None:
             _ready.add(counter)
 
 
-def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
-    """Refuses steps that hold a method of such an object, which is that of the user's own.
+def refuse_bound_methods(counters: Iterable[tuple[str, object]]) -> None:
+    """Refuses steps that hold a method of a counter, which is that of the user's own.
 
     Raises:
         RuntimeError: Naming it.
     """
-    for name, thing in named:
+    for name, thing in counters:
         if isinstance(thing, types.MethodType):
             kind = type(thing.__self__).__name__
             raise RuntimeError(

@@ -1,20 +1,23 @@
 """How a name in the step comes to mean the replica's own object.
 
 A step closes over `model` and `optimizer`: the originals. While a run is under way, their class is exchanged for a
-subclass that asks, at each attribute, which replica the thread is in, and answers with that replica's copy. Outside of
-replicas it answers with the original, and when no run is under way the class is the user's own again: between runs
-there is nothing of ours in the objects.
+subclass that asks, at each attribute, which replica the thread is in, and answers with that replica's copy; of a
+trainer, with the attributes that it has there. Outside of replicas it answers with the original, and when no run is
+under way the class is the user's own again: between runs there is nothing of ours in the objects.
 """
 
 from __future__ import annotations
 
 import copyreg
 import threading
+from abc import ABCMeta
 from collections.abc import Iterable
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._context import local_object
 from torchstrategy._torch import set_slot, slot
@@ -31,6 +34,11 @@ class _StandIn:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The user's: pickle compares it with that of `__reduce_ex__`."""
+        return plain_class(type(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -168,7 +176,59 @@ class _OnceStandIn(_StandIn):
         return super().__getattribute__(name)
 
 
+class _Attributes:
+    """What comes after all classes of a trainer's own: where its attributes are, in a replica.
+
+    It is the last base of its stand-in, so that methods which the user's class has for this are called first.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        attributes: Any = local_object(self)
+        if attributes is self:
+            return super().__getattribute__(name)
+        if name == "__dict__":
+            return attributes
+        if name in attributes and not hasattr(type(getattr(type(self), name, None)), "__set__"):
+            return attributes[name]
+        if name in super().__getattribute__("__dict__"):
+            return _of_class(self, name)  # the replica has deleted it
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attributes: Any = local_object(self)
+        if attributes is self or hasattr(type(getattr(type(self), name, None)), "__set__"):
+            super().__setattr__(name, value)
+        else:
+            attributes[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        attributes: Any = local_object(self)
+        if attributes is self or hasattr(type(getattr(type(self), name, None)), "__delete__"):
+            super().__delattr__(name)
+        elif name in attributes:
+            del attributes[name]
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> Any:
+        return vars(self)  # what object.__getstate__ has not by way of attributes
+
+
+def _of_class(thing: object, name: str) -> Any:
+    found = next((vars(base)[name] for base in type(thing).__mro__ if name in vars(base)), _Attributes)
+    if found is _Attributes:
+        raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}")
+    return found.__get__(thing, type(thing)) if hasattr(found, "__get__") else found
+
+
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
+
+_KINDS = {
+    nn.Module: _ModuleStandIn,
+    Optimizer: _OptimizerStandIn,
+    LRScheduler: _OnceStandIn,
+    torch.amp.GradScaler: _OnceStandIn,
+}  # all else is a trainer
 
 
 @final
@@ -202,7 +262,21 @@ class StandIns:
 
 def _set_class(thing: object, cls: type) -> None:
     if type(thing) is not cls:
-        object.__setattr__(thing, "__class__", cls)
+        vars(object)["__class__"].__set__(thing, cls)  # as an assignment does, where no property is in the way
+
+
+class _Plain:
+    """A class as people write them."""
+
+
+_LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
+
+
+def is_all_in_dict(thing: object) -> bool:
+    """Whether a thing is all in its `__dict__`, as a dict, or an object of a class with slots, is not."""
+    cls = plain_class(type(thing))
+    alike = all(getattr(cls, name) == getattr(_Plain, name) for name in _LAYOUT)
+    return alike and type(cls) in (type, ABCMeta) and cls.__module__ != "types"
 
 
 def plain_class(cls: type) -> type:
@@ -217,8 +291,9 @@ def _stand_in_class(cls: type) -> type:
         return _ParameterStandIn
     known = _classes.get(cls)
     if known is None:
-        kinds = {nn.Module: _ModuleStandIn, Optimizer: _OptimizerStandIn}
-        kind = next((kind for base, kind in kinds.items() if issubclass(cls, base)), _OnceStandIn)
+        bases = next(
+            ((kind, cls) for base, kind in _KINDS.items() if issubclass(cls, base)), (_StandIn, cls, _Attributes)
+        )
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        known = _classes[cls] = type(cls.__name__, (kind, cls), body)
+        known = _classes[cls] = type(cls.__name__, bases, body)
     return known

@@ -131,6 +131,11 @@ class Strategy:
         gradients are averaged, each weighing the rows that it was dealt, and added to what was there.
         `optimizer.step()` in the step is taken once for all replicas, when each of them has come to it.
 
+        What the step writes on a trainer, an object that holds models or optimizers, is the replica's own: `self.fake =
+        self.generator(noise)`. After the run, attributes that are equal in all replicas, as a counter is, are that, and
+        anything else is a `DistributedValues`, of which each replica finds its component in the next run. Lists, dicts
+        and variables are one for all replicas.
+
         Replicas that share a device run one after the other, in order, and hand over only where they meet; so a run
         with the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each
         from a stream derived from it.
