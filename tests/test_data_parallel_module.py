@@ -545,7 +545,7 @@ def test_torchs_own_results_keep_their_names() -> None:
     [
         (lambda r: [1] * (r + 1), r"different structure"),
         (lambda r: {"a": 1, "bc"[r]: 2}, r"different structure"),
-        (lambda r: UserDict({"bc"[r]: 2}), r"different structure.*keys \['b'\] and keys \['c'\]"),
+        (lambda r: UserDict({"bc"[r]: 2}), r"different structure.*differ in what they hold: \['b'\] and \['c'\]"),
         (lambda r: Output([1] * (r + 1)), r"output\.logits of different structure"),
         (lambda r: torch.ones(2, 3 + r), r"output cannot be put together along dim=0: \(2, 3\).* and \(2, 4\)"),
         (lambda r: {"x": torch.ones([2] * (r + 1))}, r"output\['x'\] cannot be put together"),

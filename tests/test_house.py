@@ -50,10 +50,17 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_torch",
             "_types",
         },  # words
-        {"_captured", "_devices", "_stand_ins", "_tree"},  # what there is
+        {"_captured", "_devices", "_records", "_stand_ins", "_tree"},  # what there is
         {"_replica"},  # who runs
         {"_caller_state", "_comm", "_once", "_randomness", "_values"},  # what goes from place to place
-        {"_collectives", "_input", "_ledger", "_shares", "_team", "_trainers"},  # how replicas meet, and what each counts for
+        {
+            "_collectives",
+            "_input",
+            "_ledger",
+            "_shares",
+            "_team",
+            "_trainers",
+        },  # how replicas meet, and what each counts for
         {
             "_gradients",
             "_links",
@@ -73,6 +80,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"__init__"},
     ],
     ("_input",): [
+        {"_registration"},  # what users say of types of their own
         {"_arrays", "_kinds", "_options"},  # what is read, and how one says what is to be done with it
         {"_dealing", "_source", "_spec", "_transfer"},
         {"_steps"},

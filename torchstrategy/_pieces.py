@@ -11,9 +11,7 @@ anything else           given to each replica            a list with that of eac
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -24,6 +22,7 @@ from torchstrategy._collectives import check_gatherable
 from torchstrategy._comm import concatenated
 from torchstrategy._devices import is_accelerator, place
 from torchstrategy._errors import an
+from torchstrategy._records import is_record, parts_of, with_parts
 from torchstrategy._tree import first_unlike, leaves_with_names, map_leaves, unflatten_like, zip_leaves
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import ABSENT, DistributedValues, PerReplica
@@ -117,20 +116,18 @@ def _refuse_uncuttable(leaf: Tree, name: str) -> None:
 
 
 def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree:
-    first, parts = values[0], [_parts(value) for value in values]
+    first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
         return _united_tensors(values, dim, place(device), name)
     if all(value is None for value in values):
         return None
-    if not parts[0] or any(type(value) is not type(first) for value in values):
+    if not is_record(first) or any(type(value) is not type(first) for value in values):
         return [moved(value, device) for value in values]
+    parts = [parts_of(value) for value in values]
     for index, other in enumerate(parts):
         if other.keys() != parts[0].keys():
-            raise _unlike(name, index, f"keys {sorted(map(str, parts[0]))} and keys {sorted(map(str, other))}")
-    united = {
-        key: put_together([part[key] for part in parts], dim, device, f"{name}{_shown(first, key)}") for key in parts[0]
-    }
-    return _with_parts(first, united)
+            raise _unlike(name, index, f"what they hold: {', '.join(parts[0])} and {', '.join(other)}")
+    return with_parts(first, lambda part, _: put_together([held[part] for held in parts], dim, device, f"{name}{part}"))
 
 
 def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
@@ -158,44 +155,22 @@ def _unlike(name: str, other: int, how: str) -> ValueError:
 
 def _named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Tree]]:
     for path, leaf in leaves_with_names(tree):
-        parts = _parts(leaf)
-        if not parts:
+        if not is_record(leaf):
             yield f"{name}{path}", leaf
-        for key, part in parts.items():
-            yield from _named_leaves(part, f"{name}{path}{_shown(leaf, key)}")
+            continue
+        for part, held in parts_of(leaf).items():
+            yield from _named_leaves(held, f"{name}{path}{part}")
 
 
 def _mapped(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """A tree with `fn(leaf)` in place of each leaf; an object of which no part changes stays the same."""
 
     def change(leaf: Tree) -> Tree:
-        parts = _parts(leaf)
-        if not parts:
+        if not is_record(leaf):
             return fn(leaf)
-        changed = {key: _mapped(fn, part) for key, part in parts.items()}
-        return leaf if all(changed[key] is part for key, part in parts.items()) else _with_parts(leaf, changed)
+        parts = parts_of(leaf)
+        changed = {name: _mapped(fn, part) for name, part in parts.items()}
+        is_same = all(changed[name] is part for name, part in parts.items())
+        return leaf if is_same else with_parts(leaf, lambda name, _: changed[name])
 
     return map_leaves(change, tree)
-
-
-def _parts(value: Tree) -> dict[Any, Tree]:
-    """What is in a mapping or a dataclass, which `_tree` does not look into; nothing, if it is neither."""
-    if isinstance(value, MutableMapping):
-        return dict(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return {}
-
-
-def _with_parts(value: Tree, parts: dict[Any, Tree]) -> Tree:
-    changed = copy.copy(value)
-    for key, part in parts.items():
-        if isinstance(value, MutableMapping):
-            changed[key] = part
-        else:
-            object.__setattr__(changed, key, part)  # it may be frozen
-    return changed
-
-
-def _shown(value: Tree, key: Any) -> str:
-    return f"[{key!r}]" if isinstance(value, MutableMapping) else f".{key}"

@@ -7,8 +7,9 @@ To read it, begin with `_dataset`; then `_dealing` (which rows go where), `_kind
 from torchstrategy._input._arrays import ArrayDataset
 from torchstrategy._input._dataset import DatasetFn, DistributedDataset, distributed, distributed_from_function
 from torchstrategy._input._iterator import DistributedIterator, Optional, OutOfRangeError
-from torchstrategy._input._kinds import moved, register_batch_type
+from torchstrategy._input._kinds import moved
 from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input._registration import register_batch_type
 from torchstrategy._input._spec import PerReplicaSpec, TensorSpec
 
 __all__ = [

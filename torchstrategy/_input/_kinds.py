@@ -15,157 +15,27 @@ order:
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, final
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._errors import an, plural
+from torchstrategy._errors import an
+from torchstrategy._input._registration import SINGLE, Kind, TensorFn, registration_of, sliced, without_tensors
+from torchstrategy._records import is_record, parts_of, with_parts
 from torchstrategy._torch import sparse_indices, sparse_values
 from torchstrategy._tree import is_container, leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._types import Device, Tree
 
-T = TypeVar("T")
-TensorFn = Callable[[torch.Tensor], torch.Tensor]
-
-
-@final
-@dataclass(frozen=True)
-class Kind:
-    """What can be done with the values of one type.
-
-    Args:
-        rows: How many rows a value has; None: it is one thing, which every replica is given whole.
-        take: The value that has some of the rows.
-        apply: A value like it, with what a function makes of each tensor in its place.
-        parts: Of an object, its parts by what is written after its name (`".x"`, `"['x']"`). They have its rows.
-    """
-
-    rows: Callable[[Any], int] | None
-    take: Callable[[Any, slice], Any]
-    apply: Callable[[Any, TensorFn], Any]
-    parts: Callable[[Any], Mapping[str, Tree]] | None = None
-
-
-def register_batch_type(
-    cls: type[T],
-    *,
-    rows: Callable[[T], int] | None,
-    take: Callable[[T, slice], T] | None = None,
-    apply: Callable[[T, TensorFn], T] | None = None,
-) -> None:
-    """Says how batches of a type of one's own are dealt out to replicas.
-
-    Register a type once, where it is defined. What holds for it holds for its subclasses.
-
-    Args:
-        cls: The type. Its values become one per-replica value each, also where torch's pytree knows it as a container.
-        rows: How many rows a value has. None: its values are given to every replica whole.
-        take: `take(value, rows)` is a value that has the rows of a slice, with a start and a stop and no step, of
-            which there may be none. Asked for wherever there are rows.
-        apply: `apply(value, fn)` is a value like it in which each tensor `t` is `fn(t)`; that is how its tensors are
-            moved to a device. The value itself has to stay as it was. None: it holds no tensors.
-
-    Example:
-        >>> class Sentences:
-        ...     def __init__(self, words, scores):
-        ...         self.words, self.scores = words, scores
-        >>> torchstrategy.register_batch_type(
-        ...     Sentences,
-        ...     rows=lambda batch: len(batch.words),
-        ...     take=lambda batch, rows: Sentences(batch.words[rows], batch.scores[rows]),
-        ...     apply=lambda batch, fn: Sentences(batch.words, fn(batch.scores)),
-        ... )
-        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> source = [Sentences(["a", "b", "c"], torch.ones(3))]
-        >>> for batch in strategy.experimental_distribute_dataset(source):
-        ...     print(strategy.run(lambda sentences: " ".join(sentences.words), args=(batch,)))
-        PerReplica:{
-          0: a b,
-          1: c
-        }
-
-    Raises:
-        TypeError: If `cls` is no class, or one whose values are dealt out by rules of their own; or if one of the
-            functions cannot be called.
-        ValueError: If the type is registered already, or `take` is missing, or there for what has no rows.
-
-    Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate (which makes batches)
-    """
-    if not isinstance(cls, type):
-        raise TypeError(f"register_batch_type takes a class; got {cls!r}.")
-    if cls in _BUILT_IN:
-        raise TypeError(f"How a {cls.__name__} is dealt out is fixed: register a type of your own that holds it.")
-    for name, function in (("rows", rows), ("take", take), ("apply", apply)):
-        if function is not None and not callable(function):
-            raise TypeError(f"register_batch_type({cls.__name__}, {name}=...) takes a function; got {function!r}.")
-    if cls in _registered:
-        raise ValueError(f"{cls.__name__} is registered already. Register a type once, where it is defined.")
-    if rows is not None and take is None:
-        raise ValueError(
-            f"{cls.__name__} has rows, so it must be known how to take some of them: "
-            f"register_batch_type({cls.__name__}, rows=..., take=lambda batch, rows: ...)."
-        )
-    if rows is None and take is not None:
-        raise ValueError(
-            f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
-            "taken. Say how many rows it has, or leave out take."
-        )
-    theirs = _Registered(cls, rows or len, take or _sliced, apply or _without_tensors)
-    _registered[cls] = Kind(
-        None if rows is None else theirs.rows, theirs.take, _without_tensors if apply is None else theirs.apply
-    )
-
-
-@final
-@dataclass(frozen=True)
-class _Registered:
-    """What a user said of a type. A mistake would lose rows, so what the functions return is looked at."""
-
-    cls: type
-    rows_of: Callable[[Any], Any]
-    take_of: Callable[[Any, slice], Any]
-    apply_of: Callable[[Any, TensorFn], Any]
-
-    def rows(self, value: Any) -> int:
-        count = self.rows_of(value)
-        if not hasattr(count, "__index__") or count < 0:
-            raise TypeError(f"{self._told('rows')} returned {count!r}, which is no number of rows.")
-        return operator.index(count)
-
-    def take(self, value: Any, rows: slice) -> Any:
-        part = self._own("take", self.take_of(value, rows))
-        found, wanted = self.rows(part), rows.stop - rows.start
-        if found != wanted:
-            raise ValueError(
-                f"{self._told('take')} returned {plural(found, 'row')} for slice({rows.start}, {rows.stop}), which is "
-                f"{wanted}."
-            )
-        return part
-
-    def apply(self, value: Any, fn: TensorFn) -> Any:
-        return self._own("apply", self.apply_of(value, fn))
-
-    def _own(self, name: str, result: Any) -> Any:
-        if not isinstance(result, self.cls):
-            raise TypeError(f"{self._told(name)} returned {an(type(result).__name__)}, and not a {self.cls.__name__}.")
-        return result
-
-    def _told(self, name: str) -> str:
-        return f"The {name} function that {self.cls.__name__} was registered with"
-
 
 def kind_of(value: Any) -> Kind | None:
     """What can be done with a leaf of a batch; None if it is not known how to deal it out."""
-    if (registered := _registration_of(value)) is not None:
+    if (registered := registration_of(value)) is not None:
         return registered
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
@@ -175,11 +45,9 @@ def kind_of(value: Any) -> Kind | None:
         return _PACKED
     if type(value) is list or _is_strings(value):
         return _LIST
-    if is_dataclass(value) and not isinstance(value, type):
-        return _DATACLASS
-    if isinstance(value, MutableMapping):
-        return _MAPPING
-    return _ONE_THING if isinstance(value, _SINGLE) else None
+    if is_record(value):
+        return _RECORD
+    return _ONE_THING if isinstance(value, SINGLE) else None
 
 
 def is_leaf(value: Any) -> bool:
@@ -188,7 +56,7 @@ def is_leaf(value: Any) -> bool:
         isinstance(value, (rnn.PackedSequence, torch.Size))
         or (type(value) is list and bool(value) and not any(map(_has_rows, value)))
         or _is_strings(value)
-        or _registration_of(value) is not None
+        or registration_of(value) is not None
     )
 
 
@@ -275,12 +143,6 @@ def memory_of(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
-def _registration_of(value: Any) -> Kind | None:
-    if not _registered:
-        return None
-    return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)
-
-
 def _has_rows(value: Any) -> bool:
     """Whether a list with such an item is a container, and not a list of rows."""
     if type(value) in _PLAIN:
@@ -314,14 +176,6 @@ def _what_to_do(value: Any) -> str:
         "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
         f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
     )
-
-
-def _without_tensors(value: T, fn: TensorFn) -> T:
-    return value
-
-
-def _sliced(value: Any, rows: slice) -> Any:
-    return value[rows]
 
 
 def _of_tensor(tensor: torch.Tensor) -> Kind | None:
@@ -420,62 +274,23 @@ def _map_packed(packed: rnn.PackedSequence, fn: TensorFn, batch_sizes: torch.Ten
     return rnn.PackedSequence(fn(packed.data), batch_sizes, order, back)
 
 
-def _fields_of(value: Any) -> dict[str, Tree]:
-    names = [field.name for field in fields(value)]
-    return {f".{name}": getattr(value, name) for name in names if hasattr(value, name)}  # not all are set by `__init__`
+def _take_record(record: Any, rows: slice) -> Any:
+    return with_parts(record, lambda _, part: map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
 
 
-def _items_of(value: MutableMapping[Any, Tree]) -> dict[str, Tree]:
-    return {f"[{key!r}]": part for key, part in value.items()}
+def _apply_to_record(record: Any, fn: TensorFn) -> Any:
+    return with_parts(record, lambda _, part: map_leaves(lambda leaf: applied(leaf, fn), part, is_leaf))
 
 
-def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
-    changed = copy.copy(value)
-    put = object.__setattr__ if value.__dataclass_params__.frozen else setattr
-    for name, part in _fields_of(value).items():
-        put(changed, name[1:], map_leaves(change, part, is_leaf))
-    for name in list(getattr(changed, "__dict__", {})):
-        if isinstance(getattr(type(value), name, None), functools.cached_property):
-            del changed.__dict__[name]  # it was computed of the whole
-    return changed
-
-
-def _with_items(value: MutableMapping[Any, Tree], change: Callable[[Any], Any]) -> Any:
-    changed, before = copy.copy(value), dict(value)
-    for key, part in before.items():
-        changed[key] = map_leaves(change, part, is_leaf)
-        if value[key] is not part and value[key] is changed[key]:
-            value.update(before)
-            raise TypeError(
-                f"copy.copy() of {an(type(value).__name__)} shares its items with the original, which must stay as the "
-                f"loader made it. Give {type(value).__name__} a method __copy__, or say how its batches are dealt out: "
-                f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
-            )
-    return changed
-
-
-def _object(parts: Callable[[Any], Mapping[str, Tree]], changed: Callable[[Any, Callable[[Any], Any]], Any]) -> Kind:
-    return Kind(
-        rows=None,
-        take=lambda value, rows: changed(value, lambda leaf: taken(leaf, rows)),
-        apply=lambda value, fn: changed(value, lambda leaf: applied(leaf, fn)),
-        parts=parts,
-    )
-
-
-_registered: dict[type, Kind] = {}
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole; then by start and stop
-_SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Size)
-_PLAIN: frozenset[type] = frozenset(_SINGLE)  # that is quicker to ask, of the things in a long list
-_BUILT_IN = (object, torch.Tensor, np.ndarray, rnn.PackedSequence, list, tuple, dict, *_SINGLE)
-_ONE_THING = Kind(None, _sliced, _without_tensors)
-_ROWS = Kind(len, _sliced, _without_tensors)
-_LIST = Kind(len, _sliced, _apply_to_items)
-_TENSOR = Kind(None, _sliced, _apply_to_tensor)
-_ROWS_OF_TENSOR = Kind(len, _sliced, _apply_to_tensor)
+_PLAIN: frozenset[type] = frozenset(SINGLE)  # that is quicker to ask, of the things in a long list
+_ONE_THING = Kind(None, sliced, without_tensors)
+_ROWS = Kind(len, sliced, without_tensors)
+_LIST = Kind(len, sliced, _apply_to_items)
+_TENSOR = Kind(None, sliced, _apply_to_tensor)
+_ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
 _SPARSE = Kind(len, _take_sparse, _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
-_NUMBERS = Kind(len, _sliced, _apply_to_numbers)
+_NUMBERS = Kind(len, sliced, _apply_to_numbers)
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_DATACLASS = _object(_fields_of, _with_fields)
-_MAPPING = _object(_items_of, _with_items)
+_RECORD = Kind(None, _take_record, _apply_to_record, parts_of)
