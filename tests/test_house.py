@@ -53,7 +53,14 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_captured", "_devices", "_stand_ins", "_tree"},  # what there is
         {"_replica"},  # who runs
         {"_caller_state", "_comm", "_once", "_randomness", "_values"},  # what goes from place to place
-        {"_collectives", "_input", "_ledger", "_shares", "_team", "_trainers"},  # how replicas meet, and what each counts for
+        {
+            "_collectives",
+            "_input",
+            "_ledger",
+            "_shares",
+            "_team",
+            "_trainers",
+        },  # how replicas meet, and what each counts for
         {
             "_gradients",
             "_links",
