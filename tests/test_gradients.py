@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -773,6 +774,25 @@ def test_clearing_parameters_that_were_listed_outside_of_the_step_clears_or_rais
             mse(model, batch).backward()
 
         _equals_plain_or_raises(make, step, before=remember, case=name)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_optimizer_clears_the_gradients_of_a_layer_that_the_model_no_longer_has(make, set_to_none):
+    """Its momentum was fed the old gradient for ever. The collector of cycles, late, hid it: the layer lived on."""
+
+    def swap(model: Any, optimizer: Any) -> None:
+        torch.manual_seed(3)
+        before = weakref.ref(model[2])
+        model[2] = nn.Linear(4, 2, dtype=torch.float64).to(model[0].weight.device)
+        assert before() is None
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad(set_to_none)
+        mse(model, batch).backward()
+        optimizer.step()
+
+    for n in (1, 2, 3):
+        compare(make, n, step, steps=3, before=swap)
 
 
 def test_clearing_by_an_optimizer_that_was_made_outside_of_the_scope_clears_or_raises(make):

@@ -252,10 +252,9 @@ class Copies:
             [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
         )
-        self.optimized = {
-            id(o): {id(p): self._index_of[id(p)] for p in _parameters(o) if id(p) in self._index_of} for o in optimizers
-        }
-        self.known = self._index_of.keys() | loose.keys()
+        index_of = {**self._index_of, **{key: len(self._index_of) + i for i, key in enumerate(loose)}}
+        self.optimized = {id(o): {id(p): index_of[id(p)] for p in _parameters(o)} for o in optimizers}
+        self.known = index_of.keys()
 
 
 @final

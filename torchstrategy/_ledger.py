@@ -153,14 +153,18 @@ class ReplicaLedger:
             set_slot(self.parameters[index], value)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Clears gradients as `zero_grad` does, without reading them."""
+        """Clears gradients as `zero_grad` does, without reading them.
+
+        An optimizer may have parameters that no replica has, such as those of a layer that was taken out of the model.
+        """
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
-            zeros = {i: torch.zeros_like(self.parameters[i]) for i, view in cleared.items() if view is CLEARED}
+            like = [*self.parameters, *self.gradients.owners[len(self.parameters) :]]
+            zeros = {i: torch.zeros_like(like[i]) for i, view in cleared.items() if view is CLEARED}
             cleared.update((index, View(zero.detach())) for index, zero in zeros.items())
         self.views.update(cleared)
         for index in indices:
-            if slot(self.parameters[index]) is not None:
+            if self._slot(index) is not None:
                 set_slot(self.parameters[index], None)
 
     def take_local(self) -> dict[int, torch.Tensor]:
@@ -198,10 +202,13 @@ class ReplicaLedger:
         """Which parameters have local gradients."""
         return {index for index, parameter in enumerate(self.parameters) if slot(parameter) is not None}
 
+    def _slot(self, index: int) -> torch.Tensor | None:
+        return slot(self.parameters[index]) if index < len(self.parameters) else None
+
     def _cleared(self, index: int) -> View:
         """What clearing a gradient makes of the view of it."""
         view = self.views.get(index)
-        if slot(self.parameters[index]) is not None:
+        if self._slot(index) is not None:
             return CLEARED
         if view is None:
             return CLEARED_NOTHING if self.gradients.so_far[index] is None else CLEARED

@@ -54,7 +54,8 @@ class LocalOptimizer:
         optimizer: The user's own.
         replica: The replica.
         ledger: Its gradients.
-        index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner.
+        index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner. Those past the
+            end are of none of the replica's modules.
         owners: What it updates.
         leads: Whether this replica runs the optimizer's loop, if that asks for the loss and its gradients itself.
     """
@@ -176,8 +177,8 @@ class LocalOptimizer:
         return {**local, "params": [self._local(owner) for owner in group["params"]]}
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
-        index = self._index_of.get(id(owner))
-        return owner if index is None else self._ledger.parameters[index]
+        index = self._index_of.get(id(owner), sys.maxsize)
+        return self._ledger.parameters[index] if index < len(self._ledger.parameters) else owner
 
 
 STEP = "optimizer.step()"
