@@ -65,6 +65,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_gradients",
             "_links",
             "_local_optimizer",
+            "_optimizer_copies",
             "_pieces",
             "_reductions",
             "_replica_context",
@@ -89,7 +90,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_dataset"},
         {"__init__"},
     ],
-    ("_strategies",): [{"_central_storage", "_default", "_one_device"}, {"__init__"}],
+    ("_strategies",): [{"_choices"}, {"_central_storage", "_default", "_mirrored", "_one_device"}, {"__init__"}],
     ("experimental",): [{"__init__"}],
     ("nn",): [{"_losses", "_sync_batch_norm"}, {"__init__"}],
     ("testing",): [

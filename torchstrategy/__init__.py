@@ -44,7 +44,7 @@ from torchstrategy._input import (
 )
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._replica_context import ReplicaContext, running_context
-from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy
+from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, MirroredStrategy, OneDeviceStrategy
 from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._values import DistributedValues
@@ -58,6 +58,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "MirroredStrategy",
     "OneDeviceStrategy",
     "OutOfRangeError",
     "PerReplicaSpec",

@@ -24,7 +24,8 @@ from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._once import OnceAStep, make_ready, refuse_bound_methods
-from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
+from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies
+from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -45,6 +46,8 @@ class CentralStorage(Storage):
         may_alias: Whether a copy on the parameters' own device may share their memory. Without, each replica's copies
             are real ones, as they are on several accelerators; the numbers are the same.
         averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
+        is_mirrored: Whether all replicas but the first have memory and an optimizer of their own, and update their
+            parameters themselves; else values are sent to them.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class CentralStorage(Storage):
         parameter_device: Device,
         may_alias: bool = True,
         averages_buffers: bool = True,
+        is_mirrored: bool = False,
     ) -> None:
         super().__init__(devices, parameter_device)
         self._may_alias = may_alias
+        self._is_mirrored = is_mirrored
         self._averages_buffers = averages_buffers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -66,7 +71,11 @@ class CentralStorage(Storage):
         self._stand_ins = StandIns()
         self._lock = threading.RLock()
         self._is_copying = False  # in which case new modules are copies, not the user's
-        tell_after(self._after_any_step)
+        tell_always(self._before_any_step, self._after_any_step)
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.devices if self._is_mirrored else (self.parameter_device,)
 
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
@@ -106,7 +115,8 @@ class CentralStorage(Storage):
             self._return(copies)
 
     def like(self) -> Storage:
-        return CentralStorage(self.devices, self.parameter_device, self._may_alias, self._averages_buffers)
+        settings = self._may_alias, self._averages_buffers, self._is_mirrored
+        return CentralStorage(self.devices, self.parameter_device, *settings)
 
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or self._is_copying or _in_replica():
@@ -146,8 +156,16 @@ class CentralStorage(Storage):
             if self._in_use:
                 for other in (copies, *self._in_use):
                     other.gradients.is_alone = False
+            copies.thread = threading.get_ident()
             self._in_use.append(copies)
             return copies
+
+    def _standing_still(self) -> list[Copies]:
+        """The copies that this thread may write: those of the run in which it is at a meeting, or of the last run."""
+        with self._lock:
+            if not self._in_use:
+                return self._idle[-1:]
+            return [self._in_use[-1]] if self._in_use[-1].thread == threading.get_ident() else []
 
     def _copied(self, optimizers: Sequence[Optimizer]) -> Copies:
         generation = self._generation
@@ -156,7 +174,9 @@ class CentralStorage(Storage):
             self.claim(part)
         self._is_copying = True
         try:
-            return Copies(_roots(parts), optimizers, self.devices, self._may_alias, self._averages_buffers, generation)
+            aliases = [self._may_alias and (r == 0 or not self._is_mirrored) for r in range(len(self.devices))]
+            settings = aliases, self._averages_buffers, self._is_mirrored
+            return Copies(_roots(parts), optimizers, self.devices, *settings, generation)
         finally:
             self._is_copying = False
 
@@ -189,8 +209,16 @@ class CentralStorage(Storage):
                     if id(parameter) not in copies.known:
                         yield parameter, f"{name}.{path}"
 
+    def _before_any_step(self, optimizer: Optimizer) -> None:
+        if self._is_mirrored and id(optimizer) in self._optimizers:
+            for copies in self._standing_still():
+                copies.begin_step(optimizer)
+
     def _after_any_step(self, optimizer: Optimizer) -> None:
-        """A fused optimizer writes parameters without counting it, as in-place operations do."""
+        if self._is_mirrored and id(optimizer) in self._optimizers:
+            for copies in self._standing_still():
+                copies.step(optimizer)
+        # A fused optimizer writes parameters without counting it, as in-place operations do.
         if any(group.get("fused") for group in vars(optimizer)["param_groups"]):
             for copies in (*self._idle, *self._in_use):
                 copies.mirrors.note_written(_parameters(optimizer))
@@ -204,8 +232,9 @@ class Copies:
         roots: The user's modules.
         optimizers: The user's optimizers.
         devices: The device of each replica.
-        may_alias: See `CentralStorage`.
+        may_alias: Of each replica; see `CentralStorage`.
         averages_buffers: See `CentralStorage`.
+        is_mirrored: See `CentralStorage`.
         generation: Of the set of modules that they are copies of.
     """
 
@@ -214,15 +243,19 @@ class Copies:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         devices: Sequence[Device],
-        may_alias: bool,
+        may_alias: Sequence[bool],
         averages_buffers: bool,
+        is_mirrored: bool,
         generation: int,
     ) -> None:
         self.generation = generation
+        self.thread = 0  # of the run that has them
+        self._is_mirrored = is_mirrored
         self._num_replicas = len(devices)
         with undisturbed():
             self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers)
         self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
+        self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -255,6 +288,31 @@ class Copies:
         index_of = {**self._index_of, **{key: len(self._index_of) + i for i, key in enumerate(loose)}}
         self.optimized = {id(o): {id(p): index_of[id(p)] for p in _parameters(o)} for o in optimizers}
         self.known = index_of.keys()
+        if self._is_mirrored:
+            local = [self._local_of(r) for r in range(1, self._num_replicas)]
+            self._optimizer_copies = {id(o): OptimizerCopies(o, local) for o in optimizers if can_have_copies(o)}
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
+        copies = self._optimizer_copies_of(optimizer)
+        if copies is not None:
+            with undisturbed():
+                self.mirrors.refresh_parameters()
+                copies.begin(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The user's optimizer has taken a step: its copies take the same."""
+        copies = self._optimizer_copies_of(optimizer)
+        if copies is not None:
+            copies.step(optimizer)
+            self.mirrors.note_updated(_parameters(optimizer))
+
+    def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
+        return self._optimizer_copies.get(id(optimizer)) if can_have_copies(optimizer) else None
+
+    def _local_of(self, replica: int) -> dict[int, LocalParameter]:
+        owners, local = self.mirrors.owners, self.mirrors.parameters(replica)
+        return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
 
 
 @final

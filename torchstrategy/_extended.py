@@ -161,7 +161,7 @@ class ReplicatedExtended(StrategyExtended):
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        return (self._storage.parameter_device,)
+        return self._storage.parameter_devices
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)

@@ -49,7 +49,7 @@ class Mirrors:
     Args:
         roots: The originals: none of them is part of another.
         devices: The device of each replica.
-        may_alias: Whether a copy on the device of its original shares the memory of its parameters.
+        may_alias: Of each replica, whether a copy on the device of its original shares the memory of its parameters.
         averages_buffers: Whether running statistics become the mean of the replicas'.
 
     Raises:
@@ -57,7 +57,7 @@ class Mirrors:
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: bool, averages_buffers: bool
+        self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: Sequence[bool], averages_buffers: bool
     ) -> None:
         self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
@@ -73,8 +73,8 @@ class Mirrors:
         self._parameters = _originals(modules, paths, "_parameters")
         self._buffers = _originals(modules, paths, "_buffers")
         self._replicas = [
-            ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), may_alias)
-            for device in devices
+            ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
+            for device, aliases in zip(devices, may_alias, strict=True)
         ]
         for original in (*self._parameters, *self._buffers):
             original.is_known()
@@ -140,6 +140,14 @@ class Mirrors:
             replica.parameters_are_known()
         for index in changed:
             self._parameters[index].is_known()
+
+    def note_updated(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Says that originals and copies were written alike."""
+        for replica in self._replicas:
+            replica.parameters_are_known()
+        for parameter in parameters:
+            if id(parameter) in self._index_of:
+                self._parameters[self._index_of[id(parameter)]].is_known()
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Says that originals were written in a way that torch does not count."""

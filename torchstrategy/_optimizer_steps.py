@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 Told = Callable[[Optimizer], None]
 
 _before: dict[object, Told] = {}
-_after: list[weakref.WeakMethod[Told]] = []
+_always: list[tuple[weakref.WeakMethod[Told], weakref.WeakMethod[Told]]] = []
 _hooks: list[object] = []
 
 
@@ -31,11 +31,11 @@ def stop_telling(key: object) -> None:
     _before.pop(key, None)
 
 
-def tell_after(told: Told) -> None:
-    """Calls the bound method `told` after each step that an optimizer has taken, for as long as its object lives."""
+def tell_always(before: Told, after: Told) -> None:
+    """Calls two bound methods before and after every step, for as long as their object lives."""
     _hook()
-    _after[:] = [reference for reference in _after if reference() is not None]
-    _after.append(weakref.WeakMethod(told))
+    _always[:] = [pair for pair in _always if pair[0]() is not None]
+    _always.append((weakref.WeakMethod(before), weakref.WeakMethod(after)))
 
 
 def _hook() -> None:
@@ -47,10 +47,15 @@ def _hook() -> None:
 def _on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for told in list(_before.values()):
         told(optimizer)
+    _tell(0, optimizer)
 
 
 def _on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for reference in list(_after):
-        told = reference()
+    _tell(1, optimizer)
+
+
+def _tell(which: int, optimizer: Optimizer) -> None:
+    for pair in list(_always):
+        told = pair[which]()
         if told is not None:
             told(optimizer)

@@ -58,6 +58,11 @@ class Storage(ABC):
         self.devices = tuple(devices)
         self.parameter_device = parameter_device
 
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """Where parameters are: the one device, or all that have them."""
+        return (self.parameter_device,)
+
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in what this thread creates."""
         return watched(self.take_part, self.claim, self.take_optimizer)

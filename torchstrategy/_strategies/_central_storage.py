@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, final
 
 from torchstrategy._central_storage import CentralStorage
-from torchstrategy._devices import canonical, local_accelerators, place
+from torchstrategy._devices import canonical, place
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
 from torchstrategy._storage import InPlaceStorage, Storage
+from torchstrategy._strategies._choices import averages, devices_of_replicas
 from torchstrategy._strategy import Strategy
 from torchstrategy._types import DeviceLike
 
@@ -62,38 +63,15 @@ class CentralStorageStrategy(Strategy):
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
-        if isinstance(compute_devices, str):
-            raise ValueError(
-                f"compute_devices is a list of devices, one for each replica: write [{compute_devices!r}]."
-            )
-        if compute_devices is not None and not _is_list(compute_devices):
-            raise TypeError(f"compute_devices is a list of devices, one for each replica; got {compute_devices!r}.")
-        if compute_devices is None:
-            devices = local_accelerators() or [canonical("cpu:0")]
-        else:
-            devices = [canonical(device) for device in compute_devices]
-        if not devices:
-            raise ValueError(
-                "compute_devices=[] names no device to run on. Leave it out for all devices of this machine."
-            )
+        devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
         owner = canonical(parameter_device)
         is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
-        averages_buffers = _averages(buffer_aggregation)
+        averages_buffers = averages(buffer_aggregation)
         storage: Storage = (
             InPlaceStorage(devices, owner)
             if is_in_place
             else CentralStorage(devices, owner, averages_buffers=averages_buffers)
         )
         super().__init__(ReplicatedExtended(Replicas(devices), storage, ReduceOp.of(gradient_reduction)))
-
-
-def _averages(aggregation: str) -> bool:
-    if aggregation not in ("mean", "only_first_replica"):
-        raise ValueError(f"buffer_aggregation={aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    return aggregation == "mean"
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (bytes, dict, set, frozenset))
