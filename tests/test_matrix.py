@@ -47,7 +47,7 @@ from features import (
     tensors_of,
 )
 from problems import built, data, deal, mlp, mse, replica_id
-from topologies import SIMULATED, central
+from topologies import SIMULATED, central, mirrored
 from torchstrategy._devices import place
 
 
@@ -58,6 +58,7 @@ def on_devices(replicas: int) -> torchstrategy.Strategy:
 
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     **{f"aliased_{n}": functools.partial(central, n) for n in (1, 2, 3) if not SIMULATED},
+    **{f"mirrored_{n}": functools.partial(mirrored, n) for n in (2, 4)},
     **{f"devices_{n}": functools.partial(on_devices, n) for n in (2, 3) if SIMULATED},
 }
 
@@ -505,7 +506,7 @@ def test_noise_that_each_replica_adds_to_its_gradient_is_averaged(topology: str)
     exact = training.model[0].weight.grad.cpu()
     strategy.run(step, args=(batch, True))
     noise = torch.stack([drawn[r] for r in sorted(drawn)])
-    assert len(noise) == 2 and not torch.equal(noise[0], noise[1])  # four rows: two replicas have two each
+    assert len(noise) in (2, 4) and not torch.equal(noise[0], noise[1])  # four rows: two replicas have two each
     torch.testing.assert_close(training.model[0].weight.grad.cpu(), exact + noise.mean(0))
 
 
@@ -518,7 +519,7 @@ def test_batch_norm_is_that_of_the_rows_of_each_replica(topology: str) -> None:
 
     strategy = TOPOLOGIES[topology]()
     (model, _), (twin, _) = built(strategy, build, None)
-    whole, pieces = data(8), [part.split((4, 4) if topology.endswith("2") else (3, 3, 2)) for part in data(8)]
+    whole, pieces = data(8), [part.split(-(-8 // int(topology[-1]))) for part in data(8)]
     strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, whole),))
     sum(mse(twin, piece) * len(piece[0]) / 8 for piece in zip(*pieces, strict=True)).backward()
     for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):

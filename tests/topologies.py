@@ -43,6 +43,11 @@ def central_with_copies(replicas: int) -> torchstrategy.Strategy:
     return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
 
 
+def mirrored(replicas: int) -> torchstrategy.Strategy:
+    """Mirrored: every replica has parameters of its own and updates them."""
+    return torchstrategy.MirroredStrategy(compute_devices(replicas))
+
+
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "default": torchstrategy.get_strategy,
     "one_device": lambda: torchstrategy.OneDeviceStrategy(SIMULATED[1] if SIMULATED else "cpu"),
@@ -51,9 +56,11 @@ TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "central_3": lambda: central(3),
     "central_4": lambda: central(4),
     "central_offset": lambda: torchstrategy.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3"),
+    "mirrored_2": lambda: mirrored(2),
+    "mirrored_4": lambda: mirrored(4),
     "copies_1": lambda: central_with_copies(1),
     "copies_3": lambda: central_with_copies(3),
 }
 SEVERAL = [name for name in TOPOLOGIES if name not in ("default", "one_device", "central_1", "copies_1")]
 
-MAKERS = {"aliased": central, "copies": central_with_copies}
+MAKERS = {"aliased": central, "copies": central_with_copies, "mirrored": mirrored}
