@@ -309,7 +309,7 @@ def test_modules_that_are_not_the_strategy_s_are_refused() -> None:
             assert_replicas_agree(strategy, module)
     with pytest.raises(TypeError, match="looks at nothing"):
         assert_replicas_agree(strategy)
-    with pytest.raises(TypeError, match="looks at modules; got a LocalParameter"):
+    with pytest.raises(TypeError, match="looks at modules and optimizers; got a LocalParameter"):
         assert_replicas_agree(strategy, LocalParameter.over(torch.ones(1), False))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes a torchstrategy\.Strategy first"):
         assert_replicas_agree(nn.Linear(1, 1), nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -1397,6 +1397,31 @@ def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_
         assert not torch.equal(parameters(model)["0.weight"], before["0.weight"])
 
 
+def test_an_optimizer_that_steps_in_a_replica_sees_parameters_of_the_very_class(make):
+    """Of another class, torch's optimizers update one after the other, and not in few kernels."""
+    seen: set[type] = set()
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.update(type(p) for group in self.param_groups for p in group["params"])
+            super().step(closure)
+
+    strategy = make(3)
+    (model, _), _ = built(strategy, mlp, None)
+    with strategy.scope():
+        optimizer = Looking(model.parameters(), lr=0.1)
+    outside = [*model.parameters()]
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+        assert outside[0].grad is not None  # a list from outside shows the replica's gradients again
+
+    strategy.run(step, args=(deal(strategy, data(7)),))
+    assert seen == {nn.Parameter}
+
+
 def test_an_optimizer_that_is_made_in_the_step_for_the_replicas_parameters_is_refused(make):
     strategy = make(3)
     (model, _), _ = built(strategy, mlp, None)

@@ -6,10 +6,11 @@ threads or from a merge function, get sets of their own, so no two runs ever tou
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -93,7 +94,9 @@ class CentralStorage(Storage):
             trainers = Trainers(named.trainers if len(self.devices) > 1 else [], len(self.devices), shares.present)
             originals += [*counters, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
-            loan = _CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica)
+            # Optimizers look at the class of parameters: of a subclass, they update one after the other.
+            as_they_are = functools.partial(self._stand_ins.resting, copies.plain_owners(), run)
+            loan = _CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
             tell_before(run, loan.before_any_step)
             copies.gradients.begin(shares, outsiders)
             self._stand_ins.put_up(originals, run)
@@ -269,8 +272,11 @@ class Copies:
 
     def originals(self) -> list[object]:
         """What stand-ins are needed for."""
-        plain = [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
-        return [*self.mirrors.originals(), *self.optimizers(), *plain]
+        return [*self.mirrors.originals(), *self.optimizers(), *self.plain_owners()]
+
+    def plain_owners(self) -> list[nn.Parameter]:
+        """The user's parameters."""
+        return [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
 
     def optimizers(self) -> list[Optimizer]:
         """The user's optimizers."""
@@ -292,6 +298,11 @@ class Copies:
             local = [self._local_of(r) for r in range(1, self._num_replicas)]
             self._optimizer_copies = {id(o): OptimizerCopies(o, local) for o in optimizers if can_have_copies(o)}
 
+    def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
+        """Asks for the state of an optimizer that a replica has of its own, if it has."""
+        copies = self._optimizer_copies.get(id(optimizer))
+        return functools.partial(copies.state, replica) if copies is not None and replica else None
+
     def begin_step(self, optimizer: Optimizer) -> None:
         """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
         copies = self._optimizer_copies_of(optimizer)
@@ -304,8 +315,9 @@ class Copies:
         """The user's optimizer has taken a step: its copies take the same."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
-            copies.step(optimizer)
-            self.mirrors.note_updated(_parameters(optimizer))
+            owners = self.mirrors.those_of_the_first(_parameters(optimizer))
+            copies.step(optimizer, owners)
+            self.mirrors.note_updated(owners)
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
         return self._optimizer_copies.get(id(optimizer)) if can_have_copies(optimizer) else None
@@ -327,8 +339,10 @@ class _CentralLoan(Loan, Owners):
         counters: Sequence[Any],
         trainers: Trainers,
         cross_replica: CrossReplica,
+        as_they_are: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._copies = copies
+        self._as_they_are = as_they_are
         self._shares = shares
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name in outsiders]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
@@ -346,7 +360,15 @@ class _CentralLoan(Loan, Owners):
         copies.gradients.enter(replica)
         ledger = copies.gradients.ledgers[replica.index]
         optimizers = {
-            id(optimizer): LocalOptimizer(optimizer, replica, ledger, copies.optimized[id(optimizer)], self, leads)
+            id(optimizer): LocalOptimizer(
+                optimizer,
+                replica,
+                ledger,
+                copies.optimized[id(optimizer)],
+                self,
+                leads,
+                copies.own_state(optimizer, replica.index),
+            )
             for optimizer in copies.optimizers()
         }
         self._optimizers[replica.index] = list(optimizers.values())
@@ -362,7 +384,7 @@ class _CentralLoan(Loan, Owners):
     @contextmanager
     def published(self) -> Iterator[None]:
         self._check_unwritten()
-        with self._copies.gradients.published():
+        with self._copies.gradients.published(), self._as_they_are():
             yield
         with undisturbed():
             self._copies.mirrors.refresh_parameters()

@@ -7,8 +7,7 @@ its place, is kept as its view until the replicas settle. See `_gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -191,15 +190,6 @@ class ReplicaLedger:
         for parameter in self.parameters:
             parameter.ledger = None
         self.parameters = []
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """For the length of a block, while the replica stands still, its parameters are plain ones."""
-        replica, self.replica = self.replica, None
-        try:
-            yield
-        finally:
-            self.replica = replica
 
     def leave(self) -> None:
         """The run has ended."""

@@ -58,6 +58,7 @@ class LocalOptimizer:
             end are of none of the replica's modules.
         owners: What it updates.
         leads: Whether this replica runs the optimizer's loop, if that asks for the loss and its gradients itself.
+        own_state: Asks for the state that this replica has of its own, by its parameters. None: it has the user's.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LocalOptimizer:
         index_of: Mapping[int, int],
         owners: Owners,
         leads: bool,
+        own_state: Callable[[], dict[torch.Tensor, Any]] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._replica = replica
@@ -75,6 +77,7 @@ class LocalOptimizer:
         self._index_of = index_of
         self._owners = owners
         self._leads = leads
+        self._own_state = own_state
         self._groups: list[dict[str, Any]] | None = None  # made when the step asks
         self._shown: list[dict[str, Any]] | None = None  # the same, as they were when the step asked
 
@@ -90,6 +93,8 @@ class LocalOptimizer:
     @property
     def state(self) -> dict[torch.Tensor, Any]:
         """The state of each of this replica's parameters, to be read."""
+        if self._own_state is not None:
+            return self._own_state()
         return {self._local(owner): state for owner, state in vars(self._optimizer)["state"].items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:

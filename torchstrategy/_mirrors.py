@@ -141,13 +141,17 @@ class Mirrors:
         for index in changed:
             self._parameters[index].is_known()
 
-    def note_updated(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Says that originals and copies were written alike."""
+    def those_of_the_first(self, owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of some originals those that are, themselves, the parameters of the first replica."""
+        first, index_of = self._replicas[0], self._index_of
+        return [owner for owner in owners if id(owner) in index_of and first.shares(index_of[id(owner)])]
+
+    def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
+        """Says that originals, and all copies that have memory of their own, were written alike."""
         for replica in self._replicas:
             replica.parameters_are_known()
-        for parameter in parameters:
-            if id(parameter) in self._index_of:
-                self._parameters[self._index_of[id(parameter)]].is_known()
+        for owner in owners:
+            self._parameters[self._index_of[id(owner)]].is_known()
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Says that originals were written in a way that torch does not count."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._stand_ins import plain_class
-from torchstrategy._torch import set_slot, slot, version
+from torchstrategy._torch import slot, version
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
@@ -44,71 +44,96 @@ class OptimizerCopies:
     """
 
     def __init__(self, optimizer: Optimizer, local: Sequence[Mapping[int, LocalParameter]]) -> None:
-        self._local = list(local)
-        self._copies = [_copy_of(optimizer, parameters) for parameters in local]
+        self._copies = [_Copy(optimizer, parameters) for parameters in local]
         self._known: list[tuple[torch.Tensor, int]] | None = None  # the state that the copies agree with
+
+    def state(self, replica: int) -> dict[torch.Tensor, Any]:
+        """That of a replica's copy, by the replica's own parameters."""
+        return self._copies[replica - 1].state()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings to the copies what was written on the settings and on the state."""
+        is_known = self._known is not None and _same(self._known, list(_versions(optimizer)))
         for copied in self._copies:
-            for group, own in zip(vars(optimizer)["param_groups"], copied.param_groups, strict=True):
-                own.update({name: _settled(value) for name, value in group.items() if name != "params"})
-        if self._known is None or not _same(self._known, list(_versions(optimizer))):
-            for copied, parameters in zip(self._copies, self._local, strict=True):
-                copied.state = defaultdict(dict, _state_for(optimizer, parameters))
+            copied.bring_settings(optimizer)
+            if not is_known:
+                copied.bring_state(optimizer)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """After a step: the copies take the same."""
-        for copied, parameters in zip(self._copies, self._local, strict=True):
-            _step(copied, [(parameters[id(owner)], slot(owner)) for owner in _owners(optimizer, parameters)])
+    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor]) -> None:
+        """After a step: the copies take the same, on the counterparts of some of the parameters."""
+        for copied in self._copies:
+            copied.step([owner for owner in owners if slot(owner) is not None])
         self._known = list(_versions(optimizer))
 
 
-def _copy_of(optimizer: Optimizer, parameters: Mapping[int, LocalParameter]) -> Any:
-    cls, inside = plain_class(type(optimizer)), vars(optimizer)
-    groups = [
-        {**group, "params": [parameters[id(owner)] for owner in group["params"] if id(owner) in parameters]}
-        for group in inside["param_groups"]
-    ]
-    copied: Any = object.__new__(cls)
-    copied.__setstate__({"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups})
-    return copied
+@final
+class _Copy:
+    """The copy for one replica. It has plain parameters: torch chooses other loops for subclasses, and other bits."""
+
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, LocalParameter]) -> None:
+        cls, inside = plain_class(type(optimizer)), vars(optimizer)
+        self._local = local
+        self._plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
+        groups = [
+            {**group, "params": [self._plain[id(owner)] for owner in group["params"] if id(owner) in local]}
+            for group in inside["param_groups"]
+        ]
+        self._optimizer: Any = object.__new__(cls)
+        self._optimizer.__setstate__(
+            {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
+        )
+
+    def state(self) -> dict[torch.Tensor, Any]:
+        state = self._optimizer.state
+        return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
+
+    def bring_settings(self, optimizer: Optimizer) -> None:
+        for group, own in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
+            own.update({name: _settled(value) for name, value in group.items() if name != "params"})
+
+    def bring_state(self, optimizer: Optimizer) -> None:
+        state = vars(optimizer)["state"]
+        self._optimizer.state.clear()
+        for owner in _owners(optimizer, self._local):
+            if owner in state:
+                plain = self._plain[id(owner)]
+                self._optimizer.state[plain] = {name: _sent(name, value, plain) for name, value in state[owner].items()}
+
+    def step(self, owners: Sequence[torch.Tensor]) -> None:
+        if not owners:
+            return
+        trained = [self._plain[id(owner)] for owner in owners]
+        for owner, plain in zip(owners, trained, strict=True):
+            local = self._local[id(owner)]
+            if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
+                plain.data = local.detach()
+        gradients = brought([_gradient_of(owner) for owner in owners], trained[0].device)
+        for plain, gradient in zip(trained, gradients, strict=True):
+            plain.grad = gradient
+        try:
+            self._optimizer.step()
+        finally:
+            for plain in trained:
+                plain.grad = None
 
 
-def _owners(optimizer: Optimizer, parameters: Mapping[int, LocalParameter]) -> list[torch.Tensor]:
+def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Tensor]:
     groups = vars(optimizer)["param_groups"]
-    return [owner for group in groups for owner in group["params"] if id(owner) in parameters]
+    return [owner for group in groups for owner in group["params"] if id(owner) in known]
 
 
-def _step(copied: Optimizer, pairs: Sequence[tuple[LocalParameter, torch.Tensor | None]]) -> None:
-    trained = [(local, gradient) for local, gradient in pairs if gradient is not None]
-    if not trained:
-        return
-    gradients = brought([gradient for _, gradient in trained], trained[0][0].device)
-    with ExitStack() as stack:
-        ledger = trained[0][0].ledger
-        if ledger is not None:
-            stack.enter_context(ledger.resting())
-        for (local, _), gradient in zip(trained, gradients, strict=True):
-            stack.callback(set_slot, local, slot(local))
-            set_slot(local, gradient)
-        copied.step()
+def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
+    gradient = slot(owner)
+    assert gradient is not None
+    return gradient
 
 
-def _state_for(optimizer: Optimizer, parameters: Mapping[int, LocalParameter]) -> Iterator[tuple[torch.Tensor, Any]]:
-    state = vars(optimizer)["state"]
-    for owner in _owners(optimizer, parameters):
-        if owner in state:
-            local = parameters[id(owner)]
-            yield local, {name: _copied(name, value, local) for name, value in state[owner].items()}
-
-
-def _copied(name: str, value: Any, local: LocalParameter) -> Any:
+def _sent(name: str, value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     # The number of steps, which torch keeps on the CPU.
     stays = name == "step" and value.device.type == "cpu"
-    return value.detach().to(value.device if stays else local.device, copy=True)
+    return value.detach().to(value.device if stays else parameter.device, copy=True)
 
 
 def _settled(value: Any) -> Any:

@@ -146,6 +146,10 @@ class ReplicaModules:
                 sources.append(owner)
         return Write(targets, sources)
 
+    def shares(self, index: int) -> bool:
+        """Whether a parameter has the memory of the original."""
+        return self._aliased[index]
+
     def parameters_are_known(self) -> None:
         """The parameters agree with the originals: whatever is written on them from here on, the step writes."""
         if not all(self._aliased):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copyreg
 import threading
 from abc import ABCMeta
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -248,6 +249,15 @@ class StandIns:
             for thing in objects:
                 self._runs.setdefault(id(thing), set()).add(run)
                 _set_class(thing, _stand_in_class(plain_class(type(thing))))
+
+    @contextmanager
+    def resting(self, objects: Sequence[object], run: object) -> Iterator[None]:
+        """For the length of a block, while all replicas stand still, this run needs none."""
+        self.take_down(objects, run)
+        try:
+            yield
+        finally:
+            self.put_up(objects, run)
 
     def take_down(self, objects: Iterable[object], run: object) -> None:
         """The reverse of `put_up`."""

@@ -44,7 +44,7 @@ class MirroredStrategy(Strategy):
         ...     optimizer.step()
         >>> for batch in strategy.experimental_distribute_dataset([torch.ones(5, 3)]):
         ...     strategy.run(step, args=(batch,))
-        >>> torchstrategy.testing.assert_replicas_agree(strategy, model)
+        >>> torchstrategy.testing.assert_replicas_agree(strategy, model, optimizer)
 
     Differs from tf.distribute:
         A device that is not there is refused. Without accelerators there is one replica, and not one for each logical

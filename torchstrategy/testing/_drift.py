@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrategy._conductors import none_in_force
 from torchstrategy._context import current_frame, local_object
@@ -20,10 +21,11 @@ _MOST_NAMED = 5
 _Tensors = Mapping[str, torch.Tensor]
 
 
-def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
-    """Fails if the replicas' copies of some modules have drifted apart.
+def assert_replicas_agree(strategy: Strategy, *things: nn.Module | Optimizer) -> None:
+    """Fails if the replicas' copies of some modules or optimizers have drifted apart.
 
-    Every parameter and buffer of each replica is compared with that of replica 0, bit by bit; NaN agrees with NaN.
+    Every parameter and buffer of each replica, and every tensor in the state of an optimizer, is compared with that of
+    replica 0, bit by bit; NaN agrees with NaN.
     Nothing that a program can see changes: no value, gradient or random number. A step that writes on memory behind
     torch's back (through NumPy, `.data` of a buffer, a kernel of its own) makes replicas drift. On several
     real devices nothing tells of it but a loss that is a little wrong.
@@ -33,7 +35,7 @@ def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
 
     Args:
         strategy: The strategy whose replicas they are.
-        modules: Modules of this strategy, with all below them.
+        things: Modules of this strategy, with all below them, and optimizers.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -43,11 +45,11 @@ def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
 
     Raises:
         AssertionError: If they differ: which tensors, in which replicas, and by how much.
-        TypeError: If there are no modules, or one is none.
-        ValueError: If a module is not the strategy's.
+        TypeError: If there are none, or one is neither a module nor an optimizer.
+        ValueError: If a module, or a parameter of an optimizer, is not the strategy's.
         RuntimeError: If it is called in a replica or in a merge function, or in another strategy's scope.
     """
-    _refuse_misuse(strategy, modules)
+    _refuse_misuse(strategy, things)
 
     def look() -> None:
         frame = current_frame()
@@ -58,13 +60,13 @@ def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
         meetings.replica.meet("assert_replicas_agree", lambda brought: _compared(meetings.present, brought), _taken())
 
     def _taken() -> dict[str, torch.Tensor]:
-        return dict(_tensors([local_object(module) for module in modules]))
+        return dict(_tensors([local_object(thing) for thing in things]))
 
     with none_in_force():
         strategy.run(look)
 
 
-def _refuse_misuse(strategy: Strategy, modules: Sequence[nn.Module]) -> None:
+def _refuse_misuse(strategy: Strategy, things: Sequence[nn.Module | Optimizer]) -> None:
     refuse_in_replica("assert_replicas_agree")
     if runs_under_way():
         raise RuntimeError(
@@ -73,23 +75,40 @@ def _refuse_misuse(strategy: Strategy, modules: Sequence[nn.Module]) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise TypeError(f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
-    if not modules:
+    if not things:
         raise TypeError("assert_replicas_agree(strategy) looks at nothing: name the modules to look at.")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"assert_replicas_agree looks at modules; got a {type(module).__name__}.")
-        if not strategy.extended.variable_created_in_scope(module):
+    for thing in things:
+        if not isinstance(thing, (nn.Module, Optimizer)):
+            raise TypeError(f"assert_replicas_agree looks at modules and optimizers; got a {type(thing).__name__}.")
+        parts: list[Any] = [thing]
+        if isinstance(thing, Optimizer):
+            parts = [parameter for group in thing.param_groups for parameter in group["params"]]
+        if not any(map(strategy.extended.variable_created_in_scope, parts)):
             raise ValueError(
-                f"assert_replicas_agree: {type(module).__name__} does not belong to {strategy!r}, which has no copies "
+                f"assert_replicas_agree: {type(thing).__name__} does not belong to {strategy!r}, which has no copies "
                 "of it. Create it in strategy.scope(), or give it to strategy.distribute_module(module)."
             )
 
 
-def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    for position, module in enumerate(modules):
-        prefix = type(module).__name__ if len(modules) == 1 else f"{type(module).__name__} {position}"
-        yield from module.named_parameters(prefix)
-        yield from module.named_buffers(prefix)
+def _tensors(things: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """By the name that they have in each replica; of an optimizer, in what it is there."""
+    for position, thing in enumerate(things):
+        kind = type(thing).__name__.removeprefix("Local")
+        prefix = kind if len(things) == 1 else f"{kind} {position}"
+        if not isinstance(thing, nn.Module):
+            yield from _state_of(thing, prefix)
+            continue
+        yield from thing.named_parameters(prefix)
+        yield from thing.named_buffers(prefix)
+
+
+def _state_of(optimizer: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    state = optimizer.state
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            for name, value in state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{prefix}.state[param_groups[{i}]['params'][{j}]][{name!r}]", value
 
 
 def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]:
