@@ -112,7 +112,7 @@ class Mirrors:
         if not same(self._structure, self._current_structure()):
             return False
         if any(not same(known, _contents(container)) for container, known in self._contents):
-            return False  # something was put into a list or dict, or taken out
+            return False  # something was put into a list, dict or object, or taken out
         values = values_of(self._insides)  # the tables are among them
         if not same(self._attribute_values, values):
             if not self._bring_attributes():
@@ -212,13 +212,14 @@ class Mirrors:
         return list(chain.from_iterable(map(VALUES, self._tables)))
 
     def _current_contents(self) -> list[tuple[Any, list[object]]]:
-        """The plain lists, dicts and sets of the originals, which may be changed in place, and what is in them."""
-        return [
-            (value, _contents(value))
-            for inside in self._insides
+        """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""
+        found = {
+            id(value): value
+            for position, inside in enumerate(self._insides)
             for name, value in inside.items()
-            if type(value) in (list, dict, set) and name not in TORCHS_OWN
-        ]
+            if name not in TORCHS_OWN and _may_be_changed(value) and not self._replicas[0].has(position, name, value)
+        }
+        return [(value, _contents(value)) for value in found.values()]
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
@@ -261,8 +262,14 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, norms) or name.startswith("running_")
 
 
+def _may_be_changed(value: object) -> bool:
+    return type(value) in (list, dict, set) or (hasattr(value, "__dict__") and not isinstance(value, nn.Module))
+
+
 def _contents(value: Any) -> list[object]:
-    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+    if type(value) in (list, set):
+        return list(value)
+    return [*value, *value.values()] if type(value) is dict else list(vars(value).values())
 
 
 def _check_fits(original: Original, value: torch.Tensor) -> None:
@@ -286,6 +293,11 @@ def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> No
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
+        )
+    if isinstance(module, nn.DataParallel):
+        raise TypeError(
+            f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
+            "wraps, `.module`: the batch is split already."
         )
     for name, parameter in module._parameters.items():
         if parameter is not None and nn.parameter.is_lazy(parameter):

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
-from torchstrategy._parts import held_plainly
+from torchstrategy._parts import TORCHS_OWN, held_plainly
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
 
@@ -186,6 +186,10 @@ class ReplicaModules:
             inside[name] = copy.deepcopy(value, memo)
         self._attribute_values = values_of(self._insides)
 
+    def has(self, position: int, name: str, value: object) -> bool:
+        """Whether it holds the very object in a plain attribute, and no copy."""
+        return self._insides[position].get(name, MISSING) is value
+
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
         """Brings to the originals the plain attributes, and the buffers out of nothing, that the step wrote."""
         values = values_of(self._insides)
@@ -193,12 +197,20 @@ class ReplicaModules:
             self._attribute_values = values
             for original, local in zip(originals, self._insides, strict=True):
                 for name, value in local.items():
-                    if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
+                    is_new = isinstance(value, _PLAIN) and original.get(name, MISSING) is not value
+                    if is_new and not self._notes_hooks(name, value, originals):
                         original[name] = value
         for original, local in zip(originals, self._insides, strict=True):
             for name, buffer in original["_buffers"].items():
                 if buffer is None and local["_buffers"].get(name) is not None:
                     original["_buffers"][name] = local["_buffers"][name].detach().clone()
+
+    def _notes_hooks(self, name: str, value: object, originals: Sequence[dict[str, Any]]) -> bool:
+        """Whether a flag may say that the forward has put hooks on layers, as some do once.
+
+        The original has no such hooks, nor have replicas that were absent: each puts its own, and notes that it has.
+        """
+        return value is True and name not in TORCHS_OWN and bool(_hook_keys(self._insides) - _hook_keys(originals))
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or what the step put in its place."""
@@ -254,6 +266,11 @@ def _slot_of(
             if buffer is tensor:
                 return local[id(module)]._buffers, name
     raise AssertionError("a buffer of no module")
+
+
+def _hook_keys(insides: Sequence[dict[str, Any]]) -> set[int]:
+    """Which hooks modules with these insides have: a hook and a copy of it have one key."""
+    return {key for inside in insides for name in HOOK_TABLES for key in inside[name]}
 
 
 def _hooks_to_share(module: nn.Module) -> list[object]:
