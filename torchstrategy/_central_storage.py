@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._captured import Found, captured, held_by
 from torchstrategy._context import current_frame, is_default
+from torchstrategy._creation import Counter
 from torchstrategy._devices import in_use
 from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
@@ -59,6 +60,7 @@ class CentralStorage(Storage):
         self._averages_buffers = averages_buffers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
         self._new: set[int] = set()  # modules of which there are no copies yet
@@ -76,7 +78,8 @@ class CentralStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
             named = list(_named_by(step))
-            counters = [thing for _, thing in named if isinstance(thing, KINDS)]
+            seen = [thing for _, thing in named if isinstance(thing, KINDS)]
+            counters = list({id(counter): counter for counter in (*_alive(self._counters), *seen)}.values())
             refuse_bound_methods(named)
             with undisturbed():
                 make_ready(counters, self.parameter_device)
@@ -114,6 +117,11 @@ class CentralStorage(Storage):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not _in_replica():
             self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
+
+    def take_counter(self, counter: Counter) -> None:
+        if not _in_replica():
+            # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
+            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), counter)}
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
