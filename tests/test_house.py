@@ -48,6 +48,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_optimizer_steps",
             "_options",
             "_parts",
+            "_structure",
             "_torch",
             "_types",
         },  # words

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable
@@ -11,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 import torchstrategy
 from features import SCHEDULERS
-from problems import data, deal, mlp, mse, sgd
+from problems import assert_close, built, data, deal, gradients, mlp, mse, parameters, replica_id, sgd
 
 # ---- schedulers and scalers of the scope, wherever the step has them from
 
@@ -115,3 +118,243 @@ def test_constructors_are_torchs_own_again_when_the_scope_is_closed() -> None:
     with torchstrategy.CentralStorageStrategy(["cpu"] * 2).scope():
         assert torch.amp.GradScaler.__init__ is not before[-1][0]
     assert [(kind.__init__, kind.__dict__.get("__setstate__")) for kind in kinds] == before
+
+
+# ---- parameters, layers and hooks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Tanh())
+        self.head = nn.Linear(4, 2, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("empty", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.body(x))
+
+
+def another(layer: nn.Linear) -> nn.Linear:
+    return nn.Linear(layer.in_features, layer.out_features, dtype=torch.float64, device=layer.weight.device)
+
+
+def nothing(*_: Any) -> None:
+    """A hook."""
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a layer": (lambda m: setattr(m, "head", another(m.head)), r"Net\.head was replaced in a replica"),
+    "a layer by one that it has": (lambda m: setattr(m, "head", m.body[0]), r"Net\.head was replaced in a replica"),
+    "a layer, made": (lambda m: m.add_module("more", nn.ReLU()), r"Net\.more was made in a replica"),
+    "a layer, appended": (lambda m: m.body.append(nn.ReLU()), r"Net\.body\.2 was made in a replica"),
+    "a layer, deleted": (lambda m: delattr(m, "head"), r"Net\.head was taken away in a replica"),
+    "a parameter": (
+        lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
+        r"Net\.head\.weight was replaced in a replica",
+    ),
+    "a parameter, made": (
+        lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(()))),
+        r"Net\.scale was made in a replica",
+    ),
+    "a parameter, by None": (lambda m: setattr(m.head, "bias", None), r"Net\.head\.bias was replaced in a replica"),
+    "a parameter, deleted": (lambda m: delattr(m.head, "bias"), r"Net\.head\.bias was taken away in a replica"),
+    "parameters, loaded": (
+        lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True),
+        r"Net\.body\.0\.weight was replaced in a replica",
+    ),
+    "a reparametrized layer": (
+        lambda m: nn.utils.spectral_norm(m.head),
+        r"Net\.head\.weight was taken away in a replica",
+    ),
+    "a forward hook": (
+        lambda m: m.head.register_forward_hook(nothing),
+        r"A step registered a forward hook of Net\.head in a replica",
+    ),
+    "a forward pre-hook": (
+        lambda m: m.register_forward_pre_hook(nothing),
+        r"A step registered a forward pre hook of Net in a replica",
+    ),
+    "a backward hook": (
+        lambda m: m.register_full_backward_hook(nothing),
+        r"A step registered a backward hook of Net in a replica",
+    ),
+}
+
+
+def step_of(model: Any, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    mse(model, batch).backward()
+    optimizer.step()
+
+
+def built_and_trained(strategy: torchstrategy.Strategy) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """A model with its optimizer and an equal one of plain PyTorch, both after one step."""
+    (model, ours), (twin, plain) = built(strategy, Net, sgd)
+    strategy.run(lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7)),))
+    step_of(twin, plain, data(7))
+    return (model, ours), (twin, plain)
+
+
+def assert_same(model: Any, twin: Any, case: str) -> None:
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
+    assert_close(parameters(model), parameters(twin), case, 1e-10)
+    assert_close(gradients(model), gradients(twin), case, 1e-10)
+    assert_close(dict(model.named_buffers()), dict(twin.named_buffers()), case, 1e-10)
+
+
+CASES = [
+    *((name, "before the update") for name in REFUSED),
+    *itertools.product(("a layer", "a parameter", "a forward hook"), ("without an update", "in one replica")),
+]
+
+
+@pytest.mark.parametrize(("name", "when"), CASES)
+def test_a_step_that_makes_or_replaces_a_part_is_refused_by_name_and_nothing_of_it_is_done(
+    make: Callable[[int], torchstrategy.Strategy], name: str, when: str
+) -> None:
+    strategy = make(3)
+    (model, ours), (twin, plain) = built_and_trained(strategy)
+    change, match = REFUSED[name]
+
+    def step(batch: Any) -> None:
+        if when != "without an update":
+            ours.zero_grad()
+        mse(model, batch).backward()
+        if when != "in one replica" or replica_id() == 1:
+            change(model)
+        if when == "before the update" and "hook" not in match:  # a hook may still go, until the step ends
+            ours.step()
+
+    before = list(vars(model).items())
+    for _ in range(2):  # a second time, too: the copies that were changed are not used again
+        with pytest.raises(RuntimeError, match=match):
+            strategy.run(step, args=(deal(strategy, data(7, seed=1)),))
+    assert list(vars(model).items()) == before
+    assert_same(model, twin, "after the refusal")
+    strategy.run(lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7, seed=2)),))
+    step_of(twin, plain, data(7, seed=2))
+    assert_same(model, twin, "after a good step")
+
+
+def swapped_for_a_while(m: Any, use: Callable[[], None]) -> None:
+    head, m.head = m.head, another(m.head)
+    m.head.requires_grad_(False)
+    m(torch.zeros(1, 3, dtype=torch.float64, device=m.head.weight.device))
+    m.head = head
+    use()
+
+
+def parameter_out_and_in(m: Any, use: Callable[[], None]) -> None:
+    """It comes back behind the others."""
+    weight = m.head.weight
+    del m.head.weight
+    m.head.weight = weight.detach() * 2
+    del m.head.weight
+    m.head.weight = weight
+    use()
+
+
+def hook_for_a_while(m: Any, use: Callable[[], None]) -> None:
+    handle = m.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    use()
+    handle.remove()
+
+
+ALLOWED = {
+    "a layer is swapped for a while": swapped_for_a_while,
+    "a parameter is taken out and put back": parameter_out_and_in,
+    "a hook holds for a while": hook_for_a_while,
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_a_step_puts_back_does_in_it_what_it_does_in_plain_torch(
+    make: Callable[[int], torchstrategy.Strategy], name: str
+) -> None:
+    strategy = make(3)
+    (model, ours), (twin, plain) = built_and_trained(strategy)
+    for k in range(2):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: ALLOWED[name](model, lambda: step_of(model, ours, b)), args=(deal(strategy, batch),))
+        ALLOWED[name](twin, functools.partial(step_of, twin, plain, batch))
+        assert_close(parameters(model), {n: parameters(twin)[n] for n in parameters(model)}, name, 1e-10)
+
+
+def test_a_step_of_one_replica_on_the_users_own_model_may_replace_whatever_it_likes() -> None:
+    strategy = torchstrategy.OneDeviceStrategy("cpu")
+    with strategy.scope():
+        model = Net()
+    for change, _ in REFUSED.values():
+        with strategy.scope():
+            model = Net()
+        strategy.run(change, args=(model,))
+
+
+# ---- buffers
+
+
+def make_a_mask(m: Any) -> None:
+    if not hasattr(m, "mask"):
+        m.register_buffer("mask", torch.full((2,), 3.0, dtype=torch.float64, device=m.head.weight.device))
+
+
+def make_a_scratch(m: Any) -> None:
+    m.body.register_buffer("scratch", torch.ones(1, device=m.head.weight.device), persistent=False)
+
+
+def fill(m: Any) -> None:
+    m.empty = m.head.bias.detach() * 0 + 5
+
+
+def toggle(m: Any) -> None:
+    fill(m) if m.empty is None else setattr(m, "empty", None)
+
+
+BUFFERS: dict[str, Callable[[Any], None]] = {
+    "made": make_a_mask,
+    "made, and not saved": make_a_scratch,
+    "made from nothing": fill,
+    "set to None": lambda m: setattr(m, "calls", None) if m.calls is not None and m.calls > 1 else None,
+    "toggled": toggle,
+    "deleted": lambda m: delattr(m, "empty") if hasattr(m, "empty") else None,
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_a_step_makes_or_takes_away_is_made_or_taken_away_in_the_model(
+    make: Callable[[int], torchstrategy.Strategy], name: str
+) -> None:
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, Net, None)
+    change, seen = BUFFERS[name], []
+
+    def step(m: Any, batch: Any) -> None:
+        if m.calls is not None:
+            mse(m, batch).backward()
+        change(m)
+        seen.append(sorted(m.state_dict()))
+
+    for k in range(4):
+        seen.clear()
+        strategy.run(lambda batch: step(model, batch), args=(deal(strategy, data(7, seed=k)),))
+        step(twin, data(7, seed=k))
+        assert all(keys == seen[-1] for keys in seen)
+        assert list(model.state_dict()) == list(twin.state_dict())
+        assert [name for name, _ in model.named_buffers()] == [name for name, _ in twin.named_buffers()]
+        assert {b.device for b in model.buffers()} <= {model.head.weight.device}
+        assert_same(model, twin, f"step {k}")
+
+
+def test_a_buffer_that_only_a_later_replica_makes_is_none_of_the_models(
+    make: Callable[[int], torchstrategy.Strategy],
+) -> None:
+    """Buffers are those of the first replica."""
+    strategy = make(3)
+    with strategy.scope():
+        model = Net()
+    strategy.run(lambda: make_a_mask(model) if replica_id() else None)
+    seen = [hasattr(model, "mask")]
+    strategy.run(lambda: seen.append(hasattr(model, "mask")))
+    assert seen == [False] * 4

@@ -160,7 +160,8 @@ class CentralStorage(Storage):
             self.claim(part)
         self._is_copying = True
         try:
-            return Copies(_roots(parts), optimizers, self.devices, self._may_alias, self._averages_buffers, generation)
+            places = self.devices, self.parameter_device
+            return Copies(_roots(parts), optimizers, *places, self._may_alias, self._averages_buffers, generation)
         finally:
             self._is_copying = False
 
@@ -198,6 +199,7 @@ class Copies:
         roots: The user's modules.
         optimizers: The user's optimizers.
         devices: The device of each replica.
+        parameter_device: Where the modules are.
         may_alias: See `CentralStorage`.
         averages_buffers: See `CentralStorage`.
         generation: Of the set of modules that they are copies of.
@@ -208,6 +210,7 @@ class Copies:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         devices: Sequence[Device],
+        parameter_device: Device,
         may_alias: bool,
         averages_buffers: bool,
         generation: int,
@@ -215,7 +218,7 @@ class Copies:
         self.generation = generation
         self._num_replicas = len(devices)
         with undisturbed():
-            self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers)
+            self.mirrors = Mirrors(roots, devices, parameter_device, may_alias, averages_buffers)
         self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
         self._take_optimizers(optimizers)
 
@@ -330,6 +333,7 @@ class _CentralLoan(Loan, Owners):
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
         self._check_unwritten()
+        self._copies.mirrors.check_structure(self._shares.present, at_the_end=True)
         with undisturbed():
             self._copies.gradients.settle()
             self._copies.mirrors.return_to_originals(self._shares)
@@ -363,6 +367,7 @@ class _CentralLoan(Loan, Owners):
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
+        self._copies.mirrors.check_structure(self._shares.present, at_the_end=False)
         self._return_settings()
         with self.published():
             yield

@@ -206,8 +206,8 @@ def refuse_once_per_step_callers() -> None:
             lines = "scaler.step(optimizer)\n    scaler.update()"
         raise RuntimeError(
             f"{type(caller).__name__} was stepped in a replica, by a step that does not name it, and it was not "
-            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it in the "
-            "step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
+            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
+            "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
             "    strategy.run(step, ...)\n"
             f"    {lines}"
         )

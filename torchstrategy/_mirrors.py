@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import Any, final
 
@@ -25,20 +24,10 @@ from torchstrategy._comm import write
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, held_plainly
-from torchstrategy._replica_modules import (
-    HOOK_TABLES,
-    MISSING,
-    TENSOR_TABLES,
-    VALUES,
-    Original,
-    ReplicaModules,
-    differ,
-    same,
-    uncopyable,
-    values_of,
-)
+from torchstrategy._replica_modules import Original, ReplicaModules, differ, uncopyable, values_of
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import plain_class
+from torchstrategy._structure import HOOK_TABLES, MISSING, TABLES, Structure, same
 from torchstrategy._types import Device
 
 
@@ -49,6 +38,7 @@ class Mirrors:
     Args:
         roots: The originals: none of them is part of another.
         devices: The device of each replica.
+        parameter_device: Where the originals are.
         may_alias: Whether a copy on the device of its original shares the memory of its parameters.
         averages_buffers: Whether running statistics become the mean of the replicas'.
 
@@ -57,8 +47,14 @@ class Mirrors:
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: bool, averages_buffers: bool
+        self,
+        roots: Sequence[nn.Module],
+        devices: Sequence[Device],
+        parameter_device: Device,
+        may_alias: bool,
+        averages_buffers: bool,
     ) -> None:
+        self._device = place(parameter_device)
         self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
@@ -79,8 +75,8 @@ class Mirrors:
         for original in (*self._parameters, *self._buffers):
             original.is_known()
         self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
-        self._tables = [inside[name] for inside in self._insides for name in (*TENSOR_TABLES, *HOOK_TABLES)]
-        self._structure = self._current_structure()
+        self._structure = Structure(self._insides, TABLES)
+        self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
         self._attributes = [dict(inside) for inside in self._insides]
         self._attribute_values = values_of(self._insides)
         self._contents = self._current_contents()
@@ -109,7 +105,7 @@ class Mirrors:
 
     def refresh(self) -> bool:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
-        if not same(self._structure, self._current_structure()):
+        if self._is_outdated or not self._structure.is_same():
             return False
         if any(not same(known, _contents(container)) for container, known in self._contents):
             return False  # something was put into a list or dict, or taken out
@@ -157,6 +153,23 @@ class Mirrors:
             if original.has_changed() or any(self._replicas[r].has_written(index) for r in present):
                 raise RuntimeError(written_in_replica(original.name))
 
+    def check_structure(self, present: Sequence[int], at_the_end: bool) -> None:
+        """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
+
+        Hooks may have gone by the end of the run.
+
+        Raises:
+            RuntimeError: Naming it.
+        """
+        for r in present:
+            for change in self._replicas[r].changes(with_hooks=at_the_end):
+                where = self._paths[change.position]
+                if change.table in HOOK_TABLES:
+                    kind = change.table.strip("_").removesuffix("s").replace("_", " ")
+                    verb = "registered" if change.before is MISSING else "removed"
+                    raise RuntimeError(_HOOK_STAYED.format(where=where, kind=kind, verb=verb))
+                raise RuntimeError(_REBUILT.format(name=f"{where}.{change.name}", verb=change.verb()))
+
     def return_to_originals(self, shares: Shares) -> None:
         """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
 
@@ -167,11 +180,19 @@ class Mirrors:
         self._check_flags(shares)
         values = self._buffer_values(shares)  # these two may refuse; after them nothing does
         lead.return_attributes(self._insides)
+        self._return_new_buffers(shares)
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)
         for index, value in values.items():
             self._buffers[index].take(value)
+
+    def _return_new_buffers(self, shares: Shares) -> None:
+        changes = [self._replicas[r].changed_buffers() for r in shares.present]
+        if any(changes):
+            self._is_outdated = True
+        for change in changes[0]:
+            self._replicas[shares.present[0]].return_buffer(change, self._insides[change.position], self._device)
 
     def _check_flags(self, shares: Shares) -> None:
         flags = [[parameter.requires_grad for parameter in self._replicas[r].parameters] for r in shares.present]
@@ -207,9 +228,6 @@ class Mirrors:
     def _has_changed(self, index: int, buffer: Original) -> bool:
         # All replicas agree between runs, so that the first speaks for them.
         return buffer.has_changed() or (buffer.is_running and differ(self._replicas[0].buffer(index), buffer.tensor))
-
-    def _current_structure(self) -> list[object]:
-        return list(chain.from_iterable(map(VALUES, self._tables)))
 
     def _current_contents(self) -> list[tuple[Any, list[object]]]:
         """The plain lists, dicts and sets of the originals, which may be changed in place, and what is in them."""
@@ -272,6 +290,19 @@ def _check_fits(original: Original, value: torch.Tensor) -> None:
             f"{original.tensor.dtype}, by one of shape {tuple(value.shape)} and {value.dtype}. Write the buffer in "
             "place, or keep such a value in a plain attribute."
         )
+
+
+_REBUILT = (
+    "{name} was {verb} in a replica: each replica would have one of its own, and the model and its optimizer none. Do "
+    "it outside of strategy.run. What forward makes when it is first called, it makes when one batch goes through the "
+    "module itself, before the first run; the module of a DataParallel is model.module."
+)
+
+_HOOK_STAYED = (
+    "A step {verb} a {kind} of {where} in a replica, and left it so: the model itself would know nothing of it. Remove "
+    "in the step the hooks that it registers, with handle.remove(), or register and remove them outside of "
+    "strategy.run."
+)
 
 
 def _refuse_trainable(name: str, value: object) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, methodcaller
 from typing import Any, final
 
 import torch
@@ -23,13 +22,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._parts import held_plainly
+from torchstrategy._structure import HOOK_TABLES, MISSING, VALUES, Change, Structure, same
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
-
-TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MISSING = object()
-VALUES = methodcaller("values")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -128,6 +123,9 @@ class ReplicaModules:
         self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._attribute_values = values_of(self._insides)
+        self._parts = Structure(self._insides, ("_parameters", "_modules"))
+        self._hooks = Structure(self._insides, HOOK_TABLES)
+        self._buffer_slots = Structure(self._insides, ("_buffers",))
 
     def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
@@ -186,8 +184,21 @@ class ReplicaModules:
             inside[name] = copy.deepcopy(value, memo)
         self._attribute_values = values_of(self._insides)
 
+    def changes(self, with_hooks: bool) -> Iterator[Change]:
+        """Which parameters, layers and, if asked for, hooks the step made, replaced or took away."""
+        yield from self._parts.changes()
+        if with_hooks:
+            yield from self._hooks.changes()
+
+    def changed_buffers(self) -> list[Change]:
+        """Which buffers the step made or took away; None in the place of one is one that was taken away."""
+        changes = list(self._buffer_slots.changes())
+        if changes:
+            self._buffer_slots.is_known()
+        return [c for c in changes if not (isinstance(c.before, torch.Tensor) and isinstance(c.after, torch.Tensor))]
+
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
-        """Brings to the originals the plain attributes, and the buffers out of nothing, that the step wrote."""
+        """Brings to the originals the plain attributes that the step wrote."""
         values = values_of(self._insides)
         if not same(self._attribute_values, values):
             self._attribute_values = values
@@ -195,15 +206,24 @@ class ReplicaModules:
                 for name, value in local.items():
                     if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
                         original[name] = value
-        for original, local in zip(originals, self._insides, strict=True):
-            for name, buffer in original["_buffers"].items():
-                if buffer is None and local["_buffers"].get(name) is not None:
-                    original["_buffers"][name] = local["_buffers"][name].detach().clone()
+
+    def return_buffer(self, change: Change, original: dict[str, Any], device: Device) -> None:
+        """Makes a buffer in an original, or takes it away, as the step did in the copy."""
+        table, name, value = original["_buffers"], change.name, change.after
+        if isinstance(value, torch.Tensor):
+            table[name] = value.detach().to(device, copy=True)
+        elif value is None:
+            table[name] = None
+        else:
+            table.pop(name, None)
+        unsaved = "_non_persistent_buffers_set"
+        original[unsaved].discard(name)
+        original[unsaved].update({name} & self._insides[change.position][unsaved])
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or what the step put in its place."""
         table, name = self._slots[index]
-        value = table[name]
+        value = table.get(name)
         return self._agreed[index][0] if value is None else value
 
     def written_buffers(self, originals: Sequence[Original]) -> set[int]:
@@ -220,11 +240,6 @@ class ReplicaModules:
 def values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
     """What the modules with these insides hold, one list for all of them."""
     return list(chain.from_iterable(map(VALUES, insides)))
-
-
-def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Whether two lists hold the very same objects; what they are equal to is not asked."""
-    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
