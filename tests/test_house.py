@@ -41,6 +41,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     (): [
         {
             "_captured",
+            "_closures",
             "_conductors",
             "_context",
             "_creation",
@@ -54,7 +55,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         },  # words
         {"_devices", "_stand_ins", "_tree"},  # what there is
         {"_replica"},  # who runs
-        {"_caller_state", "_comm", "_once", "_randomness", "_values"},  # what goes from place to place
+        {"_caller_state", "_comm", "_copyable", "_once", "_randomness", "_values"},  # what goes from place to place
         {"_collectives", "_input", "_ledger", "_shares", "_team"},  # how replicas meet, and what each counts for
         {
             "_gradients",

@@ -6,15 +6,19 @@ import copy
 import functools
 import gc
 import itertools
+import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
 from features import SCHEDULERS
@@ -358,3 +362,291 @@ def test_a_buffer_that_only_a_later_replica_makes_is_none_of_the_models(
     seen = [hasattr(model, "mask")]
     strategy.run(lambda: seen.append(hasattr(model, "mask")))
     assert seen == [False] * 4
+
+
+# ---- functions that close over the model they are in
+
+
+def by_a_lambda(m: Any) -> None:
+    m.forward = lambda x: m.head(m.body(x))
+
+
+def by_a_wrapper(m: Any) -> None:
+    forward = m.forward
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return 2 * forward(*args, **kwargs)
+
+    m.forward = wrapper
+
+
+def by_wrappers_of_wrappers(m: Any) -> None:
+    for _ in range(3):
+        by_a_wrapper(m)
+
+
+def by_a_method(m: Any) -> None:
+    m.forward = types.MethodType(lambda self, x: self.head(self.body(x).tanh()), m)
+
+
+def by_a_partial(m: Any) -> None:
+    m.forward = functools.partial(lambda m, f, x: f(m.body(x)), m, lambda h: m.head(h) * 2)
+
+
+def by_defaults(m: Any) -> None:
+    def forward(x: torch.Tensor, body: Any = m.body, *, head: Any = m.head) -> torch.Tensor:
+        return head(body(x))
+
+    m.forward = forward
+
+
+def by_a_function_that_is_held_deep(m: Any) -> None:
+    m.stages = {"all": [(lambda x: m.body(x), lambda h: m.head(h))]}
+    m.forward = types.MethodType(lambda self, x: self.stages["all"][0][1](self.stages["all"][0][0](x)), m)
+
+
+def by_a_parameter(m: Any) -> None:
+    weight, bias = m.head.weight, m.head.bias
+    m.forward = lambda x: F.linear(m.body(x), weight * 2, bias)
+
+
+def by_a_checkpoint(m: Any) -> None:
+    m.forward = lambda x: m.head(checkpoint(lambda x: m.body(x).tanh(), x, use_reentrant=False))
+
+
+def by_a_forward_hook(m: Any) -> None:
+    m.body.register_forward_hook(lambda module, inputs, output: output + m.head.weight.sum())
+
+
+def by_a_backward_hook(m: Any) -> None:
+    m.head.register_full_backward_hook(lambda module, into, out: (into[0] * m.body[0].bias.detach().exp().sum(),))
+
+
+def by_a_loop(m: Any) -> None:
+    layers = [m.body, m.head]  # in a list, they are not the copy's own, and lead there on a replica's thread
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    m.forward = forward
+
+
+def by_itself(m: Any) -> None:
+    def forward(x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return forward(x * 2, depth - 1) if depth else m.head(m.body(x))
+
+    m.forward = forward
+
+
+def by_a_compiled_function(m: Any) -> None:
+    m.forward = torch.compile(lambda x: m.head(m.body(x)), backend="eager")
+
+
+BY = [
+    by_a_lambda,
+    by_a_wrapper,
+    by_wrappers_of_wrappers,
+    by_a_method,
+    by_a_partial,
+    by_defaults,
+    by_a_function_that_is_held_deep,
+    by_a_parameter,
+    by_a_checkpoint,
+    by_a_forward_hook,
+    by_a_backward_hook,
+    by_a_loop,
+    by_itself,
+    pytest.param(by_a_compiled_function, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("patch", BY)
+def test_a_function_that_closes_over_the_model_it_is_in_reaches_the_replicas_own(
+    make: Callable[[int], torchstrategy.Strategy], patch: Callable[[Any], None], when: str
+) -> None:
+    strategy = make(3)
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    if when == "before":
+        patch(model)
+    strategy.distribute_module(model)
+    ours, plain = strategy.distribute_optimizer(sgd(model)), sgd(twin)
+    if when == "between":
+        strategy.run(lambda: None)
+        patch(model)
+    patch(twin)
+    for k in range(2):
+        strategy.run(lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7, seed=k)),))
+        step_of(twin, plain, data(7, seed=k))
+        assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
+
+
+def reaching(m: Any) -> dict[str, Callable[[], Any]]:
+    """Functions that find the head of `m`."""
+
+    def inner() -> Any:
+        return m.head
+
+    class Finder(nn.Module):
+        def find(self) -> Any:
+            return self.found
+
+    finder = Finder()
+    finder.found = m.head
+    return {
+        "a lambda": lambda: m.head,
+        "a function in a function": lambda: inner(),
+        "a partial": functools.partial(getattr, m, "head"),
+        "a default": lambda head=m.head: head,
+        "a keyword default": lambda *, head=m.head: head,
+        "a method": types.MethodType(lambda self: self.head, m),
+        "a method in a lambda": (lambda find: lambda: find())(types.MethodType(lambda self: self.head, m)),
+    }
+
+
+def test_they_do_so_on_every_thread(make: Callable[[int], torchstrategy.Strategy]) -> None:
+    """Autograd has threads of its own on accelerators, which know nothing of replicas."""
+    strategy = make(3)
+    with strategy.scope():
+        model = Net()
+    model.ways = reaching(model)
+    model.head.register_forward_hook(model.ways["a lambda"])
+    found: list[tuple[int, dict[str, bool]]] = []
+
+    def step() -> None:
+        ways = {**model.ways, "a hook": next(iter(model.head._forward_hooks.values()))}
+        head, heads = model.get_submodule("head"), {}
+        thread = threading.Thread(target=lambda: heads.update({name: way() for name, way in ways.items()}))
+        thread.start()
+        thread.join()
+        found.append((id(head), {name: got is head for name, got in heads.items()}))
+
+    strategy.run(step)
+    assert all(all(same.values()) and len(same) == 8 for _, same in found), found
+    assert len({head for head, _ in found} | {id(model.head)}) == 4
+    assert model.ways["a lambda"]() is model.head
+
+
+def test_what_such_a_function_counts_and_notes_it_counts_for_all_replicas(
+    make: Callable[[int], torchstrategy.Strategy],
+) -> None:
+    strategy, seen, count = make(3), [], 0
+    with strategy.scope():
+        model = Net()
+
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        nonlocal count
+        with lock:
+            count += 1
+            seen.append(model.head is module)
+            hook.calls += 1
+
+    lock = threading.Lock()
+    hook.calls = 0
+    model.head.register_forward_hook(hook)
+    strategy.run(lambda batch: model(batch[0]).sum().backward(), args=(deal(strategy, data(7)),))
+    assert (count, seen, hook.calls) == (3, [True] * 3, 3)
+
+
+def test_a_hook_may_keep_what_it_saw_in_the_last_step(make: Callable[[int], torchstrategy.Strategy]) -> None:
+    strategy, last = make(2), None
+    with strategy.scope():
+        model = Net()
+
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        nonlocal last
+        last = output
+
+    model.head.register_forward_hook(hook)
+    for _ in range(2):
+        strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, data(7)),))
+        assert last is not None and last.requires_grad
+        model.body.append(nn.Tanh())  # there have to be new copies
+
+
+def closing_over(**tensors: Any) -> Callable[[Any], None]:
+    """Gives a model a function that closes over a tensor."""
+    (tensor,) = tensors.values()
+
+    def patch(m: Any) -> None:
+        log_t = tensor
+        m.scaled = lambda x: m.head(x) * log_t
+
+    return patch
+
+
+def scripted(m: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m.inner = nn.ModuleList([torch.jit.script(nn.Linear(2, 2))])
+
+
+def lazy(m: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m.body.append(nn.LazyLinear(4))
+
+
+def with_history(m: Any) -> None:
+    m.cache = {"last": [m.head.weight * 2]}
+
+
+def with_a_hook(m: Any) -> None:
+    scale = torch.ones((), requires_grad=True)
+    m.head.register_forward_hook(lambda module, inputs, output: output * scale)
+
+
+NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a ScriptModule": (scripted, r"Net\.inner\.0 is a ScriptModule.*Use the module it was made from"),
+    "a tensor with a history": (
+        with_history,
+        r"Net\.cache\['last'\]\[0\] is a tensor that requires grad.*or detach it",
+    ),
+    "a lazy layer": (lazy, r"Net\.body\.2\.weight has no shape yet: LazyLinear is lazy\. Run one batch through"),
+    "a function over a tensor that learns": (
+        closing_over(log_t=torch.ones((), requires_grad=True)),
+        r"Net\.scaled is a function that closes over log_t, a tensor that requires grad.*torch\.nn\.Parameter",
+    ),
+    "a hook over a tensor that learns": (
+        with_a_hook,
+        r"A hook of Net\.head is a function that closes over scale, a tensor that requires grad",
+    ),
+}
+AT_ONCE = ("a ScriptModule", "a tensor with a history")  # others may become something that can be used
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("name", NOT_COPIED)
+def test_what_cannot_be_distributed_is_refused_by_its_path_with_what_to_do(
+    make: Callable[[int], torchstrategy.Strategy], name: str, when: str
+) -> None:
+    strategy, (patch, match) = make(3), NOT_COPIED[name]
+    model = Net()
+    if when == "before":
+        patch(model)
+    if when == "before" and name in AT_ONCE:
+        with pytest.raises(TypeError, match=match):
+            strategy.distribute_module(model)
+        assert not strategy.extended.variable_created_in_scope(model)
+        return
+    strategy.distribute_module(model)
+    if when == "between":
+        strategy.run(lambda: None)
+        patch(model)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=match):
+            strategy.run(lambda: model.head.weight.sum().backward())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_one_device_takes_whatever_plain_torch_takes() -> None:
+    for patch, _ in NOT_COPIED.values():
+        strategy, model = torchstrategy.OneDeviceStrategy("cpu"), Net()
+        patch(model)
+        strategy.run(lambda m: m.head.weight.sum().backward(), args=(strategy.distribute_module(model),))
+        assert model.head.weight.grad is not None

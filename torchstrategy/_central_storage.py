@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._captured import Found, captured, held_by
 from torchstrategy._context import current_frame, is_default
+from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
 from torchstrategy._devices import in_use
 from torchstrategy._gradients import Gradients
@@ -106,6 +107,10 @@ class CentralStorage(Storage):
 
     def like(self) -> Storage:
         return CentralStorage(self.devices, self.parameter_device, self._may_alias, self._averages_buffers)
+
+    def take_module(self, module: nn.Module) -> None:
+        refuse_uncopyable(_roots(parts_of([module])), are_all=False)
+        super().take_module(module)
 
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or self._is_copying or _in_replica():

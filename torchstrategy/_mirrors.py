@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from torchstrategy._comm import write
+from torchstrategy._copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
-from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, held_plainly
+from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
 from torchstrategy._replica_modules import Original, ReplicaModules, differ, uncopyable, values_of
 from torchstrategy._shares import Shares
-from torchstrategy._stand_ins import plain_class
 from torchstrategy._structure import HOOK_TABLES, MISSING, TABLES, Structure, same
 from torchstrategy._types import Device
 
@@ -59,9 +59,8 @@ class Mirrors:
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
-        registered = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
-        for module in modules:
-            _refuse_uncopyable(module, paths[id(module)], registered)
+        refuse_uncopyable(roots)
+        refuse_lazy(roots)
         # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
@@ -251,8 +250,7 @@ class Mirrors:
                 if name in computed:
                     continue  # by each replica's own hook
                 value = now.get(name, MISSING)
-                if id(value) not in self._index_of:
-                    _refuse_trainable(f"{self._paths[position]}.{name}", value)
+                refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
                 try:
                     for replica in self._replicas:
                         replica.bring_attribute(position, name, value)
@@ -303,38 +301,3 @@ _HOOK_STAYED = (
     "in the step the hooks that it registers, with handle.remove(), or register and remove them outside of "
     "strategy.run."
 )
-
-
-def _refuse_trainable(name: str, value: object) -> None:
-    if isinstance(value, torch.Tensor) and value.requires_grad:
-        raise TypeError(
-            f"{name} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
-            "it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or detach it."
-        )
-
-
-def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
-        )
-    for name, parameter in module._parameters.items():
-        if parameter is not None and nn.parameter.is_lazy(parameter):
-            raise TypeError(
-                f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the module, "
-                "outside of strategy.run, before the first step."
-            )
-        if parameter is not None and parameter.is_inference():
-            raise TypeError(
-                f"{path}.{name} was made in torch.inference_mode(), where torch does not count what is written on a "
-                "tensor, so that copies could not be kept in step. Make the model outside of that mode."
-            )
-        if parameter is not None and plain_class(type(parameter)) is not nn.Parameter:
-            raise TypeError(
-                f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "
-                "itself, and not of its subclasses."
-            )
-    computed = {f".{name}" for name in computed_by_hooks(module)}
-    for place_, value in held_plainly(module):
-        if id(value) not in registered and place_ not in computed:  # an LSTM lists its own parameters
-            _refuse_trainable(f"{path}{place_}", value)

@@ -19,9 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
-from torchstrategy._parts import held_plainly
+from torchstrategy._parts import TORCHS_OWN, held_plainly
 from torchstrategy._structure import HOOK_TABLES, MISSING, VALUES, Change, Structure, same
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
@@ -118,6 +119,7 @@ class ReplicaModules:
         self._memo.update(pairs)
         self._device = device
         self._insides = [pairs[id(module)].__dict__ for module in modules]
+        self._close_over_own()
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
@@ -126,6 +128,15 @@ class ReplicaModules:
         self._parts = Structure(self._insides, ("_parameters", "_modules"))
         self._hooks = Structure(self._insides, HOOK_TABLES)
         self._buffer_slots = Structure(self._insides, ("_buffers",))
+
+    def _close_over_own(self) -> None:
+        """Functions that the modules hold close over this replica's, where the user's close over the originals."""
+        rebinding = Rebinding(self._memo)
+        for inside in self._insides:
+            for name in inside.keys() - TORCHS_OWN:
+                inside[name] = rebinding.of(inside[name])
+            for table in HOOK_TABLES:
+                inside[table].update({key: rebinding.of(hook) for key, hook in inside[table].items()})
 
     def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
@@ -181,7 +192,7 @@ class ReplicaModules:
             memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}}
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = sent_to([value], [self._device])[0][0]
-            inside[name] = copy.deepcopy(value, memo)
+            inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
         self._attribute_values = values_of(self._insides)
 
     def changes(self, with_hooks: bool) -> Iterator[Change]:

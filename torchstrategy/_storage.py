@@ -67,6 +67,7 @@ class Storage(ABC):
 
         Raises:
             RuntimeError: If a part of it belongs to another strategy.
+            TypeError: If it cannot be used in replicas.
         """
         parts = parts_of([module])
         for part in parts:
