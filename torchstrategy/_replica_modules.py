@@ -152,7 +152,7 @@ class ReplicaModules:
                 self._aliased[index] = False
             else:
                 targets.append(local.detach())
-                sources.append(owner)
+                sources.append(originals[index].tensor)  # the very same for each replica: `write` may broadcast it
         return Write(targets, sources)
 
     def parameters_are_known(self) -> None:
