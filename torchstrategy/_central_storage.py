@@ -338,7 +338,7 @@ class _CentralLoan(Loan, Owners):
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
         self._check_unwritten()
-        self._copies.mirrors.check_structure(self._shares.present, at_the_end=True)
+        self._copies.mirrors.check_structure(self._shares.present)
         with undisturbed():
             self._copies.gradients.settle()
             self._copies.mirrors.return_to_originals(self._shares)
@@ -372,7 +372,7 @@ class _CentralLoan(Loan, Owners):
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        self._copies.mirrors.check_structure(self._shares.present, at_the_end=False)
+        self._copies.mirrors.check_structure(self._shares.present)
         self._return_settings()
         with self.published():
             yield

@@ -152,21 +152,17 @@ class Mirrors:
             if original.has_changed() or any(self._replicas[r].has_written(index) for r in present):
                 raise RuntimeError(written_in_replica(original.name))
 
-    def check_structure(self, present: Sequence[int], at_the_end: bool) -> None:
+    def check_structure(self, present: Sequence[int]) -> None:
         """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
-
-        Hooks may have gone by the end of the run.
 
         Raises:
             RuntimeError: Naming it.
         """
         for r in present:
-            for change in self._replicas[r].changes(with_hooks=at_the_end):
+            for change in self._replicas[r].changed_parts():
                 where = self._paths[change.position]
                 if change.table in HOOK_TABLES:
-                    kind = change.table.strip("_").removesuffix("s").replace("_", " ")
-                    verb = "registered" if change.before is MISSING else "removed"
-                    raise RuntimeError(_HOOK_STAYED.format(where=where, kind=kind, verb=verb))
+                    raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
                 raise RuntimeError(_REBUILT.format(name=f"{where}.{change.name}", verb=change.verb()))
 
     def return_to_originals(self, shares: Shares) -> None:
@@ -178,6 +174,7 @@ class Mirrors:
         lead = self._replicas[shares.present[0]]
         self._check_flags(shares)
         values = self._buffer_values(shares)  # these two may refuse; after them nothing does
+        self._return_hooks(shares)
         lead.return_attributes(self._insides)
         self._return_new_buffers(shares)
         for original, local in zip(self._parameters, lead.parameters, strict=True):
@@ -185,6 +182,16 @@ class Mirrors:
                 original.tensor.requires_grad_(local.requires_grad)
         for index, value in values.items():
             self._buffers[index].take(value)
+
+    def _return_hooks(self, shares: Shares) -> None:
+        lead, changes = self._replicas[shares.present[0]], [self._replicas[r].changed_hooks() for r in shares.present]
+        if not any(changes):
+            return
+        self._is_outdated = True
+        originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
+        back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
+        for change in changes[0]:
+            lead.return_hook(change, self._insides[change.position], back)
 
     def _return_new_buffers(self, shares: Shares) -> None:
         changes = [self._replicas[r].changed_buffers() for r in shares.present]
@@ -296,8 +303,8 @@ _REBUILT = (
     "module itself, before the first run; the module of a DataParallel is model.module."
 )
 
-_HOOK_STAYED = (
-    "A step {verb} a {kind} of {where} in a replica, and left it so: the model itself would know nothing of it. Remove "
-    "in the step the hooks that it registers, with handle.remove(), or register and remove them outside of "
-    "strategy.run."
+_HOOK = (
+    "A step registered a hook on {where} in a replica, and left it there: an object of the class {kind}, which may "
+    "hold parts of that replica. Register it outside of strategy.run, remove it in the step, with handle.remove(), or "
+    "make it a function."
 )

@@ -7,8 +7,9 @@ buffers.
 from __future__ import annotations
 
 import copy
+import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +24,7 @@ from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._parts import TORCHS_OWN, held_plainly
-from torchstrategy._structure import HOOK_TABLES, MISSING, VALUES, Change, Structure, same
+from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, VALUES, Change, Structure, same
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
 
@@ -195,17 +196,21 @@ class ReplicaModules:
             inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
         self._attribute_values = values_of(self._insides)
 
-    def changes(self, with_hooks: bool) -> Iterator[Change]:
-        """Which parameters, layers and, if asked for, hooks the step made, replaced or took away."""
+    def changed_parts(self) -> Iterator[Change]:
+        """Which parameters and layers the step made, replaced or took away; and the hooks that no original can have."""
         yield from self._parts.changes()
-        if with_hooks:
-            yield from self._hooks.changes()
+        functions = (types.FunctionType, types.MethodType, functools.partial)
+        for change in self._hooks.changes():
+            if change.after is not MISSING and not isinstance(change.after, functions):
+                yield change
+
+    def changed_hooks(self) -> list[Change]:
+        """Which hooks the step registered or removed."""
+        return self._hooks.take_changes()
 
     def changed_buffers(self) -> list[Change]:
         """Which buffers the step made or took away; None in the place of one is one that was taken away."""
-        changes = list(self._buffer_slots.changes())
-        if changes:
-            self._buffer_slots.is_known()
+        changes = self._buffer_slots.take_changes()
         return [c for c in changes if not (isinstance(c.before, torch.Tensor) and isinstance(c.after, torch.Tensor))]
 
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
@@ -217,6 +222,20 @@ class ReplicaModules:
                 for name, value in local.items():
                     if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
                         original[name] = value
+
+    def return_hook(self, change: Change, original: dict[str, Any], originals: Mapping[int, object]) -> None:
+        """Registers a hook on an original, or removes it, as the step did on the copy.
+
+        It closes over originals, by the id of what this replica has in the place of each.
+        """
+        table, number = original[change.table], change.name
+        if change.after is MISSING:
+            table.pop(number, None)
+            return
+        table[number] = Rebinding(originals).of(change.after)
+        for flags in HOOK_FLAGS:
+            if number in self._insides[change.position][flags]:
+                original[flags][number] = True
 
     def return_buffer(self, change: Change, original: dict[str, Any], device: Device) -> None:
         """Makes a buffer in an original, or takes it away, as the step did in the copy."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 VALUES = methodcaller("values")
 MISSING = object()
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
 
 
@@ -18,7 +19,7 @@ class Change(NamedTuple):
 
     position: int  # of the module
     table: str
-    name: str
+    name: Any  # of a hook, its number
     before: object
     after: object
 
@@ -59,6 +60,13 @@ class Structure:
                 before, after = known.get(name, MISSING), now.get(name, MISSING)
                 if before is not after:
                     yield Change(position, table, name, before, after)
+
+    def take_changes(self) -> list[Change]:
+        """The changes, which are known from here on."""
+        changes = list(self.changes())
+        if changes:
+            self.is_known()
+        return changes
 
     def _current(self) -> list[object]:
         return list(chain.from_iterable(map(VALUES, self._tables)))
