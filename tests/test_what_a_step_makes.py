@@ -65,7 +65,11 @@ def trained(trainer: Trainer, run: Callable[[Callable[[Any], None], Any], object
     return [states, *(parameter.detach().cpu() for parameter in inside.model.parameters())]
 
 
-@pytest.mark.parametrize("name", [*SCHEDULERS, "plateau", "none"])
+# One for each constructor that schedulers end up in, and some that do more than others in it.
+KINDS = ["step", "lambda", "one_cycle", "sequential", "chained", "swa", "plateau", "none"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_what_counts_steps_counts_each_once_if_it_was_created_in_the_scope_however_deep_it_is(
     make: Callable[[int], torchstrategy.Strategy], name: str
 ) -> None:
@@ -508,12 +512,16 @@ BY = [
     by_a_backward_hook,
     by_a_loop,
     by_itself,
-    pytest.param(by_a_compiled_function, marks=pytest.mark.slow),
+    by_a_compiled_function,
 ]
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("patch", BY)
+BETWEEN = [by_a_lambda, by_wrappers_of_wrappers, by_a_function_that_is_held_deep, by_a_forward_hook]
+
+
+@pytest.mark.parametrize(
+    ("patch", "when"), [*((patch, "before") for patch in BY), *((patch, "between") for patch in BETWEEN)]
+)
 def test_a_function_that_closes_over_the_model_it_is_in_reaches_the_replicas_own(
     make: Callable[[int], torchstrategy.Strategy], patch: Callable[[Any], None], when: str
 ) -> None:
@@ -651,6 +659,10 @@ def with_a_hook(m: Any) -> None:
 
 
 NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a DataParallel of torch": (
+        lambda m: m.add_module("wrapped", nn.DataParallel(nn.Linear(2, 2))),
+        r"Net\.wrapped is a torch\.nn\.DataParallel.*Use the module that it wraps, `\.module`",
+    ),
     "a ScriptModule": (scripted, r"Net\.inner\.0 is a ScriptModule.*Use the module it was made from"),
     "a tensor with a history": (
         with_history,
@@ -666,7 +678,11 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"A hook of Net\.head is a function that closes over scale, a tensor that requires grad",
     ),
 }
-AT_ONCE = ("a ScriptModule", "a tensor with a history")  # others may become something that can be used
+AT_ONCE = (
+    "a DataParallel of torch",
+    "a ScriptModule",
+    "a tensor with a history",
+)  # others may become something that can be used
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

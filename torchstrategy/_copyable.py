@@ -33,6 +33,11 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True) -> None:
             raise TypeError(
                 f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
             )
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
+                "wraps, `.module`: the batch is split already."
+            )
         for name, parameter in module._parameters.items():
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
