@@ -12,6 +12,7 @@ own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the o
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Sequence
 from operator import is_
@@ -107,7 +108,7 @@ class Mirrors:
         if self._is_outdated or not self._structure.is_same():
             return False
         if any(not same(known, _contents(container)) for container, known in self._contents):
-            return False  # something was put into a list or dict, or taken out
+            return False  # something was put into a list, dict or object, or taken out
         values = values_of(self._insides)  # the tables are among them
         if not same(self._attribute_values, values):
             if not self._bring_attributes():
@@ -236,13 +237,14 @@ class Mirrors:
         return buffer.has_changed() or (buffer.is_running and differ(self._replicas[0].buffer(index), buffer.tensor))
 
     def _current_contents(self) -> list[tuple[Any, list[object]]]:
-        """The plain lists, dicts and sets of the originals, which may be changed in place, and what is in them."""
-        return [
-            (value, _contents(value))
-            for inside in self._insides
+        """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""
+        found = {
+            id(value): value
+            for position, inside in enumerate(self._insides)
             for name, value in inside.items()
-            if type(value) in (list, dict, set) and name not in TORCHS_OWN
-        ]
+            if name not in TORCHS_OWN and _may_be_changed(value) and not self._replicas[0].has(position, name, value)
+        }
+        return [(value, _contents(value)) for value in found.values()]
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
@@ -284,8 +286,15 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, norms) or name.startswith("running_")
 
 
+def _may_be_changed(value: object) -> bool:
+    others = (nn.Module, types.FunctionType, types.MethodType)  # what is noted on a function is noted for all replicas
+    return type(value) in (list, dict, set) or (hasattr(value, "__dict__") and not isinstance(value, others))
+
+
 def _contents(value: Any) -> list[object]:
-    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+    if type(value) in (list, set):
+        return list(value)
+    return [*value, *value.values()] if type(value) is dict else list(vars(value).values())
 
 
 def _check_fits(original: Original, value: torch.Tensor) -> None:

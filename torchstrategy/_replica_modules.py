@@ -213,6 +213,10 @@ class ReplicaModules:
         changes = self._buffer_slots.take_changes()
         return [c for c in changes if not (isinstance(c.before, torch.Tensor) and isinstance(c.after, torch.Tensor))]
 
+    def has(self, position: int, name: str, value: object) -> bool:
+        """Whether it holds the very object in a plain attribute, and no copy."""
+        return self._insides[position].get(name, MISSING) is value
+
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
         """Brings to the originals the plain attributes that the step wrote."""
         values = values_of(self._insides)
