@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from torchstrategy._captured import Named, captured
 from torchstrategy._context import current_frame, is_default
+from torchstrategy._copyable import refuse_uncopyable
+from torchstrategy._creation import Counter
 from torchstrategy._devices import in_use
 from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
@@ -59,6 +61,7 @@ class CentralStorage(Storage):
         self._averages_buffers = averages_buffers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
         self._new: set[int] = set()  # modules of which there are no copies yet
@@ -78,7 +81,8 @@ class CentralStorage(Storage):
         run, loan = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
-            counters = [thing for _, thing in named.counters]
+            seen = (thing for _, thing in named.counters)
+            counters = list({id(counter): counter for counter in (*_alive(self._counters), *seen)}.values())
             with undisturbed():
                 make_ready(counters, self.parameter_device)
             trainers = Trainers(named.trainers if len(self.devices) > 1 else [], len(self.devices), shares.present)
@@ -108,6 +112,10 @@ class CentralStorage(Storage):
     def like(self) -> Storage:
         return CentralStorage(self.devices, self.parameter_device, self._may_alias, self._averages_buffers)
 
+    def take_module(self, module: nn.Module) -> None:
+        refuse_uncopyable(_roots(parts_of([module])), are_all=False)
+        super().take_module(module)
+
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or self._is_copying or _in_replica():
             return
@@ -118,6 +126,11 @@ class CentralStorage(Storage):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not _in_replica():
             self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
+
+    def take_counter(self, counter: Counter) -> None:
+        if not _in_replica():
+            # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
+            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), counter)}
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
@@ -156,7 +169,8 @@ class CentralStorage(Storage):
             self.claim(part)
         self._is_copying = True
         try:
-            return Copies(_roots(parts), optimizers, self.devices, self._may_alias, self._averages_buffers, generation)
+            places = self.devices, self.parameter_device
+            return Copies(_roots(parts), optimizers, *places, self._may_alias, self._averages_buffers, generation)
         finally:
             self._is_copying = False
 
@@ -204,6 +218,7 @@ class Copies:
         roots: The user's modules.
         optimizers: The user's optimizers.
         devices: The device of each replica.
+        parameter_device: Where the modules are.
         may_alias: See `CentralStorage`.
         averages_buffers: See `CentralStorage`.
         generation: Of the set of modules that they are copies of.
@@ -214,6 +229,7 @@ class Copies:
         roots: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         devices: Sequence[Device],
+        parameter_device: Device,
         may_alias: bool,
         averages_buffers: bool,
         generation: int,
@@ -221,7 +237,7 @@ class Copies:
         self.generation = generation
         self._num_replicas = len(devices)
         with undisturbed():
-            self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers)
+            self.mirrors = Mirrors(roots, devices, parameter_device, may_alias, averages_buffers)
         self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
         self._take_optimizers(optimizers)
 
@@ -339,6 +355,7 @@ class _CentralLoan(Loan, Owners):
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
         self._check_unwritten()
+        self._copies.mirrors.check_structure(self._shares.present)
         with undisturbed():
             self._copies.gradients.settle()
             written = self._trainers.put_together()
@@ -383,6 +400,7 @@ class _CentralLoan(Loan, Owners):
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
+        self._copies.mirrors.check_structure(self._shares.present)
         self._return_settings()
         with self.published():
             yield
