@@ -75,6 +75,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_storage",
         },
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
+        {"_copies"},
         {"_central_storage", "_strategy"},  # who owns a parameter; the noun
         {"_extended"},  # the parts, put together
         {"_strategies"},  # the choices

@@ -81,9 +81,8 @@ def in_data_parallel(module: Callable[[], nn.Module]) -> Callable[[], object]:
     ids=["whole", "part"],
 )
 def test_a_data_parallel_of_torchs_in_a_model_is_refused_by_name(given_to: Any, module: Any, name: str) -> None:
-    call = given_to(module)
     with pytest.raises(TypeError, match=rf"^{name} is a torch.nn.DataParallel.* Use the module that it wraps"):
-        call()
+        given_to(module)()
 
 
 def test_a_device_that_is_named_by_its_type_is_that_of_the_replica_in_a_step() -> None:

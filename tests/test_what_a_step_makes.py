@@ -101,7 +101,8 @@ def test_a_scheduler_that_runs_no_constructor_of_torchs_is_refused_where_a_run_d
     with strategy.scope():
         trainer = Trainer(Halved)
     with pytest.raises(RuntimeError, match=r"Halved was stepped in a replica.*Create it in the scope, or name it"):
-        strategy.run(lambda: trainer.inside.scheduler.step())
+        hidden = weakref.ref(trainer.inside.scheduler)
+        strategy.run(lambda: hidden().step())
     scheduler = trainer.inside.scheduler
     strategy.run(lambda: scheduler.step())
     assert trainer.inside.optimizer.param_groups[0]["lr"] == 0.05

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 
 from torchstrategy._captured import Named, captured
 from torchstrategy._context import current_frame, is_default
+from torchstrategy._copies import Copies, parameters_of, undisturbed
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
 from torchstrategy._devices import in_use
-from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
-from torchstrategy._mirrors import Mirrors
 from torchstrategy._once import OnceAStep, make_ready, refuse_bound_methods
 from torchstrategy._optimizer_steps import stop_telling, tell_after, tell_before
 from torchstrategy._parts import parts_of
@@ -207,70 +206,7 @@ class CentralStorage(Storage):
         """A fused optimizer writes parameters without counting it, as in-place operations do."""
         if any(group.get("fused") for group in vars(optimizer)["param_groups"]):
             for copies in (*self._idle, *self._in_use):
-                copies.mirrors.note_written(_parameters(optimizer))
-
-
-@final
-class Copies:
-    """What the replicas of one run at a time have of the user's modules and optimizers.
-
-    Args:
-        roots: The user's modules.
-        optimizers: The user's optimizers.
-        devices: The device of each replica.
-        parameter_device: Where the modules are.
-        may_alias: See `CentralStorage`.
-        averages_buffers: See `CentralStorage`.
-        generation: Of the set of modules that they are copies of.
-    """
-
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        devices: Sequence[Device],
-        parameter_device: Device,
-        may_alias: bool,
-        averages_buffers: bool,
-        generation: int,
-    ) -> None:
-        self.generation = generation
-        self._num_replicas = len(devices)
-        with undisturbed():
-            self.mirrors = Mirrors(roots, devices, parameter_device, may_alias, averages_buffers)
-        self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
-        self._take_optimizers(optimizers)
-
-    def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Brings what the user wrote on the originals to the copies. False if they have to be made anew."""
-        with undisturbed():
-            if not self.mirrors.refresh():
-                return False
-        if _signature(optimizers) != self._optimizer_signature:
-            self._take_optimizers(optimizers)
-        return True
-
-    def originals(self) -> list[object]:
-        """What stand-ins are needed for."""
-        plain = [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
-        return [*self.mirrors.originals(), *self.optimizers(), *plain]
-
-    def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-
-    def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._optimizer_signature = _signature(optimizers)
-        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
-        self.gradients = Gradients(
-            [*self.mirrors.owners, *(p for _, p in loose.values())],
-            [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
-            [self.mirrors.parameters(r) for r in range(self._num_replicas)],
-        )
-        index_of = {**self._index_of, **{key: len(self._index_of) + i for i, key in enumerate(loose)}}
-        self.optimized = {id(o): {id(p): index_of[id(p)] for p in _parameters(o)} for o in optimizers}
-        self.known = index_of.keys()
+                copies.mirrors.note_written(parameters_of(optimizer))
 
 
 @final
@@ -379,7 +315,7 @@ class _CentralLoan(Loan, Owners):
         if not in_this_run and (_in_replica() or threading.get_ident() != self._thread):
             return
         known = self._copies.known | self._outsider_ids
-        if not any(isinstance(p, LocalParameter) or id(p) in known for p in _parameters(optimizer)):
+        if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
         if in_this_run:
             raise RuntimeError(
@@ -417,13 +353,6 @@ def _here(loss: Any) -> Any:
     return loss.cpu() if isinstance(loss, torch.Tensor) else loss
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """Calls a bound method for as long as its object lives, and does not keep it alive."""
     reference = weakref.WeakMethod(method)
@@ -448,17 +377,3 @@ def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that are part of no other."""
     children = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in children]
-
-
-def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[int]]]:
-    return [(id(o), [len(group["params"]) for group in vars(o)["param_groups"]]) for o in optimizers]
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
-
-
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, group in enumerate(vars(optimizer)["param_groups"]):
-        for j, parameter in enumerate(group["params"]):
-            yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter
