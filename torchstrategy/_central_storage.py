@@ -238,9 +238,8 @@ class Copies:
             [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
         )
-        self.optimized = {
-            id(o): {id(p): self._index_of[id(p)] for p in _parameters(o) if id(p) in self._index_of} for o in optimizers
-        }
+        indices = {id(owner): index for index, owner in enumerate(self.gradients.owners)}
+        self.optimized = {id(o): {id(p): indices[id(p)] for p in _parameters(o)} for o in optimizers}
         self.known = self._index_of.keys() | loose.keys()
 
 

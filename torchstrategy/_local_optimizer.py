@@ -177,7 +177,7 @@ class LocalOptimizer:
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self._index_of.get(id(owner))
-        return owner if index is None else self._ledger.parameters[index]
+        return owner if index is None else self._ledger.own(index)
 
 
 STEP = "optimizer.step()"
