@@ -74,9 +74,9 @@ class Copies:
             [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
         )
-        index_of = {**self._index_of, **{key: len(self._index_of) + i for i, key in enumerate(loose)}}
-        self.optimized = {id(o): {id(p): index_of[id(p)] for p in parameters_of(o)} for o in optimizers}
-        self.known = index_of.keys()
+        indices = {id(owner): index for index, owner in enumerate(self.gradients.owners)}
+        self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
+        self.known = indices.keys()
 
 
 @contextmanager
