@@ -199,7 +199,7 @@ class ReplicaModules:
     def changed_parts(self) -> Iterator[Change]:
         """Which parameters and layers the step made, replaced or took away; and the hooks that no original can have."""
         yield from self._parts.changes()
-        functions = (types.FunctionType, types.MethodType, functools.partial)
+        functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
         for change in self._hooks.changes():
             if change.after is not MISSING and not isinstance(change.after, functions):
                 yield change
