@@ -205,9 +205,9 @@ def refuse_once_per_step_callers() -> None:
         if isinstance(caller, torch.amp.GradScaler):
             lines = "scaler.step(optimizer)\n    scaler.update()"
         raise RuntimeError(
-            f"{type(caller).__name__} was stepped in a replica, by a step that does not name it: it would count one "
-            "step for each of them. Name it in the step, or give it to the step as an argument, and it counts once; or "
-            "do it after the run, where gradients are those of the whole batch:\n"
+            f"{type(caller).__name__} was stepped in a replica, by a step that does not name it, and it was not "
+            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
+            "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
             "    strategy.run(step, ...)\n"
             f"    {lines}"
         )
