@@ -418,6 +418,27 @@ def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
             close(got, wanted, msg=lambda m, given=is_given: f"distribute_module: {given}. {m}")
 
 
+def test_an_optimizer_that_a_module_has_through_another_object_is_the_users(make):
+    """As in PyTorch Lightning, `self.trainer.optimizer`: the replica had a copy, which belonged to no scope."""
+
+    class Holder:
+        optimizer: Any = None
+
+    strategy = make(3)
+    with strategy.scope():
+        model = mlp()
+        model.trainer = Holder()
+        model.trainer.optimizer = sgd(model)
+    before = model[0].weight.detach().clone()
+
+    def step(batch: Any) -> None:
+        mse(model, batch).backward()
+        model.trainer.optimizer.step()
+
+    strategy.run(step, args=(deal(strategy, data(7)),))
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_a_deep_copy_that_is_made_in_the_scope_belongs_to_the_strategy(make):
     # Target networks, ensembles and averaged models are made so.
     strategy = make(3)

@@ -311,11 +311,15 @@ def _hooks_to_share(module: nn.Module) -> list[object]:
     return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
 
 
-def _one_for_all(attributes: dict[str, Any]) -> Iterator[object]:
-    """The optimizers, schedulers and scalers that a module holds, of which there are no copies."""
+def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]:
+    """The optimizers, schedulers and scalers that a module holds, perhaps in an object: of them there are no copies."""
     for value in attributes.values():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        yield from (item for item in items if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)))
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in several:
+            if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)):
+                yield item
+            elif depth and not isinstance(item, (nn.Module, torch.Tensor, type)):
+                yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
 
 
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:

@@ -145,7 +145,7 @@ class Strategy:
         If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
         names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
         what they were before; a completed update stays, and one that fails halfway leaves what it leaves in plain
-        PyTorch.
+        PyTorch. So does a step that writes on parameters in place, which is refused when it has done so.
 
         Args:
             fn: The step.
