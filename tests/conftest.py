@@ -23,7 +23,7 @@ collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.p
 if simulated_devices():
     # What has nothing to do with devices, or simulates them in processes of its own.
     elsewhere = ["examples", "house", "plugin", "process", "readme", "simulation", "thirdparty"]
-    elsewhere += ["data_page", "input_options", "numpy_dataset"]
+    elsewhere += ["data_page", "features_page", "input_options", "migrating_page", "numpy_dataset"]
     collect_ignore += [f"test_{name}.py" for name in elsewhere]
 
 

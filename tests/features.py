@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import math
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torchstrategy
 from problems import context, data, mlp, mse, sgd
@@ -40,6 +42,7 @@ class Training:
     dtype = torch.float64
     tolerance = 1e-10
     scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # that of the strategy
+    options: torchstrategy.RunOptions | None = None  # of the runs
 
     def __init__(self) -> None:
         self.noted: set[object] = set()
@@ -72,7 +75,7 @@ class Training:
 
     def outside(self, strategy: torchstrategy.Strategy, batch: Any, k: int) -> None:
         """The same with the update after the run."""
-        strategy.run(self.backward, args=(batch, k))
+        strategy.run(self.backward, args=(batch, k), options=self.options)
         self.update(k)
 
     def between(self, k: int) -> None:
@@ -125,8 +128,18 @@ ALIKE: set[str] = set()  # what differs little from others
 
 def feature(cls: type[Training]) -> type[Training]:
     """Adds a feature to the matrix, under the name of its class: `gradient_penalty`."""
-    FEATURES[re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()] = cls
+    FEATURES[_name(cls)] = cls
     return cls
+
+
+def alike(cls: type[Training]) -> type[Training]:
+    """Adds a feature that differs little from others."""
+    ALIKE.add(_name(cls))
+    return feature(cls)
+
+
+def _name(cls: type[Training]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def family(name: str, cls: Callable[[Any], Training], members: Mapping[str, Any]) -> None:
@@ -197,6 +210,20 @@ class ScalerUnscaledAndClipped(Scaler):
 
 
 @feature
+class ScalerWithAutocastToFloat16(Scaler):
+    """What scalers are for. Each replica rounds as under bfloat16, to 2**-11."""
+
+    dtype = torch.float32
+    tolerance = 2e-3
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.autocast(batch[0].device.type, torch.float16):
+            output = self.model(batch[0])
+        self.noted.add(output.dtype)
+        return F.mse_loss(output.float(), batch[1])
+
+
+@feature
 class Everything(ScalerUnscaledAndClipped):
     """A scaler and a scheduler count steps: a run has to find them, to let them count once."""
 
@@ -212,7 +239,7 @@ class Everything(ScalerUnscaledAndClipped):
         return {name: value for name, value in vars(self).items() if isinstance(value, STATEFUL)}
 
 
-@feature
+@alike
 class ScalerOfAFusedOptimizer(Scaler):
     """It is told of infinities, and leaves the update out itself."""
 
@@ -220,7 +247,7 @@ class ScalerOfAFusedOptimizer(Scaler):
         return torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
 
-@feature
+@alike
 class ScalerThatIsDisabled(Scaler):
     def __init__(self) -> None:
         super().__init__()
@@ -347,6 +374,19 @@ class CheckpointedInForward(Training):
         return Net()
 
 
+@alike
+class CheckpointedSelectively(Training):
+    """Products of matrices are kept, and only the rest is recomputed."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_product = op is torch.ops.aten.addmm.default
+            return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return F.mse_loss(checkpoint(self.model, batch[0], use_reentrant=False, context_fn=contexts), batch[1])
+
+
 @feature
 class FunctionalGradient(Training):
     """torch.func.grad of functional_call, put where the optimizer looks for it."""
@@ -379,11 +419,46 @@ class GradientsOfEachRow(Training):
             parameters[name].grad = torch.einsum("n,n...->...", factors, of_rows) / len(norms)
 
 
-@feature
+@alike
 class FunctionalCallWithBackward(Training):
     def loss(self, batch: Any) -> torch.Tensor:
         doubled = {name: 2 * p for name, p in self.model.named_parameters()}
         return F.mse_loss(torch.func.functional_call(self.model, doubled, (batch[0],)), batch[1])
+
+
+@alike
+class JacobianOfEachRow(Training):
+    def loss(self, batch: Any) -> torch.Tensor:
+        slopes = torch.func.vmap(torch.func.jacrev(self.model))(batch[0])
+        return super().loss(batch) + slopes.square().mean()
+
+
+@feature
+class ForwardMode(Training):
+    """torch has one level of it for the whole process: replicas on several devices have to take turns."""
+
+    taking_turns = threading.Lock()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with self.taking_turns:
+            output, slope = torch.func.jvp(self.model, (batch[0],), (torch.ones_like(batch[0]),))
+            curvature = torch.func.vmap(torch.func.hessian(lambda x: self.model(x).sum()))(batch[0])
+        return F.mse_loss(output, batch[1]) + slope.square().mean() + curvature.square().mean()
+
+
+@feature
+class ParametrizationCached(Training):
+    """torch has one cache for the whole process, too, and takes the copies of a layer for one."""
+
+    taking_turns = threading.Lock()
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3, **F64)), nn.Linear(3, 2, **F64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with self.taking_turns, parametrize.cached():
+            twice = self.model[0](self.model[0](batch[0]).tanh())
+        return F.mse_loss(self.model[1](twice), batch[1])
 
 
 @feature
@@ -407,8 +482,19 @@ class GradientPenalty(Training):
 
 
 @feature
+class PenaltyOnTheGradientOfTheBatch(Training):
+    """Its norm is not the mean of the norms in replicas: they meet, and go back through the meeting."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss, rows = super().loss(batch), len(batch[0])
+        own = torch.autograd.grad(loss, list(self.model.parameters()), create_graph=True)
+        sums, total = context().all_reduce("sum", ([gradient * rows for gradient in own], rows))
+        return loss + 0.1 * torch.stack([(gradient / total).norm() for gradient in sums]).sum()
+
+
+@feature
 class BackwardThatKeepsItsGraph(Training):
-    """Twice through one graph, and once with a graph of the gradients."""
+    """Twice through one graph."""
 
     def backward(self, batch: Any, k: int) -> None:
         self.optimizer.zero_grad()
@@ -417,7 +503,7 @@ class BackwardThatKeepsItsGraph(Training):
         loss.backward()
 
 
-@feature
+@alike
 class BackwardForSomeParameters(Training):
     def backward(self, batch: Any, k: int) -> None:
         self.optimizer.zero_grad()
@@ -450,6 +536,18 @@ class HooksOnModules(Training):
         model[1].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 3,))
         model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
         return model
+
+
+@alike
+class HooksInTheStep(Training):
+    """Registered and removed there, to see the output of a layer."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        handle = self.model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+        loss = super().loss(batch)
+        handle.remove()
+        return loss + seen.pop().square().mean()
 
 
 @feature
@@ -542,6 +640,36 @@ class _Counting(nn.Module):
 
     def set_extra_state(self, state: int) -> None:
         self.calls = state
+
+
+class _Remembering(nn.Module):
+    """Keeps tensors in plain attributes: where it stood in a sequence of each row, and a loss for the step to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 2, **F64)
+        self.hidden: torch.Tensor | None = None
+        self.auxiliary_loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = None if self.hidden is None else self.hidden.detach()
+        self.hidden = self.cell(x, before)
+        self.auxiliary_loss = self.hidden.square().mean()
+        return self.hidden
+
+
+@feature
+class TensorsKeptInForward(Training):
+    """From step to step each replica has the same rows."""
+
+    def build(self) -> nn.Module:
+        return _Remembering()
+
+    def batches(self) -> list[Any]:
+        return [data(7, seed=k) for k in range(3)]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + self.model.auxiliary_loss
 
 
 class WithLayer(Training):
@@ -683,10 +811,11 @@ class LayerSwapped(Training):
         if k == 1:
             torch.manual_seed(5)
             self.model[2] = nn.Linear(4, 2, **F64).to(self.device)
+            gc.collect()  # of the old one only the optimizer knows
             self.optimizer.add_param_group({"params": list(self.model[2].parameters()), "lr": 0.2})
 
 
-@feature
+@alike
 class LayerAdded(Training):
     def between(self, k: int) -> None:
         if k == 1:
@@ -694,6 +823,17 @@ class LayerAdded(Training):
             self.model.append(nn.Linear(2, 2, **F64).to(self.device))
             with self.scope():
                 self.optimizer = sgd(self.model)
+
+
+@alike
+class ParametrizedAndNotAnyMore(Training):
+    def between(self, k: int) -> None:
+        if k == 1:
+            parametrizations.weight_norm(self.model[0])
+        if k == 2:
+            parametrize.remove_parametrizations(self.model[0], "weight")
+        with self.scope():
+            self.optimizer = sgd(self.model)
 
 
 @feature
@@ -711,7 +851,7 @@ class StatesLoaded(Training):
             self.optimizer.load_state_dict(self._saved[1])
 
 
-@feature
+@alike
 class StatesLoadedByAssignment(StatesLoaded):
     """`assign=True` puts other parameters in the place of those that the optimizer has."""
 
@@ -740,7 +880,7 @@ class DtypeChanged(Training):
         return F.mse_loss(self.model(batch[0].to(dtype)), batch[1].to(dtype))
 
 
-@feature
+@alike
 class ModesChanged(Training):
     """Evaluation and training in turn, and a rate of dropout that comes to be zero."""
 
@@ -752,7 +892,7 @@ class ModesChanged(Training):
         self.model[1].p = 0.5 if k == 0 else 0.0
 
 
-@feature
+@alike
 class WeightsWrittenByHand(Training):
     def between(self, k: int) -> None:
         with torch.no_grad():
@@ -799,14 +939,14 @@ class ClippedByNorm(Training):
         super().update(k)
 
 
-@feature
+@alike
 class ClippedByValue(Training):
     def update(self, k: int) -> None:
         nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
         super().update(k)
 
 
-@feature
+@alike
 class ClippedByGroup(Training):
     """Through the optimizer's groups, with a norm of its own for each layer."""
 
@@ -931,7 +1071,7 @@ class AccumulatedInTheStep(Training):
             (self.loss((x, y)) / rows).backward()
 
 
-@feature
+@alike
 class SeveralLosses(Training):
     """Two backward calls of two losses, of which one has a regulariser."""
 
@@ -939,6 +1079,19 @@ class SeveralLosses(Training):
         self.optimizer.zero_grad()
         self.loss(batch).backward()
         sum(p.square().sum() for p in self.model.parameters()).mul(0.01).backward()
+
+
+@feature
+class SeveralUpdates(Training):
+    """In one step, each seen by the forward after it."""
+
+    def step(self, batch: Any, k: int) -> None:
+        super().step(batch, k)
+        super().step(batch, k)
+
+    def outside(self, strategy: torchstrategy.Strategy, batch: Any, k: int) -> None:
+        super().outside(strategy, batch, k)
+        super().outside(strategy, batch, k)
 
 
 # ---- optimizers
@@ -1118,6 +1271,22 @@ class Gan(Training):
         super().outside(strategy, batch, k)
 
 
+@alike
+class SeveralModels(Training):
+    """A model, a loss with weights of its own, both of one optimizer, and a frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measure, self.teacher = nn.Bilinear(2, 2, 1, **F64), mlp().eval().requires_grad_(False)
+        self.optimizer = torch.optim.Adam([*self.model.parameters(), *self.measure.parameters()], lr=0.01)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            wanted = self.teacher(batch[0])
+        output = self.model(batch[0])
+        return self.measure(output, batch[1]).square().mean() + F.mse_loss(output, wanted.clone())
+
+
 # ---- schedulers and averages
 
 
@@ -1255,3 +1424,25 @@ class LossOfTheWholeBatch(Training):
     def loss(self, batch: Any) -> torch.Tensor:
         losses = F.mse_loss(self.model(batch[0]), batch[1], reduction="none").mean(1)
         return torchstrategy.nn.compute_average_loss(losses, batch[0][:, 0].relu().detach())
+
+
+@alike
+class LossOfTheWholeBatchSummed(LossOfTheWholeBatch):
+    """The same where gradients are added up."""
+
+    options = torchstrategy.RunOptions(gradient_reduction="sum")
+
+    def update(self, k: int) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        super().update(k)
+
+
+@feature
+class LossOverPairsOfRows(Training):
+    """As in contrastive learning: each row against those of all replicas, which know their own by its targets."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        output, numbers = self.model(batch[0]), batch[1][:, 0]
+        everybodys, all_numbers = context().all_gather((output, numbers), axis=0)
+        own = (numbers.unsqueeze(1) == all_numbers).long().argmax(1)
+        return F.cross_entropy(output @ everybodys.T, own)

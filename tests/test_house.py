@@ -40,6 +40,7 @@ MAX_LINES = 350
 FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     (): [
         {
+            "_closures",
             "_conductors",
             "_context",
             "_creation",
@@ -47,12 +48,13 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_optimizer_steps",
             "_options",
             "_parts",
+            "_structure",
             "_torch",
             "_types",
         },  # words
         {"_captured", "_devices", "_records", "_stand_ins", "_tree"},  # what there is
         {"_replica"},  # who runs
-        {"_caller_state", "_comm", "_once", "_randomness", "_values"},  # what goes from place to place
+        {"_caller_state", "_comm", "_copyable", "_once", "_randomness", "_values"},  # what goes from place to place
         {
             "_collectives",
             "_input",
@@ -74,6 +76,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_storage",
         },
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
+        {"_copies"},
         {"_central_storage", "_strategy"},  # who owns a parameter; the noun
         {"_extended"},  # the parts, put together
         {"_strategies"},  # the choices

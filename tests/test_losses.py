@@ -208,7 +208,7 @@ def test_weights_that_are_learned_have_the_gradient_of_the_quotient(reduction: R
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("batches", [[7, 2], [4, 1, 6]], ids=str)
-def test_gradients_that_accumulate_over_runs_are_those_of_one_large_batch(
+def test_gradients_that_accumulate_in_steps_and_over_runs_are_those_of_one_large_batch(
     batches: list[int], reduction: ReduceOp
 ) -> None:
     strategy = STRATEGIES[3]
@@ -217,7 +217,8 @@ def test_gradients_that_accumulate_over_runs_are_those_of_one_large_batch(
     tokens = sum(part[2].sum() for part in parts)
 
     def step(b: Any) -> None:
-        compute_average_loss(squares(model, b), b[2], global_batch_size=tokens).backward()
+        for piece in zip(*(part.split(2) for part in b), strict=True):
+            compute_average_loss(squares(model, piece), piece[2], global_batch_size=tokens).backward()
 
     model.zero_grad()
     for part in parts:

@@ -8,6 +8,7 @@ import io
 import pickle
 import textwrap
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -417,6 +418,27 @@ def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
             close(got, wanted, msg=lambda m, given=is_given: f"distribute_module: {given}. {m}")
 
 
+def test_an_optimizer_that_a_module_has_through_another_object_is_the_users(make):
+    """As in PyTorch Lightning, `self.trainer.optimizer`: the replica had a copy, which belonged to no scope."""
+
+    class Holder:
+        optimizer: Any = None
+
+    strategy = make(3)
+    with strategy.scope():
+        model = mlp()
+        model.trainer = Holder()
+        model.trainer.optimizer = sgd(model)
+    before = model[0].weight.detach().clone()
+
+    def step(batch: Any) -> None:
+        mse(model, batch).backward()
+        model.trainer.optimizer.step()
+
+    strategy.run(step, args=(deal(strategy, data(7)),))
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_a_deep_copy_that_is_made_in_the_scope_belongs_to_the_strategy(make):
     # Target networks, ensembles and averaged models are made so.
     strategy = make(3)
@@ -683,6 +705,58 @@ def test_a_hook_records_every_replica_in_the_users_own_recorder(make):
         model.encoder.register_forward_hook(recorder if way == "callable" else recorder.method)
         strategy.run(lambda b, model=model: model(b[0]).detach(), args=(deal(strategy, data(7)),))
         assert sorted(recorder.shapes) == [(1, 4), (3, 4), (3, 4)], way
+
+
+class Configured(nn.Module):
+    """Does what a configuration says that several of its modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(gain=1.0)
+        self.layer = nn.Linear(3, 2, **F64)
+        self.layer.config = self.config
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * self.layer.config.gain
+
+
+def test_what_is_written_on_a_configuration_reaches_every_replica(make):
+    strategy = make(2)
+    with strategy.scope():
+        model = Configured()
+    x = data(4)[0]
+    for gain in (1.0, 3.0, 3.0, 5.0):
+        model.config.gain = gain
+        got = strategy.gather(strategy.run(lambda rows: model(rows).detach(), args=(deal(strategy, x),)), axis=0)
+        close(got, gain * model.layer(x.to(model.layer.weight.device)))
+
+
+class HookedByItself(nn.Module):
+    """Puts a hook on its layer in the first forward, and notes that it has."""
+
+    def __init__(self, **notes: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, **F64)
+        vars(self).update(notes)
+
+    def forward(self, x: Any) -> Any:
+        if not getattr(self, "is_hooked", False):
+            self.layer.register_forward_hook(lambda module, args, out: out + 1)
+            self.is_hooked = True
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("notes", [{}, {"is_hooked": False}], ids=["first_noted_in_forward", "noted_from_the_start"])
+def test_hooks_that_a_forward_puts_are_there_in_every_replica_and_outside(make, notes):
+    strategy = make(2)
+    with strategy.scope():
+        model = HookedByItself(**notes)
+    weight, bias = model.layer.weight, model.layer.bias + 1
+    for rows in (1, 4, 1, 4):  # of the first batch, replica 1 gets no row
+        x = data(rows)[0]
+        got = strategy.gather(strategy.run(lambda rows: model(rows).detach(), args=(deal(strategy, x),)), axis=0)
+        close(got, F.linear(x.to(weight.device), weight, bias))
+    close(model(x.to(weight.device)), F.linear(x.to(weight.device), weight, bias))
 
 
 class Copies(TorchDispatchMode):

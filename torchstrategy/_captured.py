@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy._closures import closed_over
 from torchstrategy._types import Tree
 
 COUNTERS = (LRScheduler, torch.amp.GradScaler)
@@ -170,11 +171,7 @@ def _in_slots(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _names_of(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The variables from outside that a function names, and its default arguments, with their values."""
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue  # not assigned yet
+    yield from closed_over(fn)
     for name in dict.fromkeys(_names_in(fn.__code__)):
         if name in fn.__globals__:
             yield name, fn.__globals__[name]

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from torchstrategy._captured import Named, captured
 from torchstrategy._context import current_frame, is_default
+from torchstrategy._copies import Copies, Layout, parameters_of, undisturbed
+from torchstrategy._copyable import refuse_uncopyable
+from torchstrategy._creation import Counter
 from torchstrategy._devices import in_use
-from torchstrategy._gradients import Gradients
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
-from torchstrategy._mirrors import Mirrors
 from torchstrategy._once import OnceAStep, make_ready, refuse_bound_methods
-from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
@@ -60,11 +60,13 @@ class CentralStorage(Storage):
         is_mirrored: bool = False,
     ) -> None:
         super().__init__(devices, parameter_device)
-        self._may_alias = may_alias
+        self._settings = may_alias, averages_buffers, is_mirrored
         self._is_mirrored = is_mirrored
-        self._averages_buffers = averages_buffers
+        aliases = tuple(may_alias and (r == 0 or not is_mirrored) for r in range(len(self.devices)))
+        self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
         self._new: set[int] = set()  # modules of which there are no copies yet
@@ -88,7 +90,8 @@ class CentralStorage(Storage):
         run, loan = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
-            counters = [thing for _, thing in named.counters]
+            seen = (thing for _, thing in named.counters)
+            counters = list({id(counter): counter for counter in (*_alive(self._counters), *seen)}.values())
             with undisturbed():
                 make_ready(counters, self.parameter_device)
             trainers = Trainers(named.trainers if len(self.devices) > 1 else [], len(self.devices), shares.present)
@@ -118,8 +121,11 @@ class CentralStorage(Storage):
             self._return(copies)
 
     def like(self) -> Storage:
-        settings = self._may_alias, self._averages_buffers, self._is_mirrored
-        return CentralStorage(self.devices, self.parameter_device, *settings)
+        return CentralStorage(self.devices, self.parameter_device, *self._settings)
+
+    def take_module(self, module: nn.Module) -> None:
+        refuse_uncopyable(_roots(parts_of([module])), are_all=False)
+        super().take_module(module)
 
     def take_part(self, module: nn.Module) -> None:
         if id(module) in self._modules or self._is_copying or _in_replica():
@@ -131,6 +137,11 @@ class CentralStorage(Storage):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not _in_replica():
             self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
+
+    def take_counter(self, counter: Counter) -> None:
+        if not _in_replica():
+            # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
+            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), counter)}
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
@@ -177,9 +188,7 @@ class CentralStorage(Storage):
             self.claim(part)
         self._is_copying = True
         try:
-            aliases = [self._may_alias and (r == 0 or not self._is_mirrored) for r in range(len(self.devices))]
-            settings = aliases, self._averages_buffers, self._is_mirrored
-            return Copies(_roots(parts), optimizers, self.devices, *settings, generation)
+            return Copies(_roots(parts), optimizers, self._layout, generation)
         finally:
             self._is_copying = False
 
@@ -224,107 +233,7 @@ class CentralStorage(Storage):
         # A fused optimizer writes parameters without counting it, as in-place operations do.
         if any(group.get("fused") for group in vars(optimizer)["param_groups"]):
             for copies in (*self._idle, *self._in_use):
-                copies.mirrors.note_written(_parameters(optimizer))
-
-
-@final
-class Copies:
-    """What the replicas of one run at a time have of the user's modules and optimizers.
-
-    Args:
-        roots: The user's modules.
-        optimizers: The user's optimizers.
-        devices: The device of each replica.
-        may_alias: Of each replica; see `CentralStorage`.
-        averages_buffers: See `CentralStorage`.
-        is_mirrored: See `CentralStorage`.
-        generation: Of the set of modules that they are copies of.
-    """
-
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        devices: Sequence[Device],
-        may_alias: Sequence[bool],
-        averages_buffers: bool,
-        is_mirrored: bool,
-        generation: int,
-    ) -> None:
-        self.generation = generation
-        self.thread = 0  # of the run that has them
-        self._is_mirrored = is_mirrored
-        self._num_replicas = len(devices)
-        with undisturbed():
-            self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers)
-        self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
-        self._optimizer_copies: dict[int, OptimizerCopies] = {}
-        self._take_optimizers(optimizers)
-
-    def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Brings what the user wrote on the originals to the copies. False if they have to be made anew."""
-        with undisturbed():
-            if not self.mirrors.refresh():
-                return False
-        if _signature(optimizers) != self._optimizer_signature:
-            self._take_optimizers(optimizers)
-        return True
-
-    def originals(self) -> list[object]:
-        """What stand-ins are needed for."""
-        return [*self.mirrors.originals(), *self.optimizers(), *self.plain_owners()]
-
-    def plain_owners(self) -> list[nn.Parameter]:
-        """The user's parameters."""
-        return [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
-
-    def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-
-    def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._optimizer_signature = _signature(optimizers)
-        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
-        self.gradients = Gradients(
-            [*self.mirrors.owners, *(p for _, p in loose.values())],
-            [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
-            [self.mirrors.parameters(r) for r in range(self._num_replicas)],
-        )
-        index_of = {**self._index_of, **{key: len(self._index_of) + i for i, key in enumerate(loose)}}
-        self.optimized = {id(o): {id(p): index_of[id(p)] for p in _parameters(o)} for o in optimizers}
-        self.known = index_of.keys()
-        if self._is_mirrored:
-            local = [self._local_of(r) for r in range(1, self._num_replicas)]
-            self._optimizer_copies = {id(o): OptimizerCopies(o, local) for o in optimizers if can_have_copies(o)}
-
-    def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
-        """Asks for the state of an optimizer that a replica has of its own, if it has."""
-        copies = self._optimizer_copies.get(id(optimizer))
-        return functools.partial(copies.state, replica) if copies is not None and replica else None
-
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
-        copies = self._optimizer_copies_of(optimizer)
-        if copies is not None:
-            with undisturbed():
-                self.mirrors.refresh_parameters()
-                copies.begin(optimizer)
-
-    def step(self, optimizer: Optimizer) -> None:
-        """The user's optimizer has taken a step: its copies take the same."""
-        copies = self._optimizer_copies_of(optimizer)
-        if copies is not None:
-            owners = self.mirrors.those_of_the_first(_parameters(optimizer))
-            copies.step(optimizer, owners)
-            self.mirrors.note_updated(owners)
-
-    def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
-        return self._optimizer_copies.get(id(optimizer)) if can_have_copies(optimizer) else None
-
-    def _local_of(self, replica: int) -> dict[int, LocalParameter]:
-        owners, local = self.mirrors.owners, self.mirrors.parameters(replica)
-        return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
+                copies.mirrors.note_written(parameters_of(optimizer))
 
 
 @final
@@ -419,6 +328,7 @@ class _CentralLoan(Loan, Owners):
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
         self._check_unwritten()
+        self._copies.mirrors.check_structure(self._shares.present)
         with undisturbed():
             self._copies.gradients.settle()
             written = self._trainers.put_together()
@@ -442,7 +352,7 @@ class _CentralLoan(Loan, Owners):
         if not in_this_run and (_in_replica() or threading.get_ident() != self._thread):
             return
         known = self._copies.known | self._outsider_ids
-        if not any(isinstance(p, LocalParameter) or id(p) in known for p in _parameters(optimizer)):
+        if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
         if in_this_run:
             raise RuntimeError(
@@ -463,6 +373,7 @@ class _CentralLoan(Loan, Owners):
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
+        self._copies.mirrors.check_structure(self._shares.present)
         self._return_settings()
         with self.published():
             yield
@@ -477,13 +388,6 @@ class _CentralLoan(Loan, Owners):
 
 def _here(loss: Any) -> Any:
     return loss.cpu() if isinstance(loss, torch.Tensor) else loss
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -510,17 +414,3 @@ def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that are part of no other."""
     children = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in children]
-
-
-def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[int]]]:
-    return [(id(o), [len(group["params"]) for group in vars(o)["param_groups"]]) for o in optimizers]
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
-
-
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, group in enumerate(vars(optimizer)["param_groups"]):
-        for j, parameter in enumerate(group["params"]):
-            yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter

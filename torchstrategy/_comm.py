@@ -19,6 +19,7 @@ from torchstrategy._devices import is_accelerator, place
 from torchstrategy._torch import foreach_copy_
 from torchstrategy._types import Device
 
+_KNOWN = frozenset({"cuda"})  # the types of devices that the primitives know
 _SMALL = 1 << 18  # bytes of a tensor that is sent together with others: larger ones fill the bus alone
 _TOGETHER = 1 << 24  # bytes that are sent together: as much again is needed for a while on either side
 
@@ -31,14 +32,14 @@ def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[
         devices: Where to; one and the same device may stand there several times.
     """
     originals = [tensor.detach() for tensor in tensors]
-    if originals and _are_distinct_cuda([originals[0].device, *devices]):
+    if originals and _have_primitives([originals[0].device, *devices]):
         copies = comm.broadcast_coalesced(originals, [originals[0].device, *devices])
         return [list(copy) for copy in copies[1:]]
     return [[tensor.to(place(device), copy=True) for tensor in originals] for device in devices]
 
 
 class Write(NamedTuple):
-    """Values to be written over tensors of one device."""
+    """Values to be written over tensors of one device. Of several writes, those with the same sources go together."""
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]  # of one device, which may be another
@@ -52,7 +53,7 @@ def write(writes: Sequence[Write]) -> None:
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
         devices = [writes[0].sources[0].device, *(write.targets[0].device for write in writes)]
-        copies = comm.broadcast_coalesced(writes[0].sources, devices)[1:]
+        copies = comm.broadcast_coalesced([source.detach() for source in writes[0].sources], devices)[1:]
         writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
     for targets, sources in writes:
         device = targets[0].device
@@ -102,8 +103,9 @@ def _new_stream(device: Device) -> torch.Stream:
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
     target = place(device)
-    if len(tensors) > 1 and _are_distinct_cuda([t.device for t in tensors]) and not _any_requires_grad(tensors):
-        total: torch.Tensor = comm.reduce_add(list(tensors), target.index if target.type == "cuda" else None)
+    if len(tensors) > 1 and _have_primitives([t.device for t in tensors]) and not _any_requires_grad(tensors):
+        root = target if target in [t.device for t in tensors] else tensors[0].device  # it has to be one of theirs
+        total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
         return total.to(target)
     total = tensors[0].to(target)
     for tensor in tensors[1:]:
@@ -139,7 +141,7 @@ def _is_broadcast(writes: Sequence[Write]) -> bool:
     """Whether the same values go to several CUDA devices from one, which has a primitive of its own."""
     if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
         return False
-    return _are_distinct_cuda([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
+    return _have_primitives([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
 
 
 @contextmanager
@@ -155,8 +157,8 @@ def _copying_to(device: Device) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _are_distinct_cuda(devices: Sequence[Device]) -> bool:
-    return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+def _have_primitives(devices: Sequence[Device]) -> bool:
+    return all(device.type in _KNOWN for device in devices) and len(set(devices)) == len(devices)
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""What is created in a scope: while one is open, new modules and optimizers are told of.
+"""What is created in a scope: while one is open, new modules, optimizers, schedulers and scalers are told of.
 
 torch has hooks for what is registered on a module, and none for a module or an optimizer itself; so the constructors
 that all of them end up in are exchanged while a scope is open. Copying and unpickling a module end up in
@@ -13,17 +13,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-_HOOKED: tuple[tuple[type, str], ...] = ((nn.Module, "__init__"), (nn.Module, "__setstate__"), (Optimizer, "__init__"))
+_HOOKED: tuple[tuple[type, str], ...] = (
+    (nn.Module, "__init__"),
+    (nn.Module, "__setstate__"),
+    (Optimizer, "__init__"),
+    (LRScheduler, "__init__"),
+    *((kind, "__init__") for kind in (ChainedScheduler, ReduceLROnPlateau, SequentialLR)),  # which call no other one
+    (torch.amp.GradScaler, "__init__"),
+    (torch.amp.GradScaler, "__setstate__"),
+)
+
+Counter = LRScheduler | torch.amp.GradScaler
+"""What counts steps."""
 
 
 class _Watcher(NamedTuple):
     thread: int  # that of the scope: what other threads create is not told of
     on_module: Callable[[nn.Module], None]
     on_optimizer: Callable[[Optimizer], None]
+    on_counter: Callable[[Counter], None]
+
+    def tell(self, thing: nn.Module | Optimizer | Counter) -> None:
+        if isinstance(thing, nn.Module):
+            self.on_module(thing)
+        elif isinstance(thing, Optimizer):
+            self.on_optimizer(thing)
+        else:
+            self.on_counter(thing)
 
 
 _watchers: list[_Watcher] = []
@@ -36,10 +58,11 @@ def watched(
     on_module: Callable[[nn.Module], None],
     on_parameter: Callable[[nn.Parameter], None],
     on_optimizer: Callable[[Optimizer], None],
+    on_counter: Callable[[Counter], None],
 ) -> Iterator[None]:
-    """For the length of the block, tells of each module, parameter and optimizer that this thread creates.
+    """For the length of the block, tells of each module, parameter, optimizer and counter that this thread creates.
 
-    A parameter is told of when a module is given it.
+    A parameter is told of when a module is given it. Of one and the same object it may be told several times.
     """
     thread = threading.get_ident()
 
@@ -47,7 +70,7 @@ def watched(
         if threading.get_ident() == thread and isinstance(value, nn.Parameter):
             on_parameter(value)
 
-    watcher = _Watcher(thread, on_module, on_optimizer)
+    watcher = _Watcher(thread, on_module, on_optimizer, on_counter)
     with _lock:
         if not _watchers:
             _exchange()
@@ -82,7 +105,6 @@ def _telling(plain: Callable[..., None]) -> Callable[..., None]:
         plain(self, *args, **kwargs)
         for watcher in list(_watchers):
             if watcher.thread == threading.get_ident():
-                tell = watcher.on_module if isinstance(self, nn.Module) else watcher.on_optimizer
-                tell(self)
+                watcher.tell(self)
 
     return method

@@ -179,19 +179,8 @@ def _call(module: nn.Module, owners: dict[str, torch.Tensor], arguments: Any, ca
 
 
 def _linked(module: nn.Module, owners: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of a replica's module, each with its place in the graph that begins at its owner.
-
-    Raises:
-        RuntimeError: If one has no owner.
-    """
-    parameters = dict(module.named_parameters())
-    made = next((name for name in parameters if name not in owners), None)
-    if made is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} made {made} in its forward, in a replica, where no optimizer will find it. Run "
-            "one batch through the module itself, model.module(...), before the first one through the DataParallel."
-        )
-    return {name: linked(local, owners[name]) for name, local in parameters.items()}
+    """The parameters of a replica's module, each with its place in the graph that begins at its owner."""
+    return {name: linked(local, owners[name]) for name, local in module.named_parameters()}
 
 
 # What it is told

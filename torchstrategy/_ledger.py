@@ -109,6 +109,7 @@ class ReplicaLedger:
         self.parameters = list(parameters)
         self.views: dict[int, View] = {}
         self.seen: set[int] = set()  # read since the last look at all slots, and not local then
+        self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
         self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
         self.gradients = gradients
         for index, parameter in enumerate(self.parameters):
@@ -146,6 +147,7 @@ class ReplicaLedger:
             return  # `p.grad += x` has already changed the view in place
         was_shown = view is not None and view.gradient is not None
         if value is not None and was_shown:
+            self.with_graph.discard(index)
             self.views[index] = View(value)
             set_slot(self.parameters[index], None)
         else:
@@ -153,18 +155,14 @@ class ReplicaLedger:
             set_slot(self.parameters[index], value)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Clears gradients as `zero_grad` does, without reading them.
-
-        An optimizer may have parameters that no replica has, such as those of a layer that was taken out of the model.
-        """
+        """Clears gradients as `zero_grad` does, without reading them."""
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
-            like = [*self.parameters, *self.gradients.owners[len(self.parameters) :]]
-            zeros = {i: torch.zeros_like(like[i]) for i, view in cleared.items() if view is CLEARED}
+            zeros = {i: torch.zeros_like(self.own(i)) for i, view in cleared.items() if view is CLEARED}
             cleared.update((index, View(zero.detach())) for index, zero in zeros.items())
         self.views.update(cleared)
         for index in indices:
-            if self._slot(index) is not None:
+            if self._has_local(index):
                 set_slot(self.parameters[index], None)
 
     def take_local(self) -> dict[int, torch.Tensor]:
@@ -173,9 +171,14 @@ class ReplicaLedger:
         taken = {index: local for index, local in enumerate(slots) if local is not None}
         for index, local in taken.items():
             set_slot(self.parameters[index], None)
-            if local.requires_grad:  # of a backward with create_graph=True
+            if local.requires_grad:
+                self.with_graph.add(index)
                 taken[index] = local.detach()
         return taken
+
+    def own(self, index: int) -> torch.Tensor:
+        """This replica's parameter; or the owner, if only an optimizer has it: that of a layer that is gone."""
+        return self.parameters[index] if index < len(self.parameters) else self.gradients.owners[index]
 
     def name(self, index: int) -> str:
         """What the user calls a parameter."""
@@ -196,19 +199,21 @@ class ReplicaLedger:
         self.replica = None
         self.views.clear()
         self.seen.clear()
+        self.with_graph.clear()
         self.added.clear()
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
         return {index for index, parameter in enumerate(self.parameters) if slot(parameter) is not None}
 
-    def _slot(self, index: int) -> torch.Tensor | None:
-        return slot(self.parameters[index]) if index < len(self.parameters) else None
+    def _has_local(self, index: int) -> bool:
+        return index < len(self.parameters) and slot(self.parameters[index]) is not None
 
     def _cleared(self, index: int) -> View:
         """What clearing a gradient makes of the view of it."""
+        self.with_graph.discard(index)
         view = self.views.get(index)
-        if self._slot(index) is not None:
+        if self._has_local(index):
             return CLEARED
         if view is None:
             return CLEARED_NOTHING if self.gradients.so_far[index] is None else CLEARED
@@ -222,8 +227,37 @@ class ReplicaLedger:
         if so_far is None:
             return None
         shown = so_far.to(self.parameters[index].device, copy=True)
+        if index in self.with_graph:
+            shown = _made_together(shown, self.name(index))
         self.views[index] = View(shown)
         return shown
+
+
+@final
+class _MadeTogether(torch.autograd.Function):
+    """A gradient after a backward with `create_graph=True`: it requires grad, so that a loss of it is not ignored."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"This backward goes through {ctx.name}.grad, which replicas have made together, of all their rows: none "
+            "of them can differentiate it. Get the gradients of the replica's own rows from torch.autograd.grad(loss, "
+            "parameters, create_graph=True), and those of the whole batch from get_replica_context().all_reduce of "
+            "these: a backward goes through both."
+        )
+
+
+_apply_made_together: Callable[..., torch.Tensor] = _MadeTogether.apply
+
+
+def _made_together(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    with torch.enable_grad():  # clipping reads gradients without
+        return _apply_made_together(gradient.requires_grad_(), name)
 
 
 def written_in_replica(name: str) -> str:

@@ -54,8 +54,7 @@ class LocalOptimizer:
         optimizer: The user's own.
         replica: The replica.
         ledger: Its gradients.
-        index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner. Those past the
-            end are of none of the replica's modules.
+        index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner.
         owners: What it updates.
         leads: Whether this replica runs the optimizer's loop, if that asks for the loss and its gradients itself.
         own_state: Asks for the state that this replica has of its own, by its parameters. None: it has the user's.
@@ -182,8 +181,8 @@ class LocalOptimizer:
         return {**local, "params": [self._local(owner) for owner in group["params"]]}
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
-        index = self._index_of.get(id(owner), sys.maxsize)
-        return self._ledger.parameters[index] if index < len(self._ledger.parameters) else owner
+        index = self._index_of.get(id(owner))
+        return owner if index is None else self._ledger.own(index)
 
 
 STEP = "optimizer.step()"
@@ -211,9 +210,9 @@ def refuse_once_per_step_callers() -> None:
         if isinstance(caller, torch.amp.GradScaler):
             lines = "scaler.step(optimizer)\n    scaler.update()"
         raise RuntimeError(
-            f"{type(caller).__name__} was stepped in a replica, by a step that does not name it: it would count one "
-            "step for each of them. Name it in the step, or give it to the step as an argument, and it counts once; or "
-            "do it after the run, where gradients are those of the whole batch:\n"
+            f"{type(caller).__name__} was stepped in a replica, by a step that does not name it, and it was not "
+            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
+            "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
             "    strategy.run(step, ...)\n"
             f"    {lines}"
         )

@@ -12,9 +12,9 @@ own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the o
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import Any, final
 
@@ -22,23 +22,13 @@ import torch
 from torch import nn
 
 from torchstrategy._comm import write
+from torchstrategy._copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
-from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, held_plainly
-from torchstrategy._replica_modules import (
-    HOOK_TABLES,
-    MISSING,
-    TENSOR_TABLES,
-    VALUES,
-    Original,
-    ReplicaModules,
-    differ,
-    same,
-    uncopyable,
-    values_of,
-)
+from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
+from torchstrategy._replica_modules import Original, ReplicaModules, differ, uncopyable, values_of
 from torchstrategy._shares import Shares
-from torchstrategy._stand_ins import plain_class
+from torchstrategy._structure import HOOK_TABLES, MISSING, TABLES, Structure, same
 from torchstrategy._types import Device
 
 
@@ -49,6 +39,7 @@ class Mirrors:
     Args:
         roots: The originals: none of them is part of another.
         devices: The device of each replica.
+        parameter_device: Where the originals are.
         may_alias: Of each replica, whether a copy on the device of its original shares the memory of its parameters.
         averages_buffers: Whether running statistics become the mean of the replicas'.
 
@@ -57,15 +48,20 @@ class Mirrors:
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: Sequence[bool], averages_buffers: bool
+        self,
+        roots: Sequence[nn.Module],
+        devices: Sequence[Device],
+        parameter_device: Device,
+        may_alias: Sequence[bool],
+        averages_buffers: bool,
     ) -> None:
+        self._device = place(parameter_device)
         self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
-        registered = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
-        for module in modules:
-            _refuse_uncopyable(module, paths[id(module)], registered)
+        refuse_uncopyable(roots)
+        refuse_lazy(roots)
         # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
@@ -79,8 +75,8 @@ class Mirrors:
         for original in (*self._parameters, *self._buffers):
             original.is_known()
         self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
-        self._tables = [inside[name] for inside in self._insides for name in (*TENSOR_TABLES, *HOOK_TABLES)]
-        self._structure = self._current_structure()
+        self._structure = Structure(self._insides, TABLES)
+        self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
         self._attributes = [dict(inside) for inside in self._insides]
         self._attribute_values = values_of(self._insides)
         self._contents = self._current_contents()
@@ -109,10 +105,10 @@ class Mirrors:
 
     def refresh(self) -> bool:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
-        if not same(self._structure, self._current_structure()):
+        if self._is_outdated or not self._structure.is_same():
             return False
         if any(not same(known, _contents(container)) for container, known in self._contents):
-            return False  # something was put into a list or dict, or taken out
+            return False  # something was put into a list, dict or object, or taken out
         values = values_of(self._insides)  # the tables are among them
         if not same(self._attribute_values, values):
             if not self._bring_attributes():
@@ -169,6 +165,19 @@ class Mirrors:
             if original.has_changed() or any(self._replicas[r].has_written(index) for r in present):
                 raise RuntimeError(written_in_replica(original.name))
 
+    def check_structure(self, present: Sequence[int]) -> None:
+        """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
+
+        Raises:
+            RuntimeError: Naming it.
+        """
+        for r in present:
+            for change in self._replicas[r].changed_parts():
+                where = self._paths[change.position]
+                if change.table in HOOK_TABLES:
+                    raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
+                raise RuntimeError(_REBUILT.format(name=f"{where}.{change.name}", verb=change.verb()))
+
     def return_to_originals(self, shares: Shares) -> None:
         """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
 
@@ -178,12 +187,31 @@ class Mirrors:
         lead = self._replicas[shares.present[0]]
         self._check_flags(shares)
         values = self._buffer_values(shares)  # these two may refuse; after them nothing does
+        self._return_hooks(shares)
         lead.return_attributes(self._insides)
+        self._return_new_buffers(shares)
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)
         for index, value in values.items():
             self._buffers[index].take(value)
+
+    def _return_hooks(self, shares: Shares) -> None:
+        lead, changes = self._replicas[shares.present[0]], [self._replicas[r].changed_hooks() for r in shares.present]
+        if not any(changes):
+            return
+        self._is_outdated = True
+        originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
+        back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
+        for change in changes[0]:
+            lead.return_hook(change, self._insides[change.position], back)
+
+    def _return_new_buffers(self, shares: Shares) -> None:
+        changes = [self._replicas[r].changed_buffers() for r in shares.present]
+        if any(changes):
+            self._is_outdated = True
+        for change in changes[0]:
+            self._replicas[shares.present[0]].return_buffer(change, self._insides[change.position], self._device)
 
     def _check_flags(self, shares: Shares) -> None:
         flags = [[parameter.requires_grad for parameter in self._replicas[r].parameters] for r in shares.present]
@@ -220,17 +248,15 @@ class Mirrors:
         # All replicas agree between runs, so that the first speaks for them.
         return buffer.has_changed() or (buffer.is_running and differ(self._replicas[0].buffer(index), buffer.tensor))
 
-    def _current_structure(self) -> list[object]:
-        return list(chain.from_iterable(map(VALUES, self._tables)))
-
     def _current_contents(self) -> list[tuple[Any, list[object]]]:
-        """The plain lists, dicts and sets of the originals, which may be changed in place, and what is in them."""
-        return [
-            (value, _contents(value))
-            for inside in self._insides
+        """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""
+        found = {
+            id(value): value
+            for position, inside in enumerate(self._insides)
             for name, value in inside.items()
-            if type(value) in (list, dict, set) and name not in TORCHS_OWN
-        ]
+            if name not in TORCHS_OWN and _may_be_changed(value) and not self._replicas[0].has(position, name, value)
+        }
+        return [(value, _contents(value)) for value in found.values()]
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
@@ -245,8 +271,7 @@ class Mirrors:
                 if name in computed:
                     continue  # by each replica's own hook
                 value = now.get(name, MISSING)
-                if id(value) not in self._index_of:
-                    _refuse_trainable(f"{self._paths[position]}.{name}", value)
+                refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
                 try:
                     for replica in self._replicas:
                         replica.bring_attribute(position, name, value)
@@ -273,8 +298,15 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, norms) or name.startswith("running_")
 
 
+def _may_be_changed(value: object) -> bool:
+    others = (nn.Module, types.FunctionType, types.MethodType)  # what is noted on a function is noted for all replicas
+    return type(value) in (list, dict, set) or (hasattr(value, "__dict__") and not isinstance(value, others))
+
+
 def _contents(value: Any) -> list[object]:
-    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+    if type(value) in (list, set):
+        return list(value)
+    return [*value, *value.values()] if type(value) is dict else list(vars(value).values())
 
 
 def _check_fits(original: Original, value: torch.Tensor) -> None:
@@ -286,36 +318,14 @@ def _check_fits(original: Original, value: torch.Tensor) -> None:
         )
 
 
-def _refuse_trainable(name: str, value: object) -> None:
-    if isinstance(value, torch.Tensor) and value.requires_grad:
-        raise TypeError(
-            f"{name} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
-            "it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or detach it."
-        )
+_REBUILT = (
+    "{name} was {verb} in a replica: each replica would have one of its own, and the model and its optimizer none. Do "
+    "it outside of strategy.run. What forward makes when it is first called, it makes when one batch goes through the "
+    "module itself, before the first run; the module of a DataParallel is model.module."
+)
 
-
-def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
-        )
-    for name, parameter in module._parameters.items():
-        if parameter is not None and nn.parameter.is_lazy(parameter):
-            raise TypeError(
-                f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the module, "
-                "outside of strategy.run, before the first step."
-            )
-        if parameter is not None and parameter.is_inference():
-            raise TypeError(
-                f"{path}.{name} was made in torch.inference_mode(), where torch does not count what is written on a "
-                "tensor, so that copies could not be kept in step. Make the model outside of that mode."
-            )
-        if parameter is not None and plain_class(type(parameter)) is not nn.Parameter:
-            raise TypeError(
-                f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "
-                "itself, and not of its subclasses."
-            )
-    computed = {f".{name}" for name in computed_by_hooks(module)}
-    for place_, value in held_plainly(module):
-        if id(value) not in registered and place_ not in computed:  # an LSTM lists its own parameters
-            _refuse_trainable(f"{path}{place_}", value)
+_HOOK = (
+    "A step registered a hook on {where} in a replica, and left it there: an object of the class {kind}, which may "
+    "hold parts of that replica. Register it outside of strategy.run, remove it in the step, with handle.remove(), or "
+    "make it a function."
+)

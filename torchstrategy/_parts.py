@@ -32,7 +32,7 @@ def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Ten
     """The modules and tensors among the plain attributes of a module, each with the path to it."""
     for name, value in vars(module).items():
         if name not in TORCHS_OWN:
-            yield from _within(f".{name}", value, _DEPTH)
+            yield from within(f".{name}", value)
 
 
 def computed_by_hooks(module: nn.Module) -> set[str]:
@@ -42,15 +42,16 @@ def computed_by_hooks(module: nn.Module) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _within(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+def within(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """A module or tensor, or those in a plain list, tuple or dict, each with the path to it."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         yield path, value
     elif depth and type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from _within(f"{path}[{index}]", item, depth - 1)
+            yield from within(f"{path}[{index}]", item, depth - 1)
     elif depth and type(value) is dict:
         for key, item in value.items():
-            yield from _within(f"{path}[{key!r}]", item, depth - 1)
+            yield from within(f"{path}[{key!r}]", item, depth - 1)
 
 
 # What torch itself keeps in a module: tables, hooks, flags, and what `module.compile()` made.

@@ -7,12 +7,12 @@ buffers.
 from __future__ import annotations
 
 import copy
+import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, methodcaller
 from typing import Any, final
 
 import torch
@@ -20,16 +20,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
-from torchstrategy._parts import held_plainly
+from torchstrategy._parts import TORCHS_OWN, held_plainly
+from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, VALUES, Change, Structure, same
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
-
-TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MISSING = object()
-VALUES = methodcaller("values")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -123,11 +120,24 @@ class ReplicaModules:
         self._memo.update(pairs)
         self._device = device
         self._insides = [pairs[id(module)].__dict__ for module in modules]
+        self._close_over_own()
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._attribute_values = values_of(self._insides)
+        self._parts = Structure(self._insides, ("_parameters", "_modules"))
+        self._hooks = Structure(self._insides, HOOK_TABLES)
+        self._buffer_slots = Structure(self._insides, ("_buffers",))
+
+    def _close_over_own(self) -> None:
+        """Functions that the modules hold close over this replica's, where the user's close over the originals."""
+        rebinding = Rebinding(self._memo)
+        for inside in self._insides:
+            for name in inside.keys() - TORCHS_OWN:
+                inside[name] = rebinding.of(inside[name])
+            for table in HOOK_TABLES:
+                inside[table].update({key: rebinding.of(hook) for key, hook in inside[table].items()})
 
     def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
@@ -143,7 +153,7 @@ class ReplicaModules:
                 self._aliased[index] = False
             else:
                 targets.append(local.detach())
-                sources.append(owner)
+                sources.append(originals[index].tensor)  # the very same for each replica: `write` may broadcast it
         return Write(targets, sources)
 
     def shares(self, index: int) -> bool:
@@ -187,11 +197,32 @@ class ReplicaModules:
             memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}}
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = sent_to([value], [self._device])[0][0]
-            inside[name] = copy.deepcopy(value, memo)
+            inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
         self._attribute_values = values_of(self._insides)
 
+    def changed_parts(self) -> Iterator[Change]:
+        """Which parameters and layers the step made, replaced or took away; and the hooks that no original can have."""
+        yield from self._parts.changes()
+        functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+        for change in self._hooks.changes():
+            if change.after is not MISSING and not isinstance(change.after, functions):
+                yield change
+
+    def changed_hooks(self) -> list[Change]:
+        """Which hooks the step registered or removed."""
+        return self._hooks.take_changes()
+
+    def changed_buffers(self) -> list[Change]:
+        """Which buffers the step made or took away; None in the place of one is one that was taken away."""
+        changes = self._buffer_slots.take_changes()
+        return [c for c in changes if not (isinstance(c.before, torch.Tensor) and isinstance(c.after, torch.Tensor))]
+
+    def has(self, position: int, name: str, value: object) -> bool:
+        """Whether it holds the very object in a plain attribute, and no copy."""
+        return self._insides[position].get(name, MISSING) is value
+
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
-        """Brings to the originals the plain attributes, and the buffers out of nothing, that the step wrote."""
+        """Brings to the originals the plain attributes that the step wrote."""
         values = values_of(self._insides)
         if not same(self._attribute_values, values):
             self._attribute_values = values
@@ -199,15 +230,38 @@ class ReplicaModules:
                 for name, value in local.items():
                     if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
                         original[name] = value
-        for original, local in zip(originals, self._insides, strict=True):
-            for name, buffer in original["_buffers"].items():
-                if buffer is None and local["_buffers"].get(name) is not None:
-                    original["_buffers"][name] = local["_buffers"][name].detach().clone()
+
+    def return_hook(self, change: Change, original: dict[str, Any], originals: Mapping[int, object]) -> None:
+        """Registers a hook on an original, or removes it, as the step did on the copy.
+
+        It closes over originals, by the id of what this replica has in the place of each.
+        """
+        table, number = original[change.table], change.name
+        if change.after is MISSING:
+            table.pop(number, None)
+            return
+        table[number] = Rebinding(originals).of(change.after)
+        for flags in HOOK_FLAGS:
+            if number in self._insides[change.position][flags]:
+                original[flags][number] = True
+
+    def return_buffer(self, change: Change, original: dict[str, Any], device: Device) -> None:
+        """Makes a buffer in an original, or takes it away, as the step did in the copy."""
+        table, name, value = original["_buffers"], change.name, change.after
+        if isinstance(value, torch.Tensor):
+            table[name] = value.detach().to(device, copy=True)
+        elif value is None:
+            table[name] = None
+        else:
+            table.pop(name, None)
+        unsaved = "_non_persistent_buffers_set"
+        original[unsaved].discard(name)
+        original[unsaved].update({name} & self._insides[change.position][unsaved])
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or what the step put in its place."""
         table, name = self._slots[index]
-        value = table[name]
+        value = table.get(name)
         return self._agreed[index][0] if value is None else value
 
     def written_buffers(self, originals: Sequence[Original]) -> set[int]:
@@ -224,11 +278,6 @@ class ReplicaModules:
 def values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
     """What the modules with these insides hold, one list for all of them."""
     return list(chain.from_iterable(map(VALUES, insides)))
-
-
-def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Whether two lists hold the very same objects; what they are equal to is not asked."""
-    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -266,11 +315,15 @@ def _hooks_to_share(module: nn.Module) -> list[object]:
     return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
 
 
-def _one_for_all(attributes: dict[str, Any]) -> Iterator[object]:
-    """The optimizers, schedulers and scalers that a module holds, of which there are no copies."""
+def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]:
+    """The optimizers, schedulers and scalers that a module holds, perhaps in an object: of them there are no copies."""
     for value in attributes.values():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        yield from (item for item in items if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)))
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in several:
+            if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)):
+                yield item
+            elif depth and not isinstance(item, (nn.Module, torch.Tensor, type)):
+                yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
 
 
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:

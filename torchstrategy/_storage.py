@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrategy._creation import watched
+from torchstrategy._creation import Counter, watched
 from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -65,13 +65,14 @@ class Storage(ABC):
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in what this thread creates."""
-        return watched(self.take_part, self.claim, self.take_optimizer)
+        return watched(self.take_part, self.claim, self.take_optimizer, self.take_counter)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all below it.
 
         Raises:
             RuntimeError: If a part of it belongs to another strategy.
+            TypeError: If it cannot be used in replicas.
         """
         parts = parts_of([module])
         for part in parts:
@@ -114,6 +115,10 @@ class Storage(ABC):
         """Takes in an optimizer."""
 
     @abstractmethod
+    def take_counter(self, counter: Counter) -> None:
+        """Takes in a learning-rate scheduler or a `GradScaler`."""
+
+    @abstractmethod
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
         """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed.
 
@@ -145,6 +150,9 @@ class InPlaceStorage(Storage):
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         pass  # the replica uses it as it is
+
+    def take_counter(self, counter: Counter) -> None:
+        pass  # the one replica counts each step once
 
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
         return _IN_PLACE

@@ -145,7 +145,7 @@ class Strategy:
         If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
         names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
         what they were before; a completed update stays, and one that fails halfway leaves what it leaves in plain
-        PyTorch.
+        PyTorch. So does a step that writes on parameters in place, which is refused when it has done so.
 
         Args:
             fn: The step.
@@ -447,14 +447,16 @@ class Strategy:
     def distribute_module(self, module: nn.Module) -> nn.Module:
         """Gives this strategy a module that was created outside of its scope. It stays the same object.
 
-        Its parameters and buffers are moved to the parameter device.
+        Its parameters and buffers are moved to the parameter device. Of several replicas each has a copy. A function
+        that the module holds, in an attribute or as a hook, closes in the copy over the parts of the copy.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
 
         Raises:
-            TypeError: If it is not a module.
+            TypeError: If it is not a module; if there can be no copies of it, such as of a ScriptModule or of a tensor
+                with a history in an attribute. It is named by its path in the model.
             RuntimeError: If it belongs to another strategy, or if called in a replica or in another strategy's scope.
         """
         require_cross_replica(self, "Strategy.distribute_module")

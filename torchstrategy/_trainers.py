@@ -15,10 +15,9 @@ import torch
 
 from torchstrategy._captured import attributes_of
 from torchstrategy._stand_ins import is_all_in_dict, plain_class
+from torchstrategy._structure import MISSING
 from torchstrategy._tree import tree_flatten
 from torchstrategy._values import ABSENT, DistributedValues, PerReplica, component
-
-MISSING = object()
 
 
 @final
@@ -59,12 +58,12 @@ class Trainers:
         for shared in self._shared:
             shared.refresh()
 
-    def put_together(self) -> list[Change]:
+    def put_together(self) -> list[Written]:
         """What becomes of what the replicas wrote."""
-        return [Change(trainer.inside, *change) for trainer in self._trainers for change in trainer.changes()]
+        return [Written(trainer.inside, *change) for trainer in self._trainers for change in trainer.changes()]
 
 
-class Change(NamedTuple):
+class Written(NamedTuple):
     """What is written on an object of the user's; `MISSING` takes it away."""
 
     inside: dict[Any, Any]
@@ -104,7 +103,7 @@ class _Trainer:
             for r, tables in enumerate(zip(self._given, self.attributes, strict=True)):
                 value = self._in_replica(_get(now, name), r)
                 for table in tables:
-                    Change(table, name, value).apply()
+                    Written(table, name, value).apply()
         self._known = now
 
     def changes(self) -> Iterator[tuple[str, Any]]:
@@ -189,7 +188,7 @@ def _contents(thing: Any) -> Any:
 
 def _put_back(thing: Any, key: Any, value: Any) -> None:
     if isinstance(thing, dict):
-        Change(thing, key, value).apply()
+        Written(thing, key, value).apply()
     elif value is MISSING:
         object.__delattr__(thing, key)
     else:

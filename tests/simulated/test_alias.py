@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import torchstrategy
 from torchstrategy.testing import cuda_alias
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
@@ -74,6 +75,18 @@ def test_cuda_with_an_index_is_the_simulated_device_of_that_index(make: Callable
         assert make(torch.ones(2)).device == ONE
 
 
+def test_cuda_without_an_index_is_the_device_that_is_current_when_it_is_used() -> None:
+    with cuda_alias():
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.cuda.device(2):
+            assert torch.ones(2).to(device).device == torch.ones(2, device=device).device == TWO
+            assert nn.Linear(2, 2).to(device).weight.device == nn.Linear(2, 2, device=device).weight.device == TWO
+        strategy = torchstrategy.CentralStorageStrategy(["cuda:1", "cuda:2"])
+        results = strategy.run(lambda: [torch.ones(2).cuda(), torch.ones(2).to(device), torch.ones(2).to("cuda")])
+        for found, expected in zip(strategy.experimental_local_results(results), (ONE, TWO), strict=True):
+            assert {tensor.device for tensor in found} == {expected}
+
+
 def test_devices_compare_and_blocks_of_them_hold() -> None:
     with cuda_alias():
         assert torch.ones(1, device="cuda:1").device == torch.device("cuda:1")
@@ -124,6 +137,12 @@ def test_random_states_and_streams_are_those_of_the_devices() -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         assert event.query()
+
+
+def test_a_device_has_nothing_that_newer_gpus_have() -> None:
+    with cuda_alias():
+        assert torch.cuda.get_device_capability(1) == (0, 0)  # as triton, or a choice of kernels, asks
+        assert torch.cuda.get_device_name("cuda:1") == torch.cuda.get_device_properties(1).name
 
 
 def test_data_parallel_finds_its_devices() -> None:

@@ -8,12 +8,34 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import comm
 
 import torchstrategy
+from torchstrategy import _comm
 from torchstrategy._comm import brought
 from torchstrategy.testing import Traffic, count_traffic, record_streams
 
 OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]
+
+
+@pytest.fixture
+def primitives(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Has simulated devices count as those that the primitives of torch.nn.parallel know; tells of their calls."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def noted(name: str, devices_of: Any) -> None:
+        plain = getattr(comm, name)
+
+        def primitive(tensors: Any, *args: Any) -> Any:
+            calls.append((name, list(map(str, devices_of(tensors, *args)))))
+            return plain(tensors, *args)
+
+        monkeypatch.setattr(comm, name, primitive)
+
+    noted("broadcast_coalesced", lambda tensors, devices: devices)
+    noted("reduce_add", lambda tensors, destination: [tensor.device for tensor in tensors])
+    monkeypatch.setattr(_comm, "_KNOWN", frozenset({"cuda", "sim"}))
+    return calls
 
 
 def new(build: Any, **options: Any) -> tuple[torchstrategy.Strategy, nn.Module, torch.optim.Optimizer]:
@@ -150,3 +172,67 @@ def test_the_copies_are_on_the_copy_stream_of_their_device() -> None:
         strategy.run(step, args=(batch,))
     used = {(event.device, event.stream != 0) for event in record.events if event.what == "launch"}
     assert {(0, True), (1, True)} <= used
+
+
+# ---- torch.nn.parallel's primitives, which know accelerators of one kind, each once
+
+
+def weights(compute: list[str], owner: str) -> list[Any]:
+    """Those of a model after three steps."""
+    torch.manual_seed(0)
+    strategy = torchstrategy.CentralStorageStrategy(compute, owner)
+    with strategy.scope():
+        model = nn.Sequential(deep(3), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        strategy.run(step_of(model, optimizer), args=(dealt(strategy, 8),))
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+def test_parameters_go_to_several_accelerators_in_one_broadcast(primitives: list[tuple[str, list[str]]]) -> None:
+    strategy, model, optimizer = new(deep)
+    batch, step = dealt(strategy), step_of(model, optimizer)
+    strategy.run(step, args=(batch,))
+    primitives.clear()
+    for _ in range(2):
+        strategy.run(step, args=(batch,))
+        strategy.run(lambda rows: model(rows).detach(), args=(batch,))  # nothing has changed
+    refreshes = [devices for name, devices in primitives if name == "broadcast_coalesced"]
+    assert refreshes == [["sim:4", "sim:0", "sim:1"]] * 2
+
+
+@pytest.mark.parametrize("owner", ["sim:1", "sim:4", "cpu"])
+def test_values_of_several_accelerators_are_added_by_one_reduction(
+    primitives: list[tuple[str, list[str]]], owner: str
+) -> None:
+    """Its result is on one of them, and goes from there to where it is asked for."""
+    strategy = torchstrategy.CentralStorageStrategy(["sim:1", "sim:2"], owner)
+    values = strategy.run(lambda: torch.ones(2) * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group))
+    total = strategy.reduce("sum", values, axis=None)
+    assert primitives == [("reduce_add", ["sim:1", "sim:2"])]
+    assert str(total.device) == owner and total.tolist() == [3, 3]
+
+
+PLACES = {
+    "parameters elsewhere": (["sim:0", "sim:1", "sim:2"], "sim:4"),
+    "parameters with the first": (["sim:0", "sim:1", "sim:2"], "sim:0"),
+    "parameters on the CPU": (["sim:0", "sim:1"], "cpu"),
+    "a device twice": (["sim:0", "sim:1", "sim:1"], "sim:0"),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_model_is_the_same_with_and_without_the_primitives(where: str, request: pytest.FixtureRequest) -> None:
+    without = weights(*PLACES[where])
+    primitives = request.getfixturevalue("primitives")
+    assert weights(*PLACES[where]) == without
+    devices = {device for name, called in primitives if name == "broadcast_coalesced" for device in called[1:]}
+    assert (
+        devices
+        == {
+            "parameters elsewhere": {"sim:0", "sim:1", "sim:2"},
+            "parameters with the first": {"sim:1", "sim:2"},
+            "parameters on the CPU": set(),
+            "a device twice": {"sim:1"},  # each copy by itself
+        }[where]
+    )

@@ -94,8 +94,8 @@ class cuda_alias(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (tensor_cuda, torch.Tensor.cuda):
             return _cuda(*args, **kwargs)
-        if func is torch.device and args[:1] == ("cuda",) and (len(args) > 1 or "index" in kwargs):
-            return torch.device(NAME, *args[1:], **kwargs)
+        if func is torch.device and args[:1] == ("cuda",):
+            return torch.device(NAME, *args[1:], **kwargs)  # without an index it is the current one, whenever used
         return func(*map(_translated, args), **{name: _translated(value) for name, value in kwargs.items()})
 
 

@@ -111,8 +111,10 @@ def get_device_name(device: torch.device | str | int | None = None) -> str:
 
 
 def get_device_properties(device: torch.device | str | int | None = None) -> types.SimpleNamespace:
-    """The name of a device, and sizes that nothing enforces: `DataParallel` compares them."""
-    return types.SimpleNamespace(name=get_device_name(device), total_memory=_TOTAL_MEMORY, multi_processor_count=1)
+    """The name of a device, sizes that nothing enforces (`DataParallel` compares them), and no capability of CUDA's."""
+    return types.SimpleNamespace(
+        name=get_device_name(device), total_memory=_TOTAL_MEMORY, multi_processor_count=1, major=0, minor=0
+    )
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -1,0 +1,147 @@
+"""What the replicas of one run at a time have of the user's modules and optimizers."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._gradients import Gradients
+from torchstrategy._ledger import LocalParameter
+from torchstrategy._mirrors import Mirrors
+from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies
+from torchstrategy._types import Device
+
+
+class Layout(NamedTuple):
+    """Where copies are, and how they are kept in step."""
+
+    devices: Sequence[Device]  # of each replica
+    parameter_device: Device
+    may_alias: Sequence[bool]  # of each replica, whether its parameters there may have the memory of the originals
+    averages_buffers: bool
+    is_mirrored: bool  # whether replicas update parameters themselves
+
+
+@final
+class Copies:
+    """What the replicas of one run at a time have of the user's modules and optimizers.
+
+    Args:
+        roots: The user's modules.
+        optimizers: The user's optimizers.
+        layout: Where the copies are, and how they are kept in step.
+        generation: Of the set of modules that they are copies of.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        layout: Layout,
+        generation: int,
+    ) -> None:
+        self.generation = generation
+        self.thread = 0  # of the run that has them
+        self._layout = layout
+        self._num_replicas = len(layout.devices)
+        with undisturbed():
+            self.mirrors = Mirrors(
+                roots, layout.devices, layout.parameter_device, layout.may_alias, layout.averages_buffers
+            )
+        self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
+        self._optimizer_copies: dict[int, OptimizerCopies] = {}
+        self._take_optimizers(optimizers)
+
+    def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Brings what the user wrote on the originals to the copies. False if they have to be made anew."""
+        with undisturbed():
+            if not self.mirrors.refresh():
+                return False
+        if _signature(optimizers) != self._optimizer_signature:
+            self._take_optimizers(optimizers)
+        return True
+
+    def originals(self) -> list[object]:
+        """What stand-ins are needed for."""
+        return [*self.mirrors.originals(), *self.optimizers(), *self.plain_owners()]
+
+    def plain_owners(self) -> list[nn.Parameter]:
+        """The user's parameters."""
+        return [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
+
+    def optimizers(self) -> list[Optimizer]:
+        """The user's optimizers."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._optimizer_signature = _signature(optimizers)
+        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
+        self.gradients = Gradients(
+            [*self.mirrors.owners, *(p for _, p in loose.values())],
+            [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
+            [self.mirrors.parameters(r) for r in range(self._num_replicas)],
+        )
+        indices = {id(owner): index for index, owner in enumerate(self.gradients.owners)}
+        self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
+        self.known = indices.keys()
+        if self._layout.is_mirrored:
+            local = [self._local_of(r) for r in range(1, self._num_replicas)]
+            self._optimizer_copies = {id(o): OptimizerCopies(o, local) for o in optimizers if can_have_copies(o)}
+
+    def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
+        """Asks for the state of an optimizer that a replica has of its own, if it has."""
+        copies = self._optimizer_copies.get(id(optimizer))
+        return functools.partial(copies.state, replica) if copies is not None and replica else None
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
+        copies = self._optimizer_copies_of(optimizer)
+        if copies is not None:
+            with undisturbed():
+                self.mirrors.refresh_parameters()
+                copies.begin(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The user's optimizer has taken a step: its copies take the same."""
+        copies = self._optimizer_copies_of(optimizer)
+        if copies is not None:
+            owners = self.mirrors.those_of_the_first(parameters_of(optimizer))
+            copies.step(optimizer, owners)
+            self.mirrors.note_updated(owners)
+
+    def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
+        return self._optimizer_copies.get(id(optimizer)) if can_have_copies(optimizer) else None
+
+    def _local_of(self, replica: int) -> dict[int, LocalParameter]:
+        owners, local = self.mirrors.owners, self.mirrors.parameters(replica)
+        return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All that it updates, in order."""
+    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
+
+
+def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[int]]]:
+    return [(id(o), [len(group["params"]) for group in vars(o)["param_groups"]]) for o in optimizers]
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for i, group in enumerate(vars(optimizer)["param_groups"]):
+        for j, parameter in enumerate(group["params"]):
+            yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter

@@ -1,0 +1,77 @@
+"""What modules are made of: which parameters, buffers, children and hooks they have, and whether that has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any, NamedTuple, final
+
+VALUES = methodcaller("values")
+MISSING = object()
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
+
+
+class Change(NamedTuple):
+    """An entry of a table of a module that is not what it was; `MISSING`: it was, or is, not there."""
+
+    position: int  # of the module
+    table: str
+    name: Any  # of a hook, its number
+    before: object
+    after: object
+
+    def verb(self) -> str:
+        """What was done to it."""
+        return "made" if self.before is MISSING else "taken away" if self.after is MISSING else "replaced"
+
+
+@final
+class Structure:
+    """The entries that some tables of modules had when this was made.
+
+    Args:
+        insides: The `__dict__` of each module.
+        tables: The names of the tables.
+    """
+
+    def __init__(self, insides: Sequence[dict[str, Any]], tables: Sequence[str]) -> None:
+        self._places = [(position, table) for position in range(len(insides)) for table in tables]
+        self._tables: list[dict[Any, Any]] = [insides[position][table] for position, table in self._places]
+        self.is_known()
+
+    def is_known(self) -> None:
+        """From here on, what the tables hold now is what they had."""
+        self._known = [dict(table) for table in self._tables]
+        self._values = self._current()
+
+    def is_same(self) -> bool:
+        """Whether the tables hold the very same objects in the same order."""
+        return same(self._values, self._current())
+
+    def changes(self) -> Iterator[Change]:
+        """Where the tables differ from what they had; in what order they have it counts for nothing."""
+        if self.is_same():
+            return
+        for (position, table), known, now in zip(self._places, self._known, self._tables, strict=True):
+            for name in {**known, **now}:
+                before, after = known.get(name, MISSING), now.get(name, MISSING)
+                if before is not after:
+                    yield Change(position, table, name, before, after)
+
+    def take_changes(self) -> list[Change]:
+        """The changes, which are known from here on."""
+        changes = list(self.changes())
+        if changes:
+            self.is_known()
+        return changes
+
+    def _current(self) -> list[object]:
+        return list(chain.from_iterable(map(VALUES, self._tables)))
+
+
+def same(first: Sequence[object], second: Sequence[object]) -> bool:
+    """Whether two lists hold the very same objects; what they are equal to is not asked."""
+    return len(first) == len(second) and all(map(is_, first, second))
