@@ -25,7 +25,13 @@ import torchstrategy.testing
 PACKAGE = Path(inspect.getfile(torchstrategy)).parent
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
-OF_TENSORFLOW = ["torchstrategy", "torchstrategy.experimental", "torchstrategy.nn"]
+OF_TENSORFLOW = [
+    "torchstrategy",
+    "torchstrategy.compat.v1",
+    "torchstrategy.compat.v1.experimental",
+    "torchstrategy.experimental",
+    "torchstrategy.nn",
+]
 NAMESPACES = [*OF_TENSORFLOW, "torchstrategy.testing"]
 PUBLIC = [
     (namespace, name)
@@ -65,18 +71,20 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_gradients",
             "_links",
             "_local_optimizer",
+            "_multi_step_context",
             "_pieces",
             "_reductions",
             "_replica_context",
             "_replica_modules",
             "_replicas",
+            "_scope",
             "_storage",
         },
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
-        {"_central_storage", "_strategy"},  # who owns a parameter; the noun
-        {"_extended"},  # the parts, put together
+        {"_central_storage", "_strategy_base"},  # who owns a parameter; the noun
+        {"_extended", "_strategy"},  # the parts, put together; the noun, as version 2 has it
         {"_strategies"},  # the choices
-        {"_data_parallel", "experimental", "nn", "testing"},  # facades, and what steps and tests need
+        {"_data_parallel", "compat", "experimental", "nn", "testing"},  # facades, and what steps and tests need
         {"__init__"},
     ],
     ("_input",): [
@@ -87,9 +95,17 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_reading"},
         {"_ahead", "_iterator"},
         {"_dataset"},
+        {"_input_iterator"},
         {"__init__"},
     ],
     ("_strategies",): [{"_central_storage", "_default", "_one_device"}, {"__init__"}],
+    ("compat",): [{"v1"}, {"__init__"}],
+    ("compat", "v1"): [
+        {"_loss_reduction", "_strategy"},
+        {"_central_storage", "_one_device"},
+        {"experimental"},
+        {"__init__"},
+    ],
     ("experimental",): [{"__init__"}],
     ("nn",): [{"_losses", "_sync_batch_norm"}, {"__init__"}],
     ("testing",): [

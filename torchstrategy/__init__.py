@@ -15,12 +15,12 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     trainer           an object of the user's that holds models or what trains them
     meeting           where every replica brings something and all go on together
 
-To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then
+To read the package, begin with `_strategy_base` (what a user calls) and `_extended` (the parts put together); then
 `_values`, `_context`, `_team` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
 `_stand_ins`, `_trainers`.
 """
 
-from torchstrategy import experimental, nn
+from torchstrategy import compat, experimental, nn
 from torchstrategy._context import (
     experimental_set_strategy,
     get_replica_context,
@@ -68,6 +68,7 @@ __all__ = [
     "StrategyExtended",
     "TensorSpec",
     "ValueContext",
+    "compat",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gatherable
+from torchstrategy._comm import sent_to
 from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
@@ -29,9 +30,9 @@ from torchstrategy._replica_context import Meetings, running_context
 from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
-from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._strategy_extended import StrategyExtended
-from torchstrategy._tree import tree_flatten
+from torchstrategy._tree import map_leaves, tree_flatten
 from torchstrategy._types import Device, ReplicaFn, Tree
 from torchstrategy._values import (
     ABSENT,
@@ -39,13 +40,27 @@ from torchstrategy._values import (
     Mirrored,
     check_component_counts,
     distributed_within,
+    local_results,
     regroup,
     select,
 )
 
 
+class _OnOneMachine(StrategyExtended):
+    """What both have in common."""
+
+    def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
+        return local_results(distributed_value)
+
+    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: None) -> Tree:
+        return map_leaves(lambda leaf: _sent(self._reduce(reduce_op, leaf), destinations), value)
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        return _sent(tensor, destinations)
+
+
 @final
-class SingleExtended(StrategyExtended):
+class SingleExtended(_OnOneMachine):
     """One replica, on the caller's thread, on the user's own objects. Nothing is wrapped, and nothing is put together.
 
     Args:
@@ -68,6 +83,15 @@ class SingleExtended(StrategyExtended):
     def parameter_devices(self) -> tuple[Device, ...]:
         return self.worker_devices
 
+    @property
+    def experimental_between_graph(self) -> bool:
+        if self._device is None:
+            raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+        return False
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        return (self._device_of(0),)
+
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
         return not has_owner(v) if self._storage is None else self._storage.owns(v)
@@ -76,16 +100,14 @@ class SingleExtended(StrategyExtended):
     def _num_replicas_in_sync(self) -> int:
         return 1
 
-    def _call_for_each_replica(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
-    ) -> Tree:
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         distributed = list(distributed_within((args, kwargs)))
         if distributed:
             check_component_counts(distributed, 1)
             args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        return _run_alone(self._strategy, self._device, lambda: fn(*args, **kwargs))
+        return _run_alone(self._container_strategy(), self._device, lambda: fn(*args, **kwargs))
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return value
@@ -98,6 +120,13 @@ class SingleExtended(StrategyExtended):
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             check_gatherable([value], axis)  # code that is written with one device should not break on two
         return value
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        if self._device is None:
+            raise NotImplementedError(
+                "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
+            )
+        return super()._broadcast_to(tensor, destinations)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         if self._device is None:
@@ -135,22 +164,26 @@ class SingleExtended(StrategyExtended):
     def _device_of(self, replica: int) -> Device:
         return canonical(None) if self._device is None else self._device
 
-    def _copy(self) -> StrategyExtended:
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
         return SingleExtended(self._device, None if self._storage is None else self._storage.like())
 
 
 @final
-class ReplicatedExtended(StrategyExtended):
+class ReplicatedExtended(_OnOneMachine):
     """Replicas that meet: their values are put together, and a batch is dealt out to them. There may be only one.
 
     Args:
         replicas: Where they run.
         storage: Where parameters live.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
+        between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
     """
 
-    def __init__(self, replicas: Replicas, storage: Storage, gradient_reduction: ReduceOp) -> None:
+    def __init__(
+        self, replicas: Replicas, storage: Storage, gradient_reduction: ReduceOp, between_graph: bool = False
+    ) -> None:
         super().__init__()
+        self._between_graph = between_graph
         self._replicas = replicas
         self._storage = storage
         self._gradient_reduction = gradient_reduction
@@ -163,6 +196,10 @@ class ReplicatedExtended(StrategyExtended):
     def parameter_devices(self) -> tuple[Device, ...]:
         return (self._storage.parameter_device,)
 
+    @property
+    def experimental_between_graph(self) -> bool:
+        return self._between_graph
+
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
         return self._storage.owns(v)
@@ -171,12 +208,10 @@ class ReplicatedExtended(StrategyExtended):
     def _num_replicas_in_sync(self) -> int:
         return len(self._replicas.devices)
 
-    def _call_for_each_replica(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
-    ) -> Tree:
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
-        strategy, count = self._strategy, self._num_replicas_in_sync
+        strategy, count = self._container_strategy(), self._num_replicas_in_sync
         if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
             check_component_counts(list(distributed_within((args, kwargs))), 1)
             args, kwargs = select((args, kwargs), 0)
@@ -197,7 +232,7 @@ class ReplicatedExtended(StrategyExtended):
             return regroup([results.get(r, ABSENT) for r in range(count)])
 
     def _in_replica(
-        self, strategy: Strategy, replica: Replica, shares: Shares, loan: Loan
+        self, strategy: StrategyBase, replica: Replica, shares: Shares, loan: Loan
     ) -> AbstractContextManager[object]:
         """Makes this thread, for the length of a block, that of the replica."""
         collective = Collective(replica, shares.present, shares.weights, self._replicas.devices)
@@ -242,10 +277,6 @@ class ReplicatedExtended(StrategyExtended):
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
         return distributed_from_function(dataset_fn, self._replicas.devices, options)
 
-    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
-        count = self._num_replicas_in_sync
-        return regroup([value_fn(ValueContext(r, count)) for r in range(count)], always_wrap=True)
-
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)
         return module.to(place(self._storage.parameter_device))
@@ -259,8 +290,9 @@ class ReplicatedExtended(StrategyExtended):
     def _device_of(self, replica: int) -> Device:
         return self._replicas.devices[replica]
 
-    def _copy(self) -> StrategyExtended:
-        return ReplicatedExtended(Replicas(self._replicas.devices), self._storage.like(), self._gradient_reduction)
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        replicas = Replicas(self._replicas.devices)
+        return ReplicatedExtended(replicas, self._storage.like(), self._gradient_reduction, self._between_graph)
 
 
 def _alone() -> Meetings:
@@ -273,7 +305,7 @@ def _alone() -> Meetings:
 ALONE = _alone()
 
 
-def _run_alone(strategy: Strategy, device: Device | None, call: Callable[[], Tree]) -> Tree:
+def _run_alone(strategy: StrategyBase, device: Device | None, call: Callable[[], Tree]) -> Tree:
     """Calls the step in a lone replica on the user's own objects."""
     context = running_context(strategy, ALONE)
     try:
@@ -289,6 +321,21 @@ def _refuse_input_options(options: InputOptions) -> None:
             f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
             "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
         )
+
+
+def _sent(value: Tree, destinations: Any) -> Tree:
+    """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
+    if isinstance(destinations, DistributedValues):
+        return _mirrored(value, destinations)
+    device = destinations.device if isinstance(destinations, torch.Tensor) else place(canonical(destinations))
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _mirrored(value: torch.Tensor, like: DistributedValues) -> Mirrored:
+    for component in like.values:
+        if not isinstance(component, torch.Tensor):
+            raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
+    return Mirrored([c if c is ABSENT else sent_to([value], [c.device])[0][0] for c in like._components])
 
 
 def _may_require_grad(value: Tree) -> bool:

@@ -19,7 +19,7 @@ from torchstrategy._values import ABSENT, check_component_counts, regroup, selec
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torchstrategy._strategy import Strategy
+    from torchstrategy._strategy_base import StrategyBase
 
 
 @final
@@ -53,7 +53,7 @@ class ReplicaContext:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReplicaContext
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+    def __init__(self, strategy: StrategyBase, replica_id_in_sync_group: int) -> None:
         try:
             self._replica_id = operator.index(replica_id_in_sync_group)
         except TypeError:
@@ -63,7 +63,7 @@ class ReplicaContext:
         self._entries: list[AbstractContextManager[None]] = []
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyBase:
         """The strategy whose replica this is."""
         return self._strategy
 
@@ -245,7 +245,7 @@ class Meetings:
         return regroup(by_replica)
 
 
-def running_context(strategy: Strategy, meetings: Meetings) -> ReplicaContext:
+def running_context(strategy: StrategyBase, meetings: Meetings) -> ReplicaContext:
     """The context of a replica that runs."""
     context = ReplicaContext(strategy, meetings.replica.index)
     context._meetings = meetings
