@@ -30,7 +30,6 @@ from torchstrategy._context import (
     set_default,
 )
 from torchstrategy._data_parallel import DataParallel
-from torchstrategy._extended import ALONE
 from torchstrategy._input import (
     DistributedDataset,
     DistributedIterator,
@@ -43,7 +42,7 @@ from torchstrategy._input import (
     register_batch_type,
 )
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
-from torchstrategy._replica_context import ReplicaContext, running_context
+from torchstrategy._replica_context import ALONE, ReplicaContext, running_context
 from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy
 from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended

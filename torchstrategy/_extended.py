@@ -25,8 +25,8 @@ from torchstrategy._input import (
 )
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._reductions import combined, combined_along, gathered
-from torchstrategy._replica import InlineReplica, Replica
-from torchstrategy._replica_context import Meetings, running_context
+from torchstrategy._replica import Replica
+from torchstrategy._replica_context import ALONE, Meetings, running_context
 from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
@@ -293,16 +293,6 @@ class ReplicatedExtended(_OnOneMachine):
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
         replicas = Replicas(self._replicas.devices)
         return ReplicatedExtended(replicas, self._storage.like(), self._gradient_reduction, self._between_graph)
-
-
-def _alone() -> Meetings:
-    """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
-    device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
-    replica = InlineReplica(0, device)
-    return Meetings(replica, Collective(replica, (0,), (1.0,), (device,)), (0,), 1, nullcontext)
-
-
-ALONE = _alone()
 
 
 def _run_alone(strategy: StrategyBase, device: Device | None, call: Callable[[], Tree]) -> Tree:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from typing_extensions import Self
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor
 from torchstrategy._context import Frame, current_frame, entered, get_replica_context
 from torchstrategy._options import ReduceOp
-from torchstrategy._replica import Replica
+from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._tree import by_name, tree_flatten
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import ABSENT, check_component_counts, regroup, select
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
+    from torchstrategy._strategy import Strategy
     from torchstrategy._strategy_base import StrategyBase
 
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 class ReplicaContext:
     """The replica that a step runs in. Ask for it with `torchstrategy.get_replica_context()`.
 
-    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more.
+    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more. A strategy of
+    one's own makes one and calls the step in it: `with ReplicaContext(strategy, 0): ...`. Such a replica has nobody to
+    meet but itself.
 
     Args:
         strategy: The strategy whose replica it is.
@@ -60,12 +63,13 @@ class ReplicaContext:
             raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
         self._strategy = strategy
         self._meetings: Meetings | None = None
+        self._is_over = False
         self._entries: list[AbstractContextManager[None]] = []
 
     @property
-    def strategy(self) -> StrategyBase:
+    def strategy(self) -> Strategy:
         """The strategy whose replica this is."""
-        return self._strategy
+        return self._strategy  # type: ignore[return-value]  # one of compat.v1 only in its own replicas
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -203,8 +207,17 @@ class ReplicaContext:
     def _ends(self) -> None:
         """The call of the step is over, and with it every meeting."""
         self._meetings = None
+        self._is_over = True
 
     def _require_active(self, what: str) -> Meetings:
+        if self._entries and self._meetings is None and not self._is_over and get_replica_context() is self:
+            if self.num_replicas_in_sync > 1:
+                raise RuntimeError(
+                    f"{what} is where replicas meet, and replica {self._replica_id} of {self.num_replicas_in_sync} of "
+                    f"{self._strategy!r} was entered by hand: nothing says where the others are. Bring the replicas' "
+                    "results together after run."
+                )
+            return ALONE
         self._require_here(what, can_meet=self._meetings is not None)
         assert self._meetings is not None
         return self._meetings
@@ -243,6 +256,16 @@ class Meetings:
         for r, tree in zip(self.present, brought, strict=True):
             by_replica[r] = tree
         return regroup(by_replica)
+
+
+def _alone() -> Meetings:
+    """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
+    device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
+    replica = InlineReplica(0, device)
+    return Meetings(replica, Collective(replica, (0,), (1.0,), (device,)), (0,), 1, nullcontext)
+
+
+ALONE = _alone()
 
 
 def running_context(strategy: StrategyBase, meetings: Meetings) -> ReplicaContext:

@@ -392,6 +392,14 @@ class StrategyExtended:
             raise RuntimeError("The strategy of this `extended` is gone. Keep the strategy, not only its `extended`.")
         return strategy
 
+    def _select(self, tree: Tree, replica: int) -> Tree:
+        """`tree` as a replica sees it: with its component of every distributed value."""
+        return select(tree, replica)
+
+    def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
+        """One tree out of those of all replicas: the object that is the same in all, else a `DistributedValues`."""
+        return regroup(by_replica)
+
     def _bind(self, strategy: StrategyBase) -> None:
         self._strategy_reference = weakref.ref(strategy)
 
