@@ -20,7 +20,7 @@ To read the package, begin with `_strategy_base` (what a user calls) and `_exten
 `_stand_ins`, `_trainers`.
 """
 
-from torchstrategy import compat, experimental, nn
+from torchstrategy import cluster_resolver, compat, experimental, nn
 from torchstrategy._context import (
     experimental_set_strategy,
     get_replica_context,
@@ -28,6 +28,12 @@ from torchstrategy._context import (
     has_strategy,
     in_cross_replica_context,
     set_default,
+)
+from torchstrategy._cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
 )
 from torchstrategy._data_parallel import DataParallel
 from torchstrategy._input import (
@@ -50,23 +56,28 @@ from torchstrategy._values import DistributedValues
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DataParallel",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "OutOfRangeError",
     "PerReplicaSpec",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
     "StrategyExtended",
     "TensorSpec",
     "ValueContext",
+    "cluster_resolver",
     "compat",
     "experimental",
     "experimental_set_strategy",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gatherable
 from torchstrategy._comm import sent_to
+from torchstrategy._communication import CommunicationOptions, check_usable
 from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
@@ -24,7 +26,7 @@ from torchstrategy._input import (
     distributed_from_function,
 )
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._reductions import combined, combined_along, gathered
+from torchstrategy._reductions import combined, combined_along, combined_in_packs, gathered
 from torchstrategy._replica import Replica
 from torchstrategy._replica_context import ALONE, Meetings, running_context
 from torchstrategy._replicas import Replicas
@@ -32,12 +34,13 @@ from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
 from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._strategy_extended import StrategyExtended
-from torchstrategy._tree import map_leaves, tree_flatten
+from torchstrategy._tree import map_leaves, tree_flatten, unflatten_like
 from torchstrategy._types import Device, ReplicaFn, Tree
 from torchstrategy._values import (
     ABSENT,
     DistributedValues,
     Mirrored,
+    PerReplica,
     check_component_counts,
     distributed_within,
     local_results,
@@ -52,8 +55,28 @@ class _OnOneMachine(StrategyExtended):
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return local_results(distributed_value)
 
-    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: None) -> Tree:
-        return map_leaves(lambda leaf: _sent(self._reduce(reduce_op, leaf), destinations), value)
+    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
+        return self._reduced_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions
+    ) -> list[Tree]:
+        return self._reduced_to(reduce_op, value_destination_pairs, options, "batch_reduce_to")
+
+    def _reduced_to(
+        self, op: ReduceOp, pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions, method: str
+    ) -> list[Tree]:
+        check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
+        leaves, spec = tree_flatten([value for value, _ in pairs])
+        reduced = unflatten_like(self._reduce_all(op, leaves, options), spec)
+        return [
+            map_leaves(partial(_sent, destinations=where), value)
+            for value, (_, where) in zip(reduced, pairs, strict=True)
+        ]
+
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        """The sum or mean of each of several leaves."""
+        return [self._reduce(op, leaf) for leaf in leaves]
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         return _sent(tensor, destinations)
@@ -258,6 +281,16 @@ class ReplicatedExtended(_OnOneMachine):
                 "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
             )
         return as_tensor(value).clone()
+
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        if not options.bytes_per_pack:
+            return super()._reduce_all(op, leaves, options)
+        together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
+        check_component_counts(leaves, self._num_replicas_in_sync)
+        columns = [leaves[i].values for i in together]
+        device = self._storage.parameter_device
+        reduced = dict(zip(together, combined_in_packs(op, columns, device, options.bytes_per_pack), strict=True))
+        return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         check_component_counts([value], self._num_replicas_in_sync)

@@ -9,6 +9,7 @@ import torch
 from torchstrategy._collectives import as_tensor, check_addable, check_gatherable
 from torchstrategy._comm import added, concatenated
 from torchstrategy._options import ReduceOp
+from torchstrategy._packs import in_packs
 from torchstrategy._types import Device, Tree
 
 
@@ -19,10 +20,20 @@ def combined(op: ReduceOp, values: Sequence[Tree], device: Device) -> torch.Tens
         ValueError: If shapes or dtypes differ.
         TypeError: If a value cannot be added.
     """
-    tensors = [as_tensor(value) for value in values]
-    check_addable(tensors)
-    total = added(tensors, device)
-    return total / len(tensors) if op is ReduceOp.MEAN else total
+    return combined_in_packs(op, [values], device, 0)[0]
+
+
+def combined_in_packs(
+    op: ReduceOp, columns: Sequence[Sequence[Tree]], device: Device, bytes_per_pack: int
+) -> list[torch.Tensor]:
+    """What `combined` makes of each of several columns of values, which are sent in packs of so many bytes at most."""
+    tensors = [[as_tensor(value) for value in values] for values in columns]
+    for column in tensors:
+        check_addable(column)
+    totals = in_packs(tensors, bytes_per_pack, lambda column: added(column, device))
+    if op is ReduceOp.SUM:
+        return totals
+    return [total / len(column) for total, column in zip(totals, tensors, strict=True)]
 
 
 def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, ...], device: Device) -> torch.Tensor:

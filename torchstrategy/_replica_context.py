@@ -11,6 +11,7 @@ import torch
 from typing_extensions import Self
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor
+from torchstrategy._communication import CommunicationOptions, as_options, check_usable
 from torchstrategy._context import Frame, current_frame, entered, get_replica_context
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import InlineReplica, Replica
@@ -128,7 +129,7 @@ class ReplicaContext:
 
         return meetings.replica.meet("merge_call", combine, (tuple(args), dict(kwargs)))
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: None = None) -> Tree:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
         """Meets the other replicas and returns the sum or mean of their values, of any nesting, each as its own tensor.
 
         Gradients flow through it, scaled by the replicas' shares in the gradient: see `RunOptions`.
@@ -137,7 +138,7 @@ class ReplicaContext:
             reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default
                 dtype.
             value: A tensor or number, or containers of them: in every replica of the same shapes and dtypes.
-            options: None.
+            options: How values are sent.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -150,21 +151,24 @@ class ReplicaContext:
         Raises:
             RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
                 call.
-            ValueError: If shapes or dtypes differ, or `reduce_op` names no reduction.
+            ValueError: If shapes or dtypes differ, `reduce_op` names no reduction, or an option asks for what cannot be
+                done.
             TypeError: If a value cannot be added.
         """
         meetings = self._require_active("all_reduce")
         op = ReduceOp.of(reduce_op)
-        refuse_options("all_reduce", options)
+        said = as_options("all_reduce", options)
+        check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in meetings.present])
         names, leaves, put_back = by_name(value)
         if not leaves:
             return value
-        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
+        collective = meetings.collective.in_packs(said.bytes_per_pack)
+        sums = collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / meetings.collective.size for total in sums]
         return put_back(sums)
 
-    def all_gather(self, value: Tree, axis: int, options: None = None) -> Tree:
+    def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
         """Meets the other replicas and returns their values, of any nesting, one after the other along `axis`.
 
         Sizes along `axis` may differ. Gradients flow through it.
@@ -172,7 +176,7 @@ class ReplicaContext:
         Args:
             value: A tensor of at least one dimension, or containers of them.
             axis: Along which dimension; negative ones count from the end.
-            options: None.
+            options: How values are sent.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -185,12 +189,15 @@ class ReplicaContext:
         Raises:
             RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
                 call.
-            ValueError: If a value is a scalar, or two differ elsewhere than along `axis`, or there is no such axis.
+            ValueError: If a value is a scalar, two differ elsewhere than along `axis`, there is no such axis, or an
+                option asks for what cannot be done.
         """
         meetings = self._require_active("all_gather")
-        refuse_options("all_gather", options)
+        said = as_options("all_gather", options)
+        check_usable("all_gather", said)
         names, leaves, put_back = by_name(value)
-        return put_back(meetings.collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
+        collective = meetings.collective.in_packs(said.bytes_per_pack)
+        return put_back(collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
 
     def __enter__(self) -> Self:
         entry = entered(Frame(self._strategy, self))
@@ -273,9 +280,3 @@ def running_context(strategy: StrategyBase, meetings: Meetings) -> ReplicaContex
     context = ReplicaContext(strategy, meetings.replica.index)
     context._meetings = meetings
     return context
-
-
-def refuse_options(method: str, options: object) -> None:
-    """Refuses options that nothing here has a use for, rather than ignore them."""
-    if options is not None:
-        raise ValueError(f"{method}(options={options!r}): there are no options to choose from here; leave it out.")

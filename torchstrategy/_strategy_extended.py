@@ -17,12 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from torchstrategy._communication import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._context import require_cross_replica
 from torchstrategy._devices import canonical, in_use
 from torchstrategy._input import ArrayDataset, DatasetFn, InputOptions
 from torchstrategy._multi_step_context import MultiStepContext
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._replica_context import refuse_options
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, DeviceLike, ReplicaFn, Tree
 from torchstrategy._values import DistributedValues, regroup, select
@@ -101,7 +101,11 @@ class StrategyExtended:
         return self._run(fn, tuple(args), dict(kwargs or {}), NO_OPTIONS)
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Tree, destinations: DeviceLike | DistributedValues, options: None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        destinations: DeviceLike | DistributedValues,
+        options: CommunicationOptions | None = None,
     ) -> Tree:
         """The sum or mean of a value over the replicas, on the devices of one's choice.
 
@@ -110,7 +114,7 @@ class StrategyExtended:
             value: What `run` returned; containers are reduced leaf by leaf.
             destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device
                 of each of its components.
-            options: None.
+            options: How values are sent.
 
         Returns:
             A tensor, or a mirrored value for a distributed destination.
@@ -122,22 +126,25 @@ class StrategyExtended:
             tensor([4., 4.])
 
         Raises:
-            ValueError: If shapes differ, or the destination is not there.
+            ValueError: If shapes differ, the destination is not there, or an option asks for what cannot be done.
             TypeError: If the destination is a list or tuple.
             RuntimeError: If called in a replica or in another strategy's scope.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
         require_cross_replica(self._container_strategy(), "reduce_to")
-        refuse_options("reduce_to", options)
+        said = as_options("reduce_to", options)
         op = ReduceOp.of(reduce_op)
         _check_destinations(destinations)
-        return self._reduce_to(op, value, destinations, options)
+        return self._reduce_to(op, value, destinations, said)
 
     def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Tree, Any]], options: None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Tree, Any]],
+        options: CommunicationOptions | None = None,
     ) -> list[Tree]:
-        """`reduce_to` for each of several (value, destinations) pairs.
+        """`reduce_to` for each of several (value, destinations) pairs, which may be sent together.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -153,7 +160,9 @@ class StrategyExtended:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
-        return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
+            _check_destinations(pair[1])
+        said = as_options("batch_reduce_to", options)
+        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, said)
 
     def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
         """A tensor on the devices of one's choice.
@@ -333,9 +342,15 @@ class StrategyExtended:
         """The components of a value; of one that is not distributed, that one."""
         raise self._missing("_local_results")
 
-    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: Any) -> Tree:
+    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
         """The sum or mean of a value over the replicas, at its destinations."""
         raise self._missing("_reduce_to")
+
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions
+    ) -> list[Tree]:
+        """`reduce_to` of several values."""
+        return [self._reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
 
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if options != NO_OPTIONS:
@@ -344,7 +359,7 @@ class StrategyExtended:
             return self._call_for_each_replica(fn, args, kwargs)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        return self._local_results(self._reduce_to(op, value, torch.device("cpu"), None))[0]
+        return self._local_results(self._reduce_to(op, value, torch.device("cpu"), NO_COMMUNICATION_OPTIONS))[0]
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         total = self._reduce(ReduceOp.SUM, self._run(_sum_along, (value, axis), {}, NO_OPTIONS))
