@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
@@ -57,6 +57,7 @@ def test_the_example_is_short() -> None:
 # The example
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 9), count=st.integers(1, 4))
 def test_the_gradient_in_parts_is_that_of_the_batch(rows: int, count: int) -> None:
     strategy, model, batch = MicroBatches(count), torch.nn.Linear(3, 1), torch.randn(rows, 3)
@@ -69,6 +70,7 @@ def test_the_gradient_in_parts_is_that_of_the_batch(rows: int, count: int) -> No
         torch.testing.assert_close(p.grad, gradient)
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 9), count=st.integers(1, 4), axis=st.sampled_from([0, 1, -1, (0, 1)]))
 def test_reduce_needs_no_more_than_the_four_methods(rows: int, count: int, axis: Any) -> None:
     strategy, batch = MicroBatches(count), torch.rand(rows, count)

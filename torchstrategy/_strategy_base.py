@@ -23,6 +23,7 @@ from torchstrategy._input import (
     InputOptions,
     InputReplicationMode,
     from_input_fn,
+    next_of,
 )
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._scope import StrategyScope
@@ -193,12 +194,13 @@ class StrategyBase:
 
         Raises:
             OutOfRangeError: If there is no other batch.
+            TypeError: If `input_iterator` has no `get_next()`.
             RuntimeError: As `run`; then no batch is taken.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_run
         """
         require_cross_replica(self, "Strategy.experimental_run")
-        return self.run(fn, () if input_iterator is None else (input_iterator.get_next(),))
+        return self.run(fn, () if input_iterator is None else (next_of(input_iterator),))
 
     def make_dataset_iterator(self, dataset: Any) -> InputIterator:
         """`experimental_distribute_dataset` with one iterator, which can be begun again.

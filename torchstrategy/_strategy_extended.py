@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from torchstrategy._communication import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._context import require_cross_replica
 from torchstrategy._devices import canonical, in_use
-from torchstrategy._input import ArrayDataset, DatasetFn, InputOptions
+from torchstrategy._input import ArrayDataset, DatasetFn, InputOptions, next_of
 from torchstrategy._multi_step_context import MultiStepContext
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._tree import map_leaves
@@ -316,7 +316,7 @@ class StrategyExtended:
         context = MultiStepContext(initial_loop_values or {})
         with strategy.scope():
             for _ in range(iterations):
-                fn(context, iterator.get_next())
+                fn(context, next_of(iterator))
         return context
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:

@@ -67,6 +67,20 @@ class InputIterator:
             raise OutOfRangeError("The dataset has no more batches.") from None
 
 
+def next_of(iterator: Any) -> Tree:
+    """The next batch of an iterator of datasets that were distributed.
+
+    Raises:
+        TypeError: If it is no such iterator.
+    """
+    if not hasattr(iterator, "get_next"):
+        raise TypeError(
+            "An input iterator is what make_dataset_iterator, make_input_fn_iterator or iter(distributed dataset) "
+            f"returns, and has get_next(); got {an(type(iterator).__name__)}."
+        )
+    return iterator.get_next()
+
+
 def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
     """`input_fn` for those who want a dataset: where it returns a function, what that returns, call by call."""
 

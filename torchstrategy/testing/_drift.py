@@ -11,7 +11,7 @@ from torch import nn
 from torchstrategy._conductors import none_in_force
 from torchstrategy._context import current_frame, local_object
 from torchstrategy._errors import plural
-from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._team import runs_under_way
 from torchstrategy.testing._refusals import refuse_in_replica
 
@@ -20,7 +20,7 @@ _MOST_NAMED = 5
 _Tensors = Mapping[str, torch.Tensor]
 
 
-def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
+def assert_replicas_agree(strategy: StrategyBase, *modules: nn.Module) -> None:
     """Fails if the replicas' copies of some modules have drifted apart.
 
     Every parameter and buffer of each replica is compared with that of replica 0, bit by bit; NaN agrees with NaN.
@@ -64,14 +64,14 @@ def assert_replicas_agree(strategy: Strategy, *modules: nn.Module) -> None:
         strategy.run(look)
 
 
-def _refuse_misuse(strategy: Strategy, modules: Sequence[nn.Module]) -> None:
+def _refuse_misuse(strategy: StrategyBase, modules: Sequence[nn.Module]) -> None:
     refuse_in_replica("assert_replicas_agree")
     if runs_under_way():
         raise RuntimeError(
             "assert_replicas_agree was called in a merge function. The copies of the run that is under way are in use, "
             "and it would look at others. Call it after strategy.run."
         )
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, StrategyBase):
         raise TypeError(f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
     if not modules:
         raise TypeError("assert_replicas_agree(strategy) looks at nothing: name the modules to look at.")
