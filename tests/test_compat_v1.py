@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -371,3 +372,47 @@ def test_the_default_strategy_deals_nothing_out() -> None:
     batch = torch.ones(2)
     assert DEFAULT.make_dataset_iterator([batch]).get_next() is batch
     assert DEFAULT.make_input_fn_iterator(lambda context: [batch]).get_next() is batch
+
+
+# The examples of the page of tf.compat.v1.distribute.OneDeviceStrategy
+
+
+def test_the_first_example_of_the_page() -> None:
+    strategy = v1.OneDeviceStrategy(device="/cpu:0")
+    with strategy.scope():
+        variable = torch.nn.Linear(1, 1).weight
+    assert variable.device.type == "cpu"
+    result = 0
+    for i in range(10):
+        result += strategy.run(lambda x: x * 2, args=(i,))
+    assert result == 90
+
+
+def test_the_example_of_an_input_function_on_the_page(old: v1.Strategy) -> None:
+    def input_fn(input_context: InputContext) -> Iterator[torch.Tensor]:
+        batch_size = input_context.get_per_replica_batch_size(6)
+        elements = itertools.repeat(torch.ones(batch_size, 1, 1))
+        return itertools.islice(elements, input_context.input_pipeline_id, None, input_context.num_input_pipelines)
+
+    with old.scope():
+        iterator = old.make_input_fn_iterator(input_fn)
+        replica_results = old.experimental_run(torch.sum, iterator)
+    n = old.num_replicas_in_sync
+    assert results(old, replica_results) == [6 // n] * n
+
+
+def test_the_example_of_a_numpy_dataset_on_the_page() -> None:
+    strategy = v1.OneDeviceStrategy("cpu")
+    dataset = strategy.experimental_make_numpy_dataset(np.ones([10], dtype=np.float32))
+    dealt = list(strategy.experimental_distribute_dataset(dataset))
+    assert len(dealt) == 10
+    assert all(element.dtype == torch.float32 for element in dealt)
+
+
+def test_the_reductions_of_the_page() -> None:
+    strategy = central(2)
+    value = next(strategy.make_dataset_iterator([torch.arange(8.0)]))
+    assert strategy.reduce(ReduceOp.SUM, value).tolist() == [4, 6, 8, 10]
+    assert strategy.reduce(ReduceOp.SUM, value, axis=0) == 28
+    last = next(strategy.make_dataset_iterator([torch.arange(6.0)]))
+    assert strategy.reduce(ReduceOp.MEAN, last, axis=0) == 15 / 6

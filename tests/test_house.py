@@ -318,7 +318,15 @@ def test_a_name_has_one_home() -> None:
     assert all(len(found) == 1 for found in homes.values())
 
 
-@pytest.mark.parametrize("strategy", [torchstrategy.CentralStorageStrategy, torchstrategy.OneDeviceStrategy])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        torchstrategy.CentralStorageStrategy,
+        torchstrategy.OneDeviceStrategy,
+        torchstrategy.compat.v1.OneDeviceStrategy,
+        torchstrategy.compat.v1.experimental.CentralStorageStrategy,
+    ],
+)
 def test_a_strategy_is_a_constructor_and_overrides_no_public_method(strategy: type) -> None:
     assert [name for name in vars(strategy) if not name.startswith("_")] == []
     assert getattr(strategy, "__final__", False)
@@ -337,13 +345,19 @@ def test_every_public_name_has_a_docstring_with_an_example_and_a_source(namespac
 
 
 @pytest.mark.parametrize(
-    ("namespace", "name"), [pair for pair in PUBLIC if inspect.isclass(getattr(torchstrategy, pair[1], None))]
+    ("namespace", "name"),
+    [
+        (namespace, name)
+        for namespace, name in PUBLIC
+        if inspect.isclass(vars(importlib.import_module(namespace))[name])
+    ],
 )
 def test_every_public_method_has_a_docstring(namespace: str, name: str) -> None:
     cls = getattr(importlib.import_module(namespace), name)
-    for member, value in vars(cls).items():
-        if not member.startswith("_") and isinstance(value, (property, classmethod, staticmethod, type(lambda: 0))):
-            assert (value.__doc__ or "").strip(), f"{name}.{member}"
+    for owner in (base for base in cls.__mro__ if base.__module__.startswith("torchstrategy")):
+        for member, value in vars(owner).items():
+            if not member.startswith("_") and isinstance(value, (property, classmethod, staticmethod, type(lambda: 0))):
+                assert (inspect.getdoc(getattr(cls, member)) or "").strip(), f"{name}.{member}"
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:

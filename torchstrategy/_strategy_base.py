@@ -18,6 +18,7 @@ from torchstrategy._context import is_default, require_cross_replica
 from torchstrategy._errors import an
 from torchstrategy._input import (
     DatasetFn,
+    DistributedIterator,
     InputContext,
     InputIterator,
     InputOptions,
@@ -181,7 +182,9 @@ class StrategyBase:
         """
         return self.run(fn, args, kwargs, options)
 
-    def experimental_run(self, fn: ReplicaFn, input_iterator: InputIterator | None = None) -> Tree:
+    def experimental_run(
+        self, fn: ReplicaFn, input_iterator: InputIterator | DistributedIterator | None = None
+    ) -> Tree:
         """Runs `fn` with the next batch of an iterator as its one argument; without an iterator, with none.
 
         A batch that is a tuple is one argument, too.
