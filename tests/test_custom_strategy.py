@@ -184,6 +184,19 @@ def test_an_extended_is_of_the_strategy_that_it_was_made_for_before_that_has_it(
     assert [Mine()] == seen
 
 
+def test_an_extended_is_of_one_strategy() -> None:
+    one = Strategy(Alone())
+    with pytest.raises(
+        ValueError, match=r"^This extended is that of <torchstrategy\.Strategy .*, and cannot be that of"
+    ):
+        Strategy(one.extended)
+    assert one.run(torchstrategy.get_strategy) is one
+    extended = one.extended
+    del one
+    two = Strategy(extended)
+    assert two.run(torchstrategy.get_strategy) is two
+
+
 # What is missing
 
 NEEDS: dict[str, Callable[[Strategy], object]] = {

@@ -416,6 +416,13 @@ class StrategyExtended:
         return regroup(by_replica)
 
     def _bind(self, strategy: StrategyBase) -> None:
+        owner = self._strategy_reference and self._strategy_reference()
+        if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
+            raise ValueError(
+                f"This extended is that of {owner!r}, and cannot be that of another strategy, too: there would be one "
+                "answer for both to which strategy its replicas are of. copy.deepcopy(strategy) makes another of the "
+                "same kind."
+            )
         self._strategy_reference = weakref.ref(strategy)
 
     def _missing(self, name: str) -> NotImplementedError:

@@ -37,10 +37,11 @@ class CentralStorageStrategy(Strategy):
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
-        same = _strategies.CentralStorageStrategy(
-            compute_devices,
-            parameter_device,
-            gradient_reduction=gradient_reduction,
-            buffer_aggregation=buffer_aggregation,
+        super().__init__(
+            _strategies.CentralStorageStrategy(
+                compute_devices,
+                parameter_device,
+                gradient_reduction=gradient_reduction,
+                buffer_aggregation=buffer_aggregation,
+            ).extended
         )
-        super().__init__(same.extended)
