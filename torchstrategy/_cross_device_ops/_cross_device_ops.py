@@ -12,6 +12,7 @@ from torchstrategy._communication import NO_COMMUNICATION_OPTIONS, Communication
 from torchstrategy._cross_device_ops._destinations import Destinations, check_destinations, delivered, devices_of
 from torchstrategy._errors import plural
 from torchstrategy._options import ReduceOp
+from torchstrategy._torch import foreach_mul
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import DistributedValues, PerReplica, local_results
 
@@ -76,10 +77,10 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        value, options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
-        if _is_there(value[0], destinations):
-            return delivered(value[0].values[0].clone(), destinations)
-        return self.reduce_implementation(reduce_op, value[0], destinations, options)
+        (value,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        if _is_there(value, destinations):
+            return delivered(value.values[0].clone(), destinations)
+        return self.reduce_implementation(reduce_op, value, destinations, options)
 
     def batch_reduce(
         self,
@@ -191,21 +192,25 @@ class CrossDeviceOps:
         weights: Sequence[float],
         destinations: Sequence[Sequence[torch.Tensor]],
         options: CommunicationOptions = NO_COMMUNICATION_OPTIONS,
-    ) -> list[list[torch.Tensor]]:
+    ) -> list[list[torch.Tensor | None]]:
         """What replicas have, times their weights, summed up, for each replica: equal to the last bit.
 
         Args:
-            by_replica: What each replica has: gradients, and None where it has none. One replica has one of each.
-            weights: How much each replica counts. What has no weight is dropped, NaN or not.
+            by_replica: What each replica has, such as gradients; None where it has none. One list for each.
+            weights: How much each replica counts. What counts nothing is dropped, NaN or not.
             destinations: For each replica tensors on the devices where it wants the sums, such as its parameters.
             options: How values are sent.
+
+        Returns:
+            For each of the destinations a sum, or None where nobody has anything.
         """
         weighted = [_times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
-        values = [PerReplica([t for t in column if t is not None]) for column in zip(*weighted, strict=True)]
+        columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
-        sums = self.batch_reduce(ReduceOp.SUM, list(zip(values, places, strict=True)), options)
-        columns = [self._for_each(total, len(destinations)) for total in sums]
-        return [[column[r] for column in columns] for r in range(len(destinations))]
+        pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
+        sums = iter(self.batch_reduce(ReduceOp.SUM, pairs, options))
+        everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
+        return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
 
     def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
         found = local_results(total)
@@ -252,4 +257,9 @@ def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
 def _times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
     if weight == 1:
         return tensors
-    return [None if tensor is None or not weight else tensor * weight for tensor in tensors]
+    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
+    if all(tensor.layout is torch.strided for tensor in known.values()):
+        scaled = dict(zip(known, foreach_mul(list(known.values()), weight) if known else (), strict=True))
+    else:
+        scaled = {i: tensor * weight for i, tensor in known.items()}
+    return [scaled.get(i) for i in range(len(tensors))]

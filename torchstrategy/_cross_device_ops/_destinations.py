@@ -43,8 +43,7 @@ def devices_of(where: Destinations) -> list[Device]:
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
     """A value that nobody else has, on its destinations: a tensor, or a mirrored value where there are several."""
-    copies = [value.to(device) for device in devices_of(destinations)]
-    copies = [copy.clone() if any(copy is other for other in copies[:i]) else copy for i, copy in enumerate(copies)]
+    copies = [value.to(device, copy=i > 0) for i, device in enumerate(devices_of(destinations))]
     return as_meant(copies, destinations)
 
 
