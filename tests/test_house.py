@@ -89,7 +89,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_extended", "_strategy"},  # the parts, put together; the noun, as version 2 has it
         {"_strategies"},  # the choices
         # facades, and what steps and tests need
-        {"_data_parallel", "cluster_resolver", "compat", "experimental", "nn", "testing"},
+        {"_data_parallel", "cluster_resolver", "experimental", "nn", "testing"},
+        {"compat"},  # the names of older versions
         {"__init__"},
     ],
     ("_cross_device_ops",): [

@@ -6,6 +6,7 @@ scopes, replicas, modules and datasets are the same.
 
 import sys
 
+from torchstrategy import cluster_resolver
 from torchstrategy._context import (
     experimental_set_strategy,
     get_replica_context,
@@ -13,37 +14,36 @@ from torchstrategy._context import (
     has_strategy,
     in_cross_replica_context,
 )
-from torchstrategy._input import (
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-    InputIterator,
-    InputOptions,
-    InputReplicationMode,
+from torchstrategy._cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
 )
+from torchstrategy._input import InputContext, InputIterator, InputReplicationMode
 from torchstrategy._options import ReduceOp, RunOptions
 from torchstrategy._replica_context import ReplicaContext
 from torchstrategy._strategy_extended import StrategyExtended
-from torchstrategy._values import DistributedValues
 from torchstrategy.compat.v1 import experimental
 from torchstrategy.compat.v1._loss_reduction import get_loss_reduction
 from torchstrategy.compat.v1._one_device import OneDeviceStrategy
 from torchstrategy.compat.v1._strategy import Strategy
 
 __all__ = [
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputIterator",
-    "InputOptions",
     "InputReplicationMode",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "cluster_resolver",
     "distribute",
     "experimental",
     "experimental_set_strategy",
