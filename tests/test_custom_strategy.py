@@ -82,6 +82,14 @@ def test_reduce_needs_no_more_than_the_four_methods(rows: int, count: int, axis:
         torch.testing.assert_close(strategy.reduce(op, dealt, axis=axis), same.reduce(op, dealt, axis=axis))
 
 
+def test_there_is_no_other_axis_than_in_any_strategy() -> None:
+    for strategy in (MicroBatches(2), torchstrategy.CentralStorageStrategy(["cpu"] * 2)):
+        value = strategy.run(lambda: torch.ones(2))
+        for axis, error in ((1, ValueError), ((0, -1), ValueError), (0.5, TypeError)):
+            with pytest.raises(error, match=r"axis"):
+                strategy.reduce("mean", value, axis=axis)
+
+
 def test_contexts_and_their_errors_are_those_of_any_strategy() -> None:
     strategy, other = MicroBatches(2), torchstrategy.OneDeviceStrategy("cpu")
 

@@ -6,7 +6,6 @@ None of these has to be there. What a kind of strategy does not bring is missed 
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from torchstrategy._devices import canonical, in_use
 from torchstrategy._input import ArrayDataset, DatasetFn, InputOptions, next_of
 from torchstrategy._multi_step_context import MultiStepContext
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
+from torchstrategy._reductions import size_along, summed_along
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, DeviceLike, ReplicaFn, Tree
 from torchstrategy._values import DistributedValues, regroup, select
@@ -362,10 +362,11 @@ class StrategyExtended:
         return self._local_results(self._reduce_to(op, value, torch.device("cpu"), NO_COMMUNICATION_OPTIONS))[0]
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        total = self._reduce(ReduceOp.SUM, self._run(_sum_along, (value, axis), {}, NO_OPTIONS))
+        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
             return total
-        return total / self._reduce(ReduceOp.SUM, self._run(_size_along, (value, axis), {}, NO_OPTIONS))
+        sizes = self._run(lambda v: torch.tensor(size_along(v, axis)), (value,), {}, NO_OPTIONS)
+        return total / self._reduce(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         raise self._missing("_gather")
@@ -427,15 +428,6 @@ class StrategyExtended:
 
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
-
-
-def _sum_along(value: torch.Tensor, axis: int | tuple[int, ...]) -> torch.Tensor:
-    return value.sum(axis)
-
-
-def _size_along(value: torch.Tensor, axis: int | tuple[int, ...]) -> torch.Tensor:
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    return torch.tensor(math.prod(value.shape[a] for a in axes))
 
 
 def _check_destinations(destinations: object) -> None:
