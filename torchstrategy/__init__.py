@@ -15,12 +15,12 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     trainer           an object of the user's that holds models or what trains them
     meeting           where every replica brings something and all go on together
 
-To read the package, begin with `_strategy` (what a user calls) and `_extended` (the parts put together); then
+To read the package, begin with `_strategy_base` (what a user calls) and `_extended` (the parts put together); then
 `_values`, `_context`, `_team` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
 `_stand_ins`, `_trainers`.
 """
 
-from torchstrategy import experimental, nn
+from torchstrategy import cluster_resolver, compat, experimental, nn
 from torchstrategy._context import (
     experimental_set_strategy,
     get_replica_context,
@@ -29,8 +29,13 @@ from torchstrategy._context import (
     in_cross_replica_context,
     set_default,
 )
+from torchstrategy._cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from torchstrategy._data_parallel import DataParallel
-from torchstrategy._extended import ALONE
 from torchstrategy._input import (
     DistributedDataset,
     DistributedIterator,
@@ -43,7 +48,7 @@ from torchstrategy._input import (
     register_batch_type,
 )
 from torchstrategy._options import ReduceOp, RunOptions, ValueContext
-from torchstrategy._replica_context import ReplicaContext, running_context
+from torchstrategy._replica_context import ALONE, ReplicaContext, running_context
 from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, MirroredStrategy, OneDeviceStrategy
 from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended
@@ -51,24 +56,30 @@ from torchstrategy._values import DistributedValues
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DataParallel",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "OutOfRangeError",
     "PerReplicaSpec",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
     "StrategyExtended",
     "TensorSpec",
     "ValueContext",
+    "cluster_resolver",
+    "compat",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",

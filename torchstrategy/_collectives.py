@@ -15,6 +15,7 @@ import torch
 
 from torchstrategy._comm import added, concatenated
 from torchstrategy._devices import place
+from torchstrategy._packs import in_packs
 from torchstrategy._replica import Replica
 from torchstrategy._torch import hide_from_compiler
 from torchstrategy._types import Device, Tree
@@ -31,15 +32,28 @@ class Collective:
         present: The replicas of the run, in order.
         weights: The share of each replica of the strategy in the gradient.
         devices: The device of each replica of the strategy.
+        bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
     """
 
     def __init__(
-        self, replica: Replica, present: Sequence[int], weights: Sequence[float], devices: Sequence[Device]
+        self,
+        replica: Replica,
+        present: Sequence[int],
+        weights: Sequence[float],
+        devices: Sequence[Device],
+        bytes_per_pack: int = 0,
     ) -> None:
         self._replica = replica
         self._present = tuple(present)
         self._weights = tuple(weights)
         self._devices = tuple(devices)
+        self._bytes_per_pack = bytes_per_pack
+
+    def in_packs(self, bytes_per_pack: int) -> Collective:
+        """The same, with what is sent in packs of at most so many bytes."""
+        if bytes_per_pack == self._bytes_per_pack:
+            return self
+        return Collective(self._replica, self._present, self._weights, self._devices, bytes_per_pack)
 
     @property
     def size(self) -> int:
@@ -73,7 +87,7 @@ class Collective:
         def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
             for column in columns:
                 check_addable(column)
-            return [added(column, self._devices[r]) for column in columns]
+            return in_packs(columns, self._bytes_per_pack, lambda column: added(column, self._devices[r]))
 
         outputs, wants_grad = self._exchange(name, tensors, sums, names)
         return self._differentiable(tensors, outputs) if wants_grad else outputs
@@ -96,7 +110,9 @@ class Collective:
         def gathered(r: int, columns: _Columns) -> list[tuple[torch.Tensor, list[int]]]:
             for column in columns:
                 check_gatherable(column, axis)
-            return [(concatenated(c, axis, self._devices[r]), [tensor.shape[axis] for tensor in c]) for c in columns]
+            there = zip(*(self._sent(tensors, r) for tensors in zip(*columns, strict=True)), strict=True)
+            joined = [concatenated(column, axis, self._devices[r]) for column in there]
+            return [(whole, [t.shape[axis] for t in column]) for whole, column in zip(joined, columns, strict=True)]
 
         pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names)
         outputs = [output for output, _ in pairs]
@@ -107,7 +123,7 @@ class Collective:
         """The sums of what all replicas bring, each contribution scaled by its share over the receiver's."""
 
         def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
-            return [self._scaled_sum_for(r, column) for column in columns]
+            return in_packs(columns, self._bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
 
         return self._exchange("the backward of a collective", grads, sums)[0]
 
@@ -118,6 +134,11 @@ class Collective:
         # A replica without a share may bring NaN, which zero times does not remove.
         terms = [t if ratio == 1 else t * ratio for t, ratio in zip(column, ratios, strict=True) if ratio]
         return added(terms, self._devices[r])
+
+    def _sent(self, tensors: Sequence[torch.Tensor], r: int) -> list[torch.Tensor]:
+        """The tensors of one replica, on the device of replica `r`."""
+        columns = [[tensor] for tensor in tensors]
+        return in_packs(columns, self._bytes_per_pack, lambda column: column[0].to(place(self._devices[r])))
 
     def _exchange(
         self,

@@ -1,4 +1,4 @@
-"""Copies and sums between devices: the only caller of `torch.nn.parallel`.
+"""Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
 
 Its primitives know only CUDA devices, each at most once; there they move many tensors in few transfers. Everywhere
 else, the CPU included, plain copies do the same.
@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.cuda import nccl
 from torch.nn.parallel import comm
 
 from torchstrategy._devices import is_accelerator, place
-from torchstrategy._torch import foreach_copy_
+from torchstrategy._torch import HAS_NCCL, foreach_copy_
 from torchstrategy._types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives know
@@ -111,6 +112,27 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     for tensor in tensors[1:]:
         total = total + tensor.to(target)
     return total.clone() if total is tensors[0] else total
+
+
+def why_not_nccl(devices: Sequence[Device]) -> str | None:
+    """Why NCCL cannot sum what is on these devices; None if it can."""
+    if not all(device.type == "cuda" for device in devices):
+        return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
+    if len(set(devices)) < len(devices):
+        return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
+    return None if HAS_NCCL else "this build of torch has no NCCL"
+
+
+def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of tensors of one shape, on the device of each of them. No gradient flows.
+
+    Args:
+        tensors: Tensors on devices that NCCL can join.
+    """
+    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    outputs = [torch.empty_like(tensor) for tensor in inputs]
+    nccl.all_reduce(inputs, outputs)
+    return outputs
 
 
 def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:

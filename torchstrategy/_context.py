@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torchstrategy._replica_context import ReplicaContext
     from torchstrategy._strategy import Strategy
+    from torchstrategy._strategy_base import StrategyBase
 
 _NOTHING: Mapping[int, object] = {}
 
@@ -21,7 +22,7 @@ _NOTHING: Mapping[int, object] = {}
 class Frame(NamedTuple):
     """One entry of a thread's stack."""
 
-    strategy: Strategy
+    strategy: StrategyBase
     replica_context: ReplicaContext | None  # None: cross-replica
     local_objects: Mapping[int, object] = _NOTHING  # what a distributed object, by id, is in this replica
 
@@ -39,7 +40,7 @@ _here = _Here()
 _default: list[Any] = []  # the default strategy and its replica context; filled once, when the package is imported
 
 
-def set_default(strategy: Strategy, replica_context: ReplicaContext) -> None:
+def set_default(strategy: StrategyBase, replica_context: ReplicaContext) -> None:
     """Says what holds where nothing was entered."""
     _default[:] = [strategy, replica_context]
 
@@ -81,8 +82,8 @@ def get_strategy() -> Strategy:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
     """
     frame = current_frame()
-    strategy: Strategy = frame.strategy if frame else _default[0]
-    return strategy
+    strategy: Any = frame.strategy if frame else _default[0]  # one of compat.v1 only in its own scope and replicas
+    return strategy  # type: ignore[no-any-return]
 
 
 def has_strategy() -> bool:
@@ -129,7 +130,7 @@ def get_replica_context() -> ReplicaContext | None:
     return context
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: StrategyBase | None) -> None:
     """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
 
     Calling it again replaces the strategy; `None` takes it away.
@@ -163,7 +164,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         _here.set_frame = Frame(strategy, None)
 
 
-def require_cross_replica(strategy: Strategy, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
+def require_cross_replica(strategy: StrategyBase, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
     """Refuses to go on unless the caller may speak for all replicas of `strategy`.
 
     `what` was called; `instead` is what a replica context has for it.
@@ -188,7 +189,7 @@ def require_cross_replica(strategy: Strategy, what: str, instead: str = "merge_c
         raise RuntimeError(mixing(strategy, frame.strategy, what))
 
 
-def mixing(strategy: Strategy, current: Strategy, what: str) -> str:
+def mixing(strategy: StrategyBase, current: StrategyBase, what: str) -> str:
     """The message for `what`, of `strategy`, in the context of `current`."""
     return (
         f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was called in the context of "
@@ -196,6 +197,6 @@ def mixing(strategy: Strategy, current: Strategy, what: str) -> str:
     )
 
 
-def is_default(strategy: Strategy) -> bool:
+def is_default(strategy: StrategyBase) -> bool:
     """Whether `strategy` is the default one."""
     return bool(_default) and strategy is _default[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gatherable
+from torchstrategy._comm import sent_to
+from torchstrategy._communication import CommunicationOptions, check_usable
 from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
 from torchstrategy._devices import canonical, in_use, place
@@ -23,29 +26,64 @@ from torchstrategy._input import (
     distributed_from_function,
 )
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._reductions import combined, combined_along, gathered
-from torchstrategy._replica import InlineReplica, Replica
-from torchstrategy._replica_context import Meetings, running_context
+from torchstrategy._reductions import combined, combined_along, combined_in_packs, gathered
+from torchstrategy._replica import Replica
+from torchstrategy._replica_context import ALONE, Meetings, running_context
 from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
-from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._strategy_extended import StrategyExtended
-from torchstrategy._tree import tree_flatten
+from torchstrategy._tree import map_leaves, tree_flatten, unflatten_like
 from torchstrategy._types import Device, ReplicaFn, Tree
 from torchstrategy._values import (
     ABSENT,
     DistributedValues,
     Mirrored,
+    PerReplica,
     check_component_counts,
     distributed_within,
+    local_results,
     regroup,
     select,
 )
 
 
+class _OnOneMachine(StrategyExtended):
+    """What both have in common."""
+
+    def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
+        return local_results(distributed_value)
+
+    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
+        return self._reduced_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions
+    ) -> list[Tree]:
+        return self._reduced_to(reduce_op, value_destination_pairs, options, "batch_reduce_to")
+
+    def _reduced_to(
+        self, op: ReduceOp, pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions, method: str
+    ) -> list[Tree]:
+        check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
+        leaves, spec = tree_flatten([value for value, _ in pairs])
+        reduced = unflatten_like(self._reduce_all(op, leaves, options), spec)
+        return [
+            map_leaves(partial(_sent, destinations=where), value)
+            for value, (_, where) in zip(reduced, pairs, strict=True)
+        ]
+
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        """The sum or mean of each of several leaves."""
+        return [self._reduce(op, leaf) for leaf in leaves]
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        return _sent(tensor, destinations)
+
+
 @final
-class SingleExtended(StrategyExtended):
+class SingleExtended(_OnOneMachine):
     """One replica, on the caller's thread, on the user's own objects. Nothing is wrapped, and nothing is put together.
 
     Args:
@@ -68,6 +106,15 @@ class SingleExtended(StrategyExtended):
     def parameter_devices(self) -> tuple[Device, ...]:
         return self.worker_devices
 
+    @property
+    def experimental_between_graph(self) -> bool:
+        if self._device is None:
+            raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+        return False
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        return (self._device_of(0),)
+
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
         return not has_owner(v) if self._storage is None else self._storage.owns(v)
@@ -76,16 +123,14 @@ class SingleExtended(StrategyExtended):
     def _num_replicas_in_sync(self) -> int:
         return 1
 
-    def _call_for_each_replica(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
-    ) -> Tree:
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         distributed = list(distributed_within((args, kwargs)))
         if distributed:
             check_component_counts(distributed, 1)
             args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        return _run_alone(self._strategy, self._device, lambda: fn(*args, **kwargs))
+        return _run_alone(self._container_strategy(), self._device, lambda: fn(*args, **kwargs))
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return value
@@ -98,6 +143,13 @@ class SingleExtended(StrategyExtended):
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             check_gatherable([value], axis)  # code that is written with one device should not break on two
         return value
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        if self._device is None:
+            raise NotImplementedError(
+                "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
+            )
+        return super()._broadcast_to(tensor, destinations)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         if self._device is None:
@@ -135,22 +187,26 @@ class SingleExtended(StrategyExtended):
     def _device_of(self, replica: int) -> Device:
         return canonical(None) if self._device is None else self._device
 
-    def _copy(self) -> StrategyExtended:
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
         return SingleExtended(self._device, None if self._storage is None else self._storage.like())
 
 
 @final
-class ReplicatedExtended(StrategyExtended):
+class ReplicatedExtended(_OnOneMachine):
     """Replicas that meet: their values are put together, and a batch is dealt out to them. There may be only one.
 
     Args:
         replicas: Where they run.
         storage: Where parameters live.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
+        between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
     """
 
-    def __init__(self, replicas: Replicas, storage: Storage, gradient_reduction: ReduceOp) -> None:
+    def __init__(
+        self, replicas: Replicas, storage: Storage, gradient_reduction: ReduceOp, between_graph: bool = False
+    ) -> None:
         super().__init__()
+        self._between_graph = between_graph
         self._replicas = replicas
         self._storage = storage
         self._gradient_reduction = gradient_reduction
@@ -163,6 +219,10 @@ class ReplicatedExtended(StrategyExtended):
     def parameter_devices(self) -> tuple[Device, ...]:
         return self._storage.parameter_devices
 
+    @property
+    def experimental_between_graph(self) -> bool:
+        return self._between_graph
+
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
         return self._storage.owns(v)
@@ -171,12 +231,10 @@ class ReplicatedExtended(StrategyExtended):
     def _num_replicas_in_sync(self) -> int:
         return len(self._replicas.devices)
 
-    def _call_for_each_replica(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
-    ) -> Tree:
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
-        strategy, count = self._strategy, self._num_replicas_in_sync
+        strategy, count = self._container_strategy(), self._num_replicas_in_sync
         if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
             check_component_counts(list(distributed_within((args, kwargs))), 1)
             args, kwargs = select((args, kwargs), 0)
@@ -197,7 +255,7 @@ class ReplicatedExtended(StrategyExtended):
             return regroup([results.get(r, ABSENT) for r in range(count)])
 
     def _in_replica(
-        self, strategy: Strategy, replica: Replica, shares: Shares, loan: Loan
+        self, strategy: StrategyBase, replica: Replica, shares: Shares, loan: Loan
     ) -> AbstractContextManager[object]:
         """Makes this thread, for the length of a block, that of the replica."""
         collective = Collective(replica, shares.present, shares.weights, self._replicas.devices)
@@ -224,6 +282,16 @@ class ReplicatedExtended(StrategyExtended):
             )
         return as_tensor(value).clone()
 
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        if not options.bytes_per_pack:
+            return super()._reduce_all(op, leaves, options)
+        together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
+        check_component_counts(leaves, self._num_replicas_in_sync)
+        columns = [leaves[i].values for i in together]
+        device = self._storage.parameter_device
+        reduced = dict(zip(together, combined_in_packs(op, columns, device, options.bytes_per_pack), strict=True))
+        return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
+
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         check_component_counts([value], self._num_replicas_in_sync)
         # A plain value counts as the same in every replica.
@@ -242,10 +310,6 @@ class ReplicatedExtended(StrategyExtended):
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
         return distributed_from_function(dataset_fn, self._replicas.devices, options)
 
-    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
-        count = self._num_replicas_in_sync
-        return regroup([value_fn(ValueContext(r, count)) for r in range(count)], always_wrap=True)
-
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)
         return module.to(place(self._storage.parameter_device))
@@ -259,21 +323,12 @@ class ReplicatedExtended(StrategyExtended):
     def _device_of(self, replica: int) -> Device:
         return self._replicas.devices[replica]
 
-    def _copy(self) -> StrategyExtended:
-        return ReplicatedExtended(Replicas(self._replicas.devices), self._storage.like(), self._gradient_reduction)
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        replicas = Replicas(self._replicas.devices)
+        return ReplicatedExtended(replicas, self._storage.like(), self._gradient_reduction, self._between_graph)
 
 
-def _alone() -> Meetings:
-    """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
-    device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
-    replica = InlineReplica(0, device)
-    return Meetings(replica, Collective(replica, (0,), (1.0,), (device,)), (0,), 1, nullcontext)
-
-
-ALONE = _alone()
-
-
-def _run_alone(strategy: Strategy, device: Device | None, call: Callable[[], Tree]) -> Tree:
+def _run_alone(strategy: StrategyBase, device: Device | None, call: Callable[[], Tree]) -> Tree:
     """Calls the step in a lone replica on the user's own objects."""
     context = running_context(strategy, ALONE)
     try:
@@ -289,6 +344,21 @@ def _refuse_input_options(options: InputOptions) -> None:
             f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
             "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
         )
+
+
+def _sent(value: Tree, destinations: Any) -> Tree:
+    """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
+    if isinstance(destinations, DistributedValues):
+        return _mirrored(value, destinations)
+    device = destinations.device if isinstance(destinations, torch.Tensor) else place(canonical(destinations))
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _mirrored(value: torch.Tensor, like: DistributedValues) -> Mirrored:
+    for component in like.values:
+        if not isinstance(component, torch.Tensor):
+            raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
+    return Mirrored([c if c is ABSENT else sent_to([value], [c.device])[0][0] for c in like._components])
 
 
 def _may_require_grad(value: Tree) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from torchstrategy._collectives import as_tensor, check_addable, check_gatherable
 from torchstrategy._comm import added, concatenated
 from torchstrategy._options import ReduceOp
+from torchstrategy._packs import in_packs
 from torchstrategy._types import Device, Tree
 
 
@@ -19,10 +21,20 @@ def combined(op: ReduceOp, values: Sequence[Tree], device: Device) -> torch.Tens
         ValueError: If shapes or dtypes differ.
         TypeError: If a value cannot be added.
     """
-    tensors = [as_tensor(value) for value in values]
-    check_addable(tensors)
-    total = added(tensors, device)
-    return total / len(tensors) if op is ReduceOp.MEAN else total
+    return combined_in_packs(op, [values], device, 0)[0]
+
+
+def combined_in_packs(
+    op: ReduceOp, columns: Sequence[Sequence[Tree]], device: Device, bytes_per_pack: int
+) -> list[torch.Tensor]:
+    """What `combined` makes of each of several columns of values, which are sent in packs of so many bytes at most."""
+    tensors = [[as_tensor(value) for value in values] for values in columns]
+    for column in tensors:
+        check_addable(column)
+    totals = in_packs(tensors, bytes_per_pack, lambda column: added(column, device))
+    if op is ReduceOp.SUM:
+        return totals
+    return [total / len(column) for total, column in zip(totals, tensors, strict=True)]
 
 
 def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, ...], device: Device) -> torch.Tensor:
@@ -34,26 +46,36 @@ def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, 
         ValueError: If there is no such axis, or the sums differ in shape.
         TypeError: If `axis` is neither an integer nor a tuple of them.
     """
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    if not all(isinstance(a, int) for a in axes):
-        raise TypeError(f"The axis to reduce along is an integer or a tuple of them; got {axis!r}.")
-    tensors = [as_tensor(value) for value in values]
-    for tensor in tensors:
-        for a in axes:
-            if not -tensor.dim() <= a < tensor.dim():
-                raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
-        if len({a % tensor.dim() for a in axes}) < len(axes):
-            raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
-    sums = [
-        tensor.sum(dim=axes, dtype=tensor.dtype) if tensor.dtype != torch.bool else tensor.sum(dim=axes)
-        for tensor in tensors
-    ]
+    sums = [summed_along(value, axis) for value in values]
     check_addable(sums)
     total = added(sums, device)
     if op is ReduceOp.SUM:
         return total
-    count = sum(_rows(tensor, axes) for tensor in tensors)
-    return total / torch.tensor(count, device=total.device)
+    return total / torch.tensor(sum(size_along(value, axis) for value in values), device=total.device)
+
+
+def summed_along(value: Tree, axis: int | tuple[int, ...]) -> torch.Tensor:
+    """The sum of one value along an axis, or several.
+
+    Raises:
+        ValueError: If there is no such axis.
+        TypeError: If `axis` is neither an integer nor a tuple of them.
+    """
+    tensor, axes = as_tensor(value), axis if isinstance(axis, tuple) else (axis,)
+    if not all(isinstance(a, int) for a in axes):
+        raise TypeError(f"The axis to reduce along is an integer or a tuple of them; got {axis!r}.")
+    for a in axes:
+        if not -tensor.dim() <= a < tensor.dim():
+            raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
+    if len({a % tensor.dim() for a in axes}) < len(axes):
+        raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
+    return tensor.sum(dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype)
+
+
+def size_along(value: Tree, axis: int | tuple[int, ...]) -> int:
+    """How many rows were added for each element of `summed_along`."""
+    shape = as_tensor(value).shape
+    return math.prod(shape[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 def gathered(values: Sequence[Tree], axis: int, device: Device) -> torch.Tensor:
@@ -65,10 +87,3 @@ def gathered(values: Sequence[Tree], axis: int, device: Device) -> torch.Tensor:
     tensors = [as_tensor(value) for value in values]
     check_gatherable(tensors, axis)
     return concatenated(tensors, axis, device)
-
-
-def _rows(tensor: torch.Tensor, axes: tuple[int, ...]) -> int:
-    count = 1
-    for axis in axes:
-        count *= tensor.shape[axis]
-    return count

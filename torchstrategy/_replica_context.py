@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from typing_extensions import Self
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor
+from torchstrategy._communication import CommunicationOptions, as_options, check_usable
 from torchstrategy._context import Frame, current_frame, entered, get_replica_context
 from torchstrategy._options import ReduceOp
-from torchstrategy._replica import Replica
+from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._tree import by_name, tree_flatten
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import ABSENT, check_component_counts, regroup, select
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torchstrategy._strategy import Strategy
+    from torchstrategy._strategy_base import StrategyBase
 
 
 @final
 class ReplicaContext:
     """The replica that a step runs in. Ask for it with `torchstrategy.get_replica_context()`.
 
-    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more.
+    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more. A strategy of
+    one's own makes one and calls the step in it: `with ReplicaContext(strategy, 0): ...`. Such a replica has nobody to
+    meet but itself.
 
     Args:
         strategy: The strategy whose replica it is.
@@ -53,19 +57,20 @@ class ReplicaContext:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReplicaContext
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+    def __init__(self, strategy: StrategyBase, replica_id_in_sync_group: int) -> None:
         try:
             self._replica_id = operator.index(replica_id_in_sync_group)
         except TypeError:
             raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
         self._strategy = strategy
         self._meetings: Meetings | None = None
+        self._is_over = False
         self._entries: list[AbstractContextManager[None]] = []
 
     @property
     def strategy(self) -> Strategy:
         """The strategy whose replica this is."""
-        return self._strategy
+        return self._strategy  # type: ignore[return-value]  # one of compat.v1 only in its own replicas
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -124,7 +129,7 @@ class ReplicaContext:
 
         return meetings.replica.meet("merge_call", combine, (tuple(args), dict(kwargs)))
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: None = None) -> Tree:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
         """Meets the other replicas and returns the sum or mean of their values, of any nesting, each as its own tensor.
 
         Gradients flow through it, scaled by the replicas' shares in the gradient: see `RunOptions`.
@@ -133,7 +138,7 @@ class ReplicaContext:
             reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default
                 dtype.
             value: A tensor or number, or containers of them: in every replica of the same shapes and dtypes.
-            options: None.
+            options: How values are sent.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -146,21 +151,24 @@ class ReplicaContext:
         Raises:
             RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
                 call.
-            ValueError: If shapes or dtypes differ, or `reduce_op` names no reduction.
+            ValueError: If shapes or dtypes differ, `reduce_op` names no reduction, or an option asks for what cannot be
+                done.
             TypeError: If a value cannot be added.
         """
         meetings = self._require_active("all_reduce")
         op = ReduceOp.of(reduce_op)
-        refuse_options("all_reduce", options)
+        said = as_options("all_reduce", options)
+        check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in meetings.present])
         names, leaves, put_back = by_name(value)
         if not leaves:
             return value
-        sums = meetings.collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
+        collective = meetings.collective.in_packs(said.bytes_per_pack)
+        sums = collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / meetings.collective.size for total in sums]
         return put_back(sums)
 
-    def all_gather(self, value: Tree, axis: int, options: None = None) -> Tree:
+    def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
         """Meets the other replicas and returns their values, of any nesting, one after the other along `axis`.
 
         Sizes along `axis` may differ. Gradients flow through it.
@@ -168,7 +176,7 @@ class ReplicaContext:
         Args:
             value: A tensor of at least one dimension, or containers of them.
             axis: Along which dimension; negative ones count from the end.
-            options: None.
+            options: How values are sent.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -181,12 +189,15 @@ class ReplicaContext:
         Raises:
             RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
                 call.
-            ValueError: If a value is a scalar, or two differ elsewhere than along `axis`, or there is no such axis.
+            ValueError: If a value is a scalar, two differ elsewhere than along `axis`, there is no such axis, or an
+                option asks for what cannot be done.
         """
         meetings = self._require_active("all_gather")
-        refuse_options("all_gather", options)
+        said = as_options("all_gather", options)
+        check_usable("all_gather", said)
         names, leaves, put_back = by_name(value)
-        return put_back(meetings.collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
+        collective = meetings.collective.in_packs(said.bytes_per_pack)
+        return put_back(collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
 
     def __enter__(self) -> Self:
         entry = entered(Frame(self._strategy, self))
@@ -203,8 +214,17 @@ class ReplicaContext:
     def _ends(self) -> None:
         """The call of the step is over, and with it every meeting."""
         self._meetings = None
+        self._is_over = True
 
     def _require_active(self, what: str) -> Meetings:
+        if self._entries and self._meetings is None and not self._is_over and get_replica_context() is self:
+            if self.num_replicas_in_sync > 1:
+                raise RuntimeError(
+                    f"{what} is where replicas meet, and replica {self._replica_id} of {self.num_replicas_in_sync} of "
+                    f"{self._strategy!r} was entered by hand: nothing says where the others are. Bring the replicas' "
+                    "results together after run."
+                )
+            return ALONE
         self._require_here(what, can_meet=self._meetings is not None)
         assert self._meetings is not None
         return self._meetings
@@ -245,14 +265,18 @@ class Meetings:
         return regroup(by_replica)
 
 
-def running_context(strategy: Strategy, meetings: Meetings) -> ReplicaContext:
+def _alone() -> Meetings:
+    """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
+    device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
+    replica = InlineReplica(0, device)
+    return Meetings(replica, Collective(replica, (0,), (1.0,), (device,)), (0,), 1, nullcontext)
+
+
+ALONE = _alone()
+
+
+def running_context(strategy: StrategyBase, meetings: Meetings) -> ReplicaContext:
     """The context of a replica that runs."""
     context = ReplicaContext(strategy, meetings.replica.index)
     context._meetings = meetings
     return context
-
-
-def refuse_options(method: str, options: object) -> None:
-    """Refuses options that nothing here has a use for, rather than ignore them."""
-    if options is not None:
-        raise ValueError(f"{method}(options={options!r}): there are no options to choose from here; leave it out.")

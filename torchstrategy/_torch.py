@@ -50,6 +50,7 @@ __all__ = [
     "BROADCAST_COALESCED",
     "ENGINE",
     "GATHER",
+    "HAS_NCCL",
     "MAY_SHARE_IMPLEMENTATION",
     "PRIVATEUSE1_ID",
     "SCATTER",
@@ -114,6 +115,9 @@ __all__ = [
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
+
+# Whether `torch.cuda.nccl` can do anything; its own `is_available` asks this, too, and warns.
+HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
 
 # The default saved-tensor hooks of a thread: `torch.autograd.graph.saved_tensors_hooks` sets them and cannot tell
 # which are set.

@@ -6,6 +6,7 @@ To read it, begin with `_dataset`; then `_dealing` (which rows go where), `_kind
 
 from torchstrategy._input._arrays import ArrayDataset
 from torchstrategy._input._dataset import DatasetFn, DistributedDataset, distributed, distributed_from_function
+from torchstrategy._input._input_iterator import InputIterator, from_input_fn, next_of
 from torchstrategy._input._iterator import DistributedIterator, Optional, OutOfRangeError
 from torchstrategy._input._kinds import moved
 from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
@@ -18,6 +19,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
+    "InputIterator",
     "InputOptions",
     "InputReplicationMode",
     "Optional",
@@ -26,6 +28,8 @@ __all__ = [
     "TensorSpec",
     "distributed",
     "distributed_from_function",
+    "from_input_fn",
     "moved",
+    "next_of",
     "register_batch_type",
 ]

@@ -74,4 +74,5 @@ class CentralStorageStrategy(Strategy):
             if is_in_place
             else CentralStorage(devices, owner, averages_buffers=averages_buffers)
         )
-        super().__init__(ReplicatedExtended(Replicas(devices), storage, ReduceOp.of(gradient_reduction)))
+        reduction = ReduceOp.of(gradient_reduction)
+        super().__init__(ReplicatedExtended(Replicas(devices), storage, reduction, between_graph=True))

@@ -1,9 +1,23 @@
 """The names of `tf.distribute.experimental`. They may change in any minor release."""
 
+from torchstrategy._communication import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from torchstrategy._input import Optional
 from torchstrategy._options import ValueContext
 from torchstrategy._strategies import CentralStorageStrategy
 
-__all__ = ["CentralStorageStrategy", "Optional", "ValueContext"]
+CollectiveCommunication = CommunicationImplementation
+"""The older name."""
 
-Optional.__module__ = __name__  # its only home
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "Optional",
+    "ValueContext",
+]
+
+for _thing in (CollectiveHints, CommunicationImplementation, CommunicationOptions, Optional):
+    _thing.__module__ = __name__  # their only home
+del _thing

@@ -15,7 +15,7 @@ import torch
 from torchstrategy._collectives import Collective
 from torchstrategy._context import get_replica_context, has_strategy
 from torchstrategy._errors import an
-from torchstrategy._extended import ALONE
+from torchstrategy._replica_context import ALONE
 from torchstrategy._torch import hide_from_compiler
 
 

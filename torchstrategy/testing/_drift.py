@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchstrategy._conductors import none_in_force
 from torchstrategy._context import current_frame, local_object
 from torchstrategy._errors import plural
-from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._team import runs_under_way
 from torchstrategy.testing._refusals import refuse_in_replica
 
@@ -21,7 +21,7 @@ _MOST_NAMED = 5
 _Tensors = Mapping[str, torch.Tensor]
 
 
-def assert_replicas_agree(strategy: Strategy, *things: nn.Module | Optimizer) -> None:
+def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer) -> None:
     """Fails if the replicas' copies of some modules or optimizers have drifted apart.
 
     Every parameter and buffer of each replica, and every tensor in the state of an optimizer, is compared with that of
@@ -66,14 +66,14 @@ def assert_replicas_agree(strategy: Strategy, *things: nn.Module | Optimizer) ->
         strategy.run(look)
 
 
-def _refuse_misuse(strategy: Strategy, things: Sequence[nn.Module | Optimizer]) -> None:
+def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimizer]) -> None:
     refuse_in_replica("assert_replicas_agree")
     if runs_under_way():
         raise RuntimeError(
             "assert_replicas_agree was called in a merge function. The copies of the run that is under way are in use, "
             "and it would look at others. Call it after strategy.run."
         )
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, StrategyBase):
         raise TypeError(f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
     if not things:
         raise TypeError("assert_replicas_agree(strategy) looks at nothing: name the modules to look at.")

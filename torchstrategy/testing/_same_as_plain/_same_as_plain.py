@@ -10,7 +10,7 @@ from torch import nn
 from torchstrategy._context import has_strategy
 from torchstrategy._errors import add_note, an
 from torchstrategy._options import RunOptions
-from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._types import Tree
 from torchstrategy.testing._same_as_plain._comparison import Mismatch, StepFailed, first_mismatch
 from torchstrategy.testing._same_as_plain._difference import SECTIONS, Tolerance
@@ -26,7 +26,7 @@ def assert_same_as_plain(
     model_fn: Callable[[], Any],
     optimizer_fn: Callable[[Any], Any] | None,
     batches: Iterable[Tree],
-    strategy: Strategy,
+    strategy: StrategyBase,
     *,
     options: RunOptions | None = None,
     seed: int = 0,
@@ -143,7 +143,7 @@ def _check_kinds(
             f"model_fn makes a new model at each call; got a model, {an(type(model_fn).__name__)}. Write a function "
             "that makes it, such as lambda: Net()."
         )
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, StrategyBase):
         raise TypeError(f"strategy is a torchstrategy.Strategy; got {strategy!r}, {an(type(strategy).__name__)}.")
     if not isinstance(options, (RunOptions, type(None))):
         raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")

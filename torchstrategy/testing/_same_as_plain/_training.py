@@ -21,7 +21,7 @@ from torchstrategy._errors import an
 from torchstrategy._input import moved
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._shares import Shares
-from torchstrategy._strategy import Strategy
+from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._types import Device, Tree
 from torchstrategy.testing._lockstep import Lockstep
@@ -49,7 +49,7 @@ class Problem:
     model_fn: Callable[[], Tree]
     optimizer_fn: Callable[[Any], Tree] | None
     batches: tuple[Tree, ...]
-    strategy: Strategy
+    strategy: StrategyBase
     options: RunOptions | None
     seed: int
     tolerance: Tolerance

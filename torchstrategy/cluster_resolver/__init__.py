@@ -1,0 +1,13 @@
+"""The names of `tf.distribute.cluster_resolver` that need no network: who is in a cluster, and who this process is."""
+
+from torchstrategy.cluster_resolver._cluster_resolver import ClusterResolver
+from torchstrategy.cluster_resolver._cluster_spec import ClusterSpec
+from torchstrategy.cluster_resolver._simple import SimpleClusterResolver
+from torchstrategy.cluster_resolver._tf_config import TFConfigClusterResolver
+from torchstrategy.cluster_resolver._union import UnionResolver
+
+__all__ = ["ClusterResolver", "ClusterSpec", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver"]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

@@ -1,0 +1,5 @@
+"""The names of older versions of `tf.distribute`, for programs that were written for them."""
+
+from torchstrategy.compat import v1
+
+__all__ = ["v1"]

@@ -1,0 +1,63 @@
+"""The names of `tf.compat.v1.distribute`: what `torchstrategy` has, and strategies with the methods of version 1.
+
+A strategy of version 1 is the same as that of the same name in `torchstrategy`, but for what `compat.v1.Strategy` says;
+scopes, replicas, modules and datasets are the same.
+"""
+
+import sys
+
+from torchstrategy import cluster_resolver
+from torchstrategy._context import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from torchstrategy._cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from torchstrategy._input import InputContext, InputIterator, InputReplicationMode
+from torchstrategy._options import ReduceOp, RunOptions
+from torchstrategy._replica_context import ReplicaContext
+from torchstrategy._strategy_extended import StrategyExtended
+from torchstrategy.compat.v1 import experimental
+from torchstrategy.compat.v1._loss_reduction import get_loss_reduction
+from torchstrategy.compat.v1._one_device import OneDeviceStrategy
+from torchstrategy.compat.v1._strategy import Strategy
+
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputIterator",
+    "InputReplicationMode",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "cluster_resolver",
+    "distribute",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+distribute = sys.modules[
+    __name__
+]  # `tf.compat.v1.distribute.Strategy` is `torchstrategy.compat.v1.distribute.Strategy`
+
+for _only_here in (InputIterator, OneDeviceStrategy, Strategy, get_loss_reduction):
+    _only_here.__module__ = __name__
+del _only_here, sys

@@ -1,0 +1,28 @@
+"""Everything on one device, as version 1 has it."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torchstrategy import _strategies
+from torchstrategy._types import DeviceLike
+from torchstrategy.compat.v1._strategy import Strategy
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """What `torchstrategy.OneDeviceStrategy` is, with the methods of version 1.
+
+    Args:
+        device: As there.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
+        >>> strategy.run(lambda: torchstrategy.get_strategy() is strategy)
+        True
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy
+    """
+
+    def __init__(self, device: DeviceLike) -> None:
+        super().__init__(_strategies.OneDeviceStrategy(device).extended)

@@ -1,0 +1,46 @@
+"""Strategy, as version 1 has it."""
+
+from __future__ import annotations
+
+from torch.utils.data import Dataset
+
+from torchstrategy._options import ReduceOp
+from torchstrategy._strategy_base import StrategyBase
+from torchstrategy._types import Tree
+
+
+class Strategy(StrategyBase):
+    """What `torchstrategy.Strategy` is, with the methods of version 1. It is no instance of that one.
+
+    `reduce` has a default for `axis`. Where version 2 iterates over a dataset, version 1 asks an iterator of
+    `make_dataset_iterator` or `make_input_fn_iterator` for one batch after the other, as `experimental_run` does.
+    There is no `gather`, no `experimental_distribute_values_from_function`, and there are no logical devices.
+
+    Args:
+        extended: How this strategy does it.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
+        >>> isinstance(strategy, torchstrategy.compat.v1.Strategy), isinstance(strategy, torchstrategy.Strategy)
+        (True, False)
+        >>> iterator = strategy.make_dataset_iterator([torch.ones(4)])
+        >>> iterator.initialize()
+        >>> strategy.reduce("sum", strategy.experimental_run(lambda batch: batch.sum(), iterator))
+        tensor(4.)
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy
+    """
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None = None) -> Tree:
+        """What `torchstrategy.Strategy.reduce` is; over the replicas only, unless `axis` is given.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#reduce
+        """
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
+        """What `torchstrategy.Strategy.experimental_make_numpy_dataset` is; there are no sessions.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
+        """
+        return self.extended.experimental_make_numpy_dataset(numpy_input, session)
