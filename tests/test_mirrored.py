@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 import torchstrategy
 from problems import close, data, deal, mse, replica_id
-from topologies import SIMULATED, central, mirrored
+from topologies import SIMULATED, central, compute_devices, mirrored
 from torchstrategy.testing import assert_replicas_agree, count_traffic
 
 F64: dict[str, Any] = {"dtype": torch.float64}
@@ -258,3 +258,80 @@ def test_what_is_sent_is_gradients_and_no_parameters() -> None:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     assert size * 4 <= traffic.bytes <= size * 4 + 8 * buffers + 64  # to the first replica, and back to two others
+
+
+# ---- how gradients get to all replicas
+
+
+class _Counting(torchstrategy.CrossDeviceOps):
+    """A user's own, in host memory: the public methods are all that it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced = 0
+
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+        self.reduced += 1
+        total = sum(value.cpu() for value in per_replica_value.values)
+        if reduce_op is torchstrategy.ReduceOp.MEAN:
+            total = total / len(per_replica_value.values)
+        return self.broadcast(total, destinations)
+
+
+OPS: dict[str, Callable[[], Any]] = {
+    "one device": torchstrategy.ReductionToOneDevice,
+    "another device": lambda: torchstrategy.ReductionToOneDevice("cpu"),
+    "hierarchical": lambda: torchstrategy.HierarchicalCopyAllReduce(num_packs=2),
+    "users own": _Counting,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_go_the_way_that_one_says(name: str, inside: bool) -> None:
+    ops = OPS[name]()
+    devices = compute_devices(3)
+    strategy, model, optimizer = made(
+        OPTIMIZERS["adam"], strategy=torchstrategy.MirroredStrategy(devices, cross_device_ops=ops)
+    )
+    other, twin, theirs = made(OPTIMIZERS["adam"], strategy=central(3))
+
+    def stepped(model: Any, optimizer: Any) -> Callable[[Any, int], Any]:
+        def step(batch: Any, k: int) -> Any:
+            if k % 2 == 0:  # gradients of two batches add up, and are clipped
+                optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            if k % 3 == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if inside:
+                optimizer.step()
+            return loss.detach()
+
+        return step
+
+    for k in range(5):
+        losses = []
+        for each, step, its in (
+            (strategy, stepped(model, optimizer), optimizer),
+            (other, stepped(twin, theirs), theirs),
+        ):
+            torch.manual_seed(k)
+            loss = each.run(step, args=(deal(each, data((9, 6)[k % 2], seed=k)), k))
+            losses.append(each.reduce("mean", loss, axis=None))
+            if not inside:
+                its.step()
+        close(*losses)
+        assert_replicas_agree(strategy, model, optimizer)
+        for mine, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+            close(mine.grad, wanted.grad)
+    for mine, wanted in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        close(mine, wanted)
+    assert name != "users own" or ops.reduced > 0
+
+
+def test_what_cannot_bring_gradients_together_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cross_device_ops is a torchstrategy\.CrossDeviceOps or None; got 'nccl'"):
+        torchstrategy.MirroredStrategy(["cpu", "cpu"], "nccl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="NCCL"):
+        torchstrategy.MirroredStrategy(["cpu", "cpu"], torchstrategy.NcclAllReduce())

@@ -23,6 +23,7 @@ from torchstrategy._copies import Copies, Layout, parameters_of, undisturbed
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
 from torchstrategy._devices import in_use
+from torchstrategy._gradients import AllReduce
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._once import OnceAStep, make_ready, refuse_bound_methods
@@ -49,6 +50,7 @@ class CentralStorage(Storage):
         averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
         is_mirrored: Whether all replicas but the first have memory and an optimizer of their own, and update their
             parameters themselves; else values are sent to them.
+        all_reduce: How gradients get to all replicas, if they update their parameters themselves.
     """
 
     def __init__(
@@ -58,12 +60,13 @@ class CentralStorage(Storage):
         may_alias: bool = True,
         averages_buffers: bool = True,
         is_mirrored: bool = False,
+        all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__(devices, parameter_device)
-        self._settings = may_alias, averages_buffers, is_mirrored
+        self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
         self._is_mirrored = is_mirrored
         aliases = tuple(may_alias and (r == 0 or not is_mirrored) for r in range(len(self.devices)))
-        self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored)
+        self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers

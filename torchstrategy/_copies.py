@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._gradients import Gradients
+from torchstrategy._gradients import AllReduce, Gradients
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies
@@ -27,6 +27,7 @@ class Layout(NamedTuple):
     may_alias: Sequence[bool]  # of each replica, whether its parameters there may have the memory of the originals
     averages_buffers: bool
     is_mirrored: bool  # whether replicas update parameters themselves
+    all_reduce: AllReduce | None  # how gradients get to all of them
 
 
 @final
@@ -88,6 +89,7 @@ class Copies:
             [*self.mirrors.owners, *(p for _, p in loose.values())],
             [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
+            self._layout.all_reduce,
         )
         indices = {id(owner): index for index, owner in enumerate(self.gradients.owners)}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
@@ -114,7 +116,7 @@ class Copies:
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             owners = self.mirrors.those_of_the_first(parameters_of(optimizer))
-            copies.step(optimizer, owners)
+            copies.step(optimizer, owners, self.gradients.arrived)
             self.mirrors.note_updated(owners)
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:

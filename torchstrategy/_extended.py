@@ -16,6 +16,7 @@ from torchstrategy._comm import sent_to
 from torchstrategy._communication import CommunicationOptions, check_usable
 from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
+from torchstrategy._cross_device_ops import CrossDeviceOps
 from torchstrategy._devices import canonical, in_use, place
 from torchstrategy._input import (
     DatasetFn,
@@ -200,12 +201,19 @@ class ReplicatedExtended(_OnOneMachine):
         storage: Where parameters live.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
+        cross_device_ops: How values are reduced; None: they are sent to the parameter device, and added up there.
     """
 
     def __init__(
-        self, replicas: Replicas, storage: Storage, gradient_reduction: ReduceOp, between_graph: bool = False
+        self,
+        replicas: Replicas,
+        storage: Storage,
+        gradient_reduction: ReduceOp,
+        between_graph: bool = False,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         super().__init__()
+        self._cross_device_ops = cross_device_ops
         self._between_graph = between_graph
         self._replicas = replicas
         self._storage = storage
@@ -272,6 +280,8 @@ class ReplicatedExtended(_OnOneMachine):
             return value.values[0]
         if isinstance(value, DistributedValues):
             check_component_counts([value], self._num_replicas_in_sync)
+            if self._cross_device_ops is not None:
+                return self._cross_device_ops.reduce(op, value, self._storage.parameter_device)
             return combined(op, value.values, self._storage.parameter_device)
         if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
             return value
@@ -287,9 +297,12 @@ class ReplicatedExtended(_OnOneMachine):
             return super()._reduce_all(op, leaves, options)
         together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
         check_component_counts(leaves, self._num_replicas_in_sync)
-        columns = [leaves[i].values for i in together]
         device = self._storage.parameter_device
-        reduced = dict(zip(together, combined_in_packs(op, columns, device, options.bytes_per_pack), strict=True))
+        if self._cross_device_ops is not None:
+            totals = self._cross_device_ops.batch_reduce(op, [(leaves[i], device) for i in together], options)
+        else:
+            totals = combined_in_packs(op, [leaves[i].values for i in together], device, options.bytes_per_pack)
+        reduced = dict(zip(together, totals, strict=True))
         return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
@@ -324,8 +337,9 @@ class ReplicatedExtended(_OnOneMachine):
         return self._replicas.devices[replica]
 
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
-        replicas = Replicas(self._replicas.devices)
-        return ReplicatedExtended(replicas, self._storage.like(), self._gradient_reduction, self._between_graph)
+        replicas, storage = Replicas(self._replicas.devices), self._storage.like()
+        settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
+        return ReplicatedExtended(replicas, storage, *settings)
 
 
 def _run_alone(strategy: StrategyBase, device: Device | None, call: Callable[[], Tree]) -> Tree:

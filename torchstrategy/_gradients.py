@@ -16,7 +16,7 @@ were.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -28,7 +28,13 @@ from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, Repl
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
-from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot
+from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot, version
+
+AllReduce = Callable[
+    [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
+    Sequence[Sequence[torch.Tensor | None]],
+]
+"""Adds up what several replicas have, times their weights, and returns a sum where each replica wants it."""
 
 
 @final
@@ -41,6 +47,7 @@ class Gradients:
         owners: The parameters that the gradients are of.
         names: What to call each of them in a message.
         parameters: For each replica its own parameters, in the order of the owners.
+        all_reduce: What adds up gradients for all replicas at once; None: they are added up where the owners are.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class Gradients:
         owners: Sequence[torch.Tensor],
         names: Sequence[str],
         parameters: Sequence[Sequence[LocalParameter]],
+        all_reduce: AllReduce | None = None,
     ) -> None:
         self._own = list(zip(owners, names, strict=True))
         self.owners = list(owners)
@@ -58,6 +66,8 @@ class Gradients:
         self._is_remote = [
             any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
         ]
+        self._all_reduce = all_reduce
+        self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
@@ -73,6 +83,7 @@ class Gradients:
         self.names = [name for _, name in (*self._own, *outsiders)]
         self._kept = [slot(owner) for owner in self.owners]
         self._has_updated = False
+        self._everywhere.clear()
         self._shares = shares
         self._take()
         for index, (owner, _) in enumerate(self._own):
@@ -119,6 +130,11 @@ class Gradients:
             self._take()
             if self._has_updated:
                 self._kept = list(self.so_far)
+
+    def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
+        """What a replica has got of an owner's gradient already, if nobody has written on it since."""
+        known = self._everywhere.get(id(gradient))
+        return known[2][replica] if known is not None and version(gradient) == known[1] else None
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -257,6 +273,8 @@ class Gradients:
         weighing = self._weighing()
         for r in set(self._shares.present) - set(weighing):
             self.ledgers[r].take_local()  # of no rows: dropped, since zero times NaN would be NaN
+        if self._all_reduce is not None:
+            return self._combined_everywhere(weighing, self._all_reduce)
         total: dict[int, torch.Tensor] = {}
         for r in weighing:
             weight = self._shares.weights[r]
@@ -267,6 +285,23 @@ class Gradients:
                 # What came together is in one piece of memory; the owner's gradients are each in its own.
                 return {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
             _accumulate(total, local, weight)
+        return total
+
+    def _combined_everywhere(self, weighing: Sequence[int], all_reduce: AllReduce) -> dict[int, torch.Tensor]:
+        assert self._shares is not None
+        local = [self.ledgers[r].take_local() for r in weighing]
+        indices = sorted(set().union(*local))
+        sums = all_reduce(
+            [[gradients.get(index) for index in indices] for gradients in local],
+            [self._shares.weights[r] for r in weighing],
+            [[ledger.parameters[index] for index in indices] for ledger in self.ledgers],
+        )
+        self._everywhere.clear()
+        total: dict[int, torch.Tensor] = {}
+        for index, column in zip(indices, zip(*sums, strict=True), strict=True):
+            gradients = [gradient for gradient in column if gradient is not None]
+            total[index] = gradient = gradients[0].to(self.owners[index].device)
+            self._everywhere[id(gradient)] = gradient, version(gradient), gradients
         return total
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -23,6 +23,8 @@ from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._stand_ins import plain_class
 from torchstrategy._torch import slot, version
+
+Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
@@ -59,10 +61,17 @@ class OptimizerCopies:
             if not is_known:
                 copied.bring_state(optimizer)
 
-    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor]) -> None:
-        """After a step: the copies take the same, on the counterparts of some of the parameters."""
-        for copied in self._copies:
-            copied.step([owner for owner in owners if slot(owner) is not None])
+    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> None:
+        """After a step: the copies take the same, on the counterparts of some of the parameters.
+
+        Args:
+            optimizer: The user's own.
+            owners: The parameters.
+            arrived: What a replica has got of a gradient already, if it has.
+        """
+        trained = [owner for owner in owners if slot(owner) is not None]
+        for replica, copied in enumerate(self._copies, start=1):
+            copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
         self._known = list(_versions(optimizer))
 
 
@@ -99,7 +108,7 @@ class _Copy:
                 plain = self._plain[id(owner)]
                 self._optimizer.state[plain] = {name: _sent(name, value, plain) for name, value in state[owner].items()}
 
-    def step(self, owners: Sequence[torch.Tensor]) -> None:
+    def step(self, owners: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
         if not owners:
             return
         trained = [self._plain[id(owner)] for owner in owners]
@@ -107,9 +116,10 @@ class _Copy:
             local = self._local[id(owner)]
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
-        gradients = brought([_gradient_of(owner) for owner in owners], trained[0].device)
-        for plain, gradient in zip(trained, gradients, strict=True):
-            plain.grad = gradient
+        missing = [i for i, gradient in enumerate(arrived) if gradient is None]
+        sent = iter(brought([_gradient_of(owners[i]) for i in missing], trained[0].device))
+        for plain, gradient in zip(trained, arrived, strict=True):
+            plain.grad = next(sent) if gradient is None else gradient
         try:
             self._optimizer.step()
         finally:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 from torchstrategy._central_storage import CentralStorage
+from torchstrategy._cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
 from torchstrategy._storage import InPlaceStorage, Storage
 from torchstrategy._strategies._choices import averages, devices_of_replicas
 from torchstrategy._strategy import Strategy
-from torchstrategy._types import DeviceLike
+from torchstrategy._types import Device, DeviceLike
 
 
 @final
@@ -28,7 +29,8 @@ class MirroredStrategy(Strategy):
     Args:
         devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
             one CPU. None: all accelerators of this machine, or one CPU where there is none.
-        cross_device_ops: None.
+        cross_device_ops: How gradients, and what `reduce` is given, are brought together. None: by NCCL where all
+            devices are different CUDA devices, else on the first device.
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
         buffer_aggregation: What becomes of the running statistics of normalisation layers; see
             `CentralStorageStrategy`.
@@ -52,7 +54,8 @@ class MirroredStrategy(Strategy):
 
     Raises:
         ValueError: If a device is none, or one that this machine does not have; or if there is no device.
-        TypeError: If a device, or the list of them, is of the wrong kind.
+            Or if `cross_device_ops` cannot be used with these devices.
+        TypeError: If a device, or the list of them, or `cross_device_ops` is of the wrong kind.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/MirroredStrategy
     """
@@ -60,16 +63,37 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[DeviceLike] | None = None,
-        cross_device_ops: None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         *,
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         on = devices_of_replicas("devices", devices)
         averages_buffers = averages(buffer_aggregation)
+        ops = _checked(cross_device_ops, on)
         storage: Storage = (
             InPlaceStorage(on, on[0])
             if len(on) == 1
-            else CentralStorage(on, on[0], averages_buffers=averages_buffers, is_mirrored=True)
+            else CentralStorage(
+                on,
+                on[0],
+                averages_buffers=averages_buffers,
+                is_mirrored=True,
+                all_reduce=None if ops is None else ops._weighted_sums,
+            )
         )
-        super().__init__(ReplicatedExtended(Replicas(on), storage, ReduceOp.of(gradient_reduction)))
+        extended = ReplicatedExtended(
+            Replicas(on), storage, ReduceOp.of(gradient_reduction), cross_device_ops=ops if len(on) > 1 else None
+        )
+        super().__init__(extended)
+
+
+def _checked(ops: CrossDeviceOps | None, devices: Sequence[Device]) -> CrossDeviceOps | None:
+    """None stands for the sums that are made where the parameters of the first replica are."""
+    if ops is None:
+        ops = default_for(devices)
+        return None if isinstance(ops, ReductionToOneDevice) else ops
+    if not isinstance(ops, CrossDeviceOps):
+        raise TypeError(f"cross_device_ops is a torchstrategy.CrossDeviceOps or None; got {ops!r}.")
+    ops._check_devices(devices)
+    return ops
