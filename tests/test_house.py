@@ -126,7 +126,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("compat",): [{"v1"}, {"__init__"}],
     ("compat", "v1"): [
         {"_loss_reduction", "_strategy"},
-        {"_central_storage", "_one_device"},
+        {"_central_storage", "_mirrored", "_one_device"},
         {"experimental"},
         {"__init__"},
     ],

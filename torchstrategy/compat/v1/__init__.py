@@ -26,6 +26,7 @@ from torchstrategy._replica_context import ReplicaContext
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy.compat.v1 import experimental
 from torchstrategy.compat.v1._loss_reduction import get_loss_reduction
+from torchstrategy.compat.v1._mirrored import MirroredStrategy
 from torchstrategy.compat.v1._one_device import OneDeviceStrategy
 from torchstrategy.compat.v1._strategy import Strategy
 
@@ -35,6 +36,7 @@ __all__ = [
     "InputContext",
     "InputIterator",
     "InputReplicationMode",
+    "MirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "ReduceOp",
@@ -54,10 +56,9 @@ __all__ = [
     "in_cross_replica_context",
 ]
 
-distribute = sys.modules[
-    __name__
-]  # `tf.compat.v1.distribute.Strategy` is `torchstrategy.compat.v1.distribute.Strategy`
+# `tf.compat.v1.distribute.Strategy` is `torchstrategy.compat.v1.distribute.Strategy`, too.
+distribute = sys.modules[__name__]
 
-for _only_here in (InputIterator, OneDeviceStrategy, Strategy, get_loss_reduction):
+for _only_here in (InputIterator, MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction):
     _only_here.__module__ = __name__
 del _only_here, sys
