@@ -102,11 +102,10 @@ def _line(name: str, row: Row, sentences: str) -> str:
 
 
 def _parentheses(row: Row, of_name: Sequence[Row]) -> str:
-    parameters = [
-        r.parameter + (f"={r.default}" if r.default else "") for r in of_name if r.parameter and r.status != "extra"
-    ]
-    if not parameters and row.kind not in ("function", "method"):
+    newest = [r for r in of_name if r.parameter and r.releases[-3:] == row.releases[-3:]]
+    if not newest and row.kind not in ("function", "method"):
         return ""
+    parameters = [r.parameter + (f"={r.default}" if r.default else "") for r in newest]
     return "(...)" if row.status == "extra" else f"({', '.join(parameters)})"
 
 
