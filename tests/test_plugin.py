@@ -174,11 +174,17 @@ EVERYWHERE = {
     "test_all[central-1-cpu]": "passed",
     "test_all[central-2-cpu]": "passed",
     "test_all[central-3-cpu]": "passed",
+    "test_all[mirrored-1-cpu]": "passed",
+    "test_all[mirrored-2-cpu]": "passed",
+    "test_all[mirrored-3-cpu]": "passed",
     "test_new[default]": "passed",
     "test_new[one_device-cpu]": "passed",
     "test_new[central-1-cpu]": "passed",
     "test_new[central-2-cpu]": "passed",
     "test_new[central-3-cpu]": "passed",
+    "test_new[mirrored-1-cpu]": "passed",
+    "test_new[mirrored-2-cpu]": "passed",
+    "test_new[mirrored-3-cpu]": "passed",
     "test_counts[central-1-cpu]": "passed",
     "test_counts[central-4-cpu]": "passed",
     "test_stacked[central-2-cpu]": "passed",
@@ -205,10 +211,16 @@ WITH_SIMULATION = {
     "test_all[central-1-sim]": "passed",
     "test_all[central-2-sim]": "passed",
     "test_all[central-3-sim]": "passed",
+    "test_all[mirrored-1-sim]": "passed",
+    "test_all[mirrored-2-sim]": "passed",
+    "test_all[mirrored-3-sim]": "passed",
     "test_new[one_device-sim]": "passed",
     "test_new[central-1-sim]": "passed",
     "test_new[central-2-sim]": "passed",
     "test_new[central-3-sim]": "passed",
+    "test_new[mirrored-1-sim]": "passed",
+    "test_new[mirrored-2-sim]": "passed",
+    "test_new[mirrored-3-sim]": "passed",
     "test_counts[central-1-sim]": "passed",
     "test_counts[central-4-sim]": "passed",
     "test_stacked[central-2-sim]": "passed",
@@ -271,7 +283,12 @@ def test_real_devices_are_named_by_their_type(tmp_path: Path) -> None:
         "test_all[default]",
         "test_all[one_device-cpu]",
         "test_all[one_device-cuda]",
-        *(f"test_all[central-{count}-{place}]" for place in ("cpu", "cuda") for count in (1, 2, 3)),
+        *(
+            f"test_all[{kind}-{count}-{place}]"
+            for kind in ("central", "mirrored")
+            for place in ("cpu", "cuda")
+            for count in (1, 2, 3)
+        ),
         "test_devices[one_device-sim]",
         "test_devices[one_device-cuda]",
         "test_devices[central-sim]",
@@ -344,7 +361,7 @@ def test_a_mark_that_cannot_be_used_is_an_error_that_names_the_test(tmp_path: Pa
         """,
     )
     output = pytest_on(tmp_path)
-    choices = "choose from 'default', 'one_device', 'central'."
+    choices = "choose from 'default', 'one_device', 'central', 'mirrored'."
     assert f"test_name.py::test_x, mark `strategies`: 'centrul' is not a strategy: {choices}" in output
     assert (
         "test_option.py::test_x, mark `strategies`: it does not take replica=[2]: choose from replicas, places."
@@ -359,7 +376,12 @@ CPU = devices_here([])
 @pytest.mark.parametrize(
     ("names", "options", "error", "message"),
     [
-        (["centrul"], {}, ValueError, "'centrul' is not a strategy: choose from 'default', 'one_device', 'central'"),
+        (
+            ["centrul"],
+            {},
+            ValueError,
+            "'centrul' is not a strategy: choose from 'default', 'one_device', 'central', 'mirrored'",
+        ),
         ([2], {}, ValueError, "2 is not a strategy"),
         ([], {"replicas": [0]}, ValueError, "0 is not a number of replicas: it is 1 or more"),
         ([], {"replicas": [-2]}, ValueError, "-2 is not a number of replicas"),
@@ -484,9 +506,9 @@ def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -
     )
     output = pytest_on(tmp_path, "-v", "-k", "clean")
     assert output.endswith("exit 0"), output
-    assert len(outcomes(output)) == 25
+    assert len(outcomes(output)) == 40
     output = pytest_on(tmp_path, "-v", "-k", "not clean")
-    assert "1 failed, 6 passed, 25 deselected, 7 errors" in output
+    assert "1 failed, 6 passed, 40 deselected, 7 errors" in output
     # Once in each report, and, where the line is long enough for it, again in the summary.
     assert output.count("AssertionError: The thread 'prefetch' is still running") >= 2
     assert output.count("AssertionError: This thread was outside of every scope, and is in the scope of") >= 2

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, final
 from torchstrategy._context import get_strategy, has_strategy
 from torchstrategy._devices import canonical, local_accelerators
 from torchstrategy._errors import an
-from torchstrategy._strategies import CentralStorageStrategy, OneDeviceStrategy
+from torchstrategy._strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from torchstrategy._strategy import Strategy
 from torchstrategy._types import Device
 from torchstrategy.testing._simulation import simulated_devices
@@ -37,6 +37,7 @@ _KINDS: Mapping[str, _Kind] = {
     "default": _Kind(_default, "none"),
     "one_device": _Kind(lambda devices: OneDeviceStrategy(devices[0]), "one"),
     "central": _Kind(CentralStorageStrategy, "several"),
+    "mirrored": _Kind(MirroredStrategy, "several"),
 }
 
 
