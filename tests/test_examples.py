@@ -125,7 +125,7 @@ def test_digits_refuses_arguments_that_it_would_have_to_ignore(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "outcome"), [(["--simulate-devices=4"], "22 passed in"), ([], "11 passed, 1 skipped")]
+    ("options", "outcome"), [(["--simulate-devices=4"], "28 passed in"), ([], "14 passed, 1 skipped")]
 )
 def test_the_example_of_tests_passes_where_a_user_copies_it(options: list[str], outcome: str, tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "test_my_training.py", tmp_path)
