@@ -61,6 +61,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_team",
             "_trainers",
         },  # how replicas meet, and what each counts for
+        {"_variables"},  # tensors that replicas share and assign
         {
             "_gradients",
             "_links",
@@ -90,6 +91,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_dataset"},
         {"__init__"},
     ],
+    ("_variables",): [{"_variable"}, {"_kinds", "_local"}, {"_of_extended"}, {"__init__"}],
     ("_strategies",): [{"_choices"}, {"_central_storage", "_default", "_mirrored", "_one_device"}, {"__init__"}],
     ("experimental",): [{"__init__"}],
     ("nn",): [{"_losses", "_sync_batch_norm"}, {"__init__"}],

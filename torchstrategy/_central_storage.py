@@ -34,6 +34,7 @@ from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._torch import version
 from torchstrategy._trainers import Trainers
 from torchstrategy._types import Device, Tree
+from torchstrategy._variables import SharedVariable, Variable, is_variable
 
 
 @final
@@ -64,9 +65,10 @@ class CentralStorage(Storage):
         self._averages_buffers = averages_buffers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
-        self._new: set[int] = set()  # modules of which there are no copies yet
+        self._new: set[int] = set()  # modules and variables of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
         self._stand_ins = StandIns()
         self._lock = threading.RLock()
@@ -82,7 +84,8 @@ class CentralStorage(Storage):
         named = captured(*step)
         refuse_bound_methods(named.counters)
         self._take_around(named)
-        copies = self._borrow()
+        variables = _alive(self._variables)  # held for as long as the run has copies of them
+        copies = self._borrow(variables)
         originals = copies.originals()
         run, loan = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
@@ -113,6 +116,7 @@ class CentralStorage(Storage):
             if loan is not None:
                 loan.let_go()
             self._return(copies)
+            variables.clear()
 
     def like(self) -> Storage:
         settings = self._may_alias, self._averages_buffers, self._is_mirrored
@@ -125,13 +129,21 @@ class CentralStorage(Storage):
         self._modules[id(module)] = weakref.ref(module, _weakly(self._forget))
         self._new.add(id(module))
 
+    def take_variable(self, variable: Variable) -> None:
+        self.claim(variable)
+        if isinstance(variable, SharedVariable):
+            self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
+            self._new.add(id(variable))
+            for copies in self._standing_still() if self._in_use else []:
+                copies.gradients.watch(variable, variable.name)  # the run that makes it has no copies of it
+
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not _in_replica():
             self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
-        for table in (self._modules, self._optimizers):
+        for table in (self._modules, self._optimizers, self._variables):
             for key in [key for key, known in list(table.items()) if known is reference]:
                 del table[key]
                 if key in self._new:
@@ -140,7 +152,7 @@ class CentralStorage(Storage):
                     self._generation += 1
                     self._idle.clear()
 
-    def _borrow(self) -> Copies:
+    def _borrow(self, variables: Sequence[Variable]) -> Copies:
         with self._lock:
             optimizers = _alive(self._optimizers)
             if self._new:
@@ -152,7 +164,7 @@ class CentralStorage(Storage):
                 if copies.generation != self._generation or not copies.bring_up_to_date(optimizers):
                     copies = None
             if copies is None:
-                copies = self._copied(optimizers)
+                copies = self._copied(variables, optimizers)
             if self._in_use:
                 for other in (copies, *self._in_use):
                     other.gradients.is_alone = False
@@ -167,7 +179,7 @@ class CentralStorage(Storage):
                 return self._idle[-1:]
             return [self._in_use[-1]] if self._in_use[-1].thread == threading.get_ident() else []
 
-    def _copied(self, optimizers: Sequence[Optimizer]) -> Copies:
+    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> Copies:
         generation = self._generation
         parts = parts_of(_alive(self._modules))
         for part in parts:
@@ -176,7 +188,7 @@ class CentralStorage(Storage):
         try:
             aliases = [self._may_alias and (r == 0 or not self._is_mirrored) for r in range(len(self.devices))]
             settings = aliases, self._averages_buffers, self._is_mirrored
-            return Copies(_roots(parts), optimizers, self.devices, *settings, generation)
+            return Copies(_roots(parts), variables, optimizers, self.devices, *settings, generation)
         finally:
             self._is_copying = False
 
@@ -230,6 +242,7 @@ class Copies:
 
     Args:
         roots: The user's modules.
+        variables: The user's variables.
         optimizers: The user's optimizers.
         devices: The device of each replica.
         may_alias: Of each replica; see `CentralStorage`.
@@ -241,6 +254,7 @@ class Copies:
     def __init__(
         self,
         roots: Sequence[nn.Module],
+        variables: Sequence[Variable],
         optimizers: Sequence[Optimizer],
         devices: Sequence[Device],
         may_alias: Sequence[bool],
@@ -253,7 +267,7 @@ class Copies:
         self._is_mirrored = is_mirrored
         self._num_replicas = len(devices)
         with undisturbed():
-            self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers)
+            self.mirrors = Mirrors(roots, devices, may_alias, averages_buffers, variables)
         self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
         self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
@@ -269,7 +283,7 @@ class Copies:
 
     def originals(self) -> list[object]:
         """What stand-ins are needed for."""
-        plain = [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
+        plain = [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter) and not is_variable(owner)]
         return [*self.mirrors.originals(), *self.optimizers(), *plain]
 
     def optimizers(self) -> list[Optimizer]:
@@ -330,7 +344,9 @@ class _CentralLoan(Loan, Owners):
     ) -> None:
         self._copies = copies
         self._shares = shares
-        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in outsiders]
+        # A variable that is not the strategy's may be assigned: by each replica for itself.
+        written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
         self._counters = counters
         self._trainers = trainers

@@ -28,7 +28,7 @@ from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._replica_context import Meetings, running_context
 from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
-from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
+from torchstrategy._storage import InPlaceStorage, Loan, Storage, is_nobodys
 from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._tree import tree_flatten
@@ -42,6 +42,7 @@ from torchstrategy._values import (
     regroup,
     select,
 )
+from torchstrategy._variables import MirroredVariable, Variable
 
 
 @final
@@ -70,7 +71,11 @@ class SingleExtended(StrategyExtended):
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
-        return not has_owner(v) if self._storage is None else self._storage.owns(v)
+        return is_nobodys(v) if self._storage is None else self._storage.owns(v)
+
+    def _take_variable(self, variable: Variable) -> None:
+        if self._storage is not None:
+            self._storage.take_variable(variable)
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -165,7 +170,10 @@ class ReplicatedExtended(StrategyExtended):
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
-        return self._storage.owns(v)
+        return self._storage.owns(self.value_container(v))
+
+    def _take_variable(self, variable: Variable) -> None:
+        self._storage.take_variable(variable)
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -210,7 +218,7 @@ class ReplicatedExtended(StrategyExtended):
         return stack
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        if isinstance(value, Mirrored) and op is ReduceOp.MEAN:
+        if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
             return value.values[0]
         if isinstance(value, DistributedValues):
             check_component_counts([value], self._num_replicas_in_sync)

@@ -40,6 +40,7 @@ from torchstrategy._replica_modules import (
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import plain_class
 from torchstrategy._types import Device
+from torchstrategy._variables import SyncOnReadVariable, Variable, is_variable
 
 
 @final
@@ -51,19 +52,27 @@ class Mirrors:
         devices: The device of each replica.
         may_alias: Of each replica, whether a copy on the device of its original shares the memory of its parameters.
         averages_buffers: Whether running statistics become the mean of the replicas'.
+        variables: Variables to be copied, too, whether or not they are in a module.
 
     Raises:
         TypeError: If a module cannot be copied; it is named, with what to do.
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], devices: Sequence[Device], may_alias: Sequence[bool], averages_buffers: bool
+        self,
+        roots: Sequence[nn.Module],
+        devices: Sequence[Device],
+        may_alias: Sequence[bool],
+        averages_buffers: bool,
+        variables: Sequence[Variable] = (),
     ) -> None:
         self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
-        registered = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+        in_modules = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+        loose = [variable for variable in variables if id(variable) not in in_modules]
+        registered = {*in_modules, *map(id, loose)}
         for module in modules:
             _refuse_uncopyable(module, paths[id(module)], registered)
         # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
@@ -71,6 +80,7 @@ class Mirrors:
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
         self._parameters = _originals(modules, paths, "_parameters")
+        self._parameters += [Original(variable.name, weakref.ref(variable)) for variable in loose]
         self._buffers = _originals(modules, paths, "_buffers")
         self._replicas = [
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
@@ -256,7 +266,7 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
     found: dict[int, Original] = {}
     for module in modules:
         for name, tensor in module.__dict__[table].items():
-            if tensor is not None:
+            if tensor is not None and type(tensor) is not SyncOnReadVariable:
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
                 found.setdefault(id(tensor), Original(f"{paths[id(module)]}.{name}", tensor, is_running))
     return list(found.values())
@@ -306,7 +316,7 @@ def _refuse_uncopyable(module: nn.Module, path: str, registered: set[int]) -> No
                 f"{path}.{name} was made in torch.inference_mode(), where torch does not count what is written on a "
                 "tensor, so that copies could not be kept in step. Make the model outside of that mode."
             )
-        if parameter is not None and plain_class(type(parameter)) is not nn.Parameter:
+        if parameter is not None and plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
             raise TypeError(
                 f"{path}.{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter "
                 "itself, and not of its subclasses."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torchstrategy._ledger import LocalParameter
 from torchstrategy._parts import held_plainly
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
+from torchstrategy._variables import LocalVariable, Variable, is_variable
 
 TENSOR_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,11 +42,18 @@ class Original:
     """A tensor of the user's, and what it was when the copies last agreed with it."""
 
     name: str
-    tensor: torch.Tensor
+    held: torch.Tensor | weakref.ref[torch.Tensor]  # a variable in no module lives as long as the user has it
     is_running: bool = False  # a running statistic, which torch's kernels write without counting it
     version: int = -1
     place: tuple[object, ...] = ()
     memory: torch.UntypedStorage | None = None  # kept, so that nothing else can come to lie at that place
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself."""
+        tensor = self.held() if isinstance(self.held, weakref.ref) else self.held
+        assert tensor is not None, "copies are given up when a variable dies"
+        return tensor
 
     def has_changed(self) -> bool:
         """Whether it was written, or lies elsewhere."""
@@ -102,7 +111,7 @@ class ReplicaModules:
             owner.detach() if aliased else sent_to([owner], [device])[0][0]
             for owner, aliased in zip(owners, self._aliased, strict=True)
         ]
-        self.parameters = [LocalParameter.over(d, owner.requires_grad) for d, owner in zip(data, owners, strict=True)]
+        self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
         self.parameters_are_known()
         own = sent_to([original.tensor for original in buffers], [device])[0]
@@ -112,7 +121,9 @@ class ReplicaModules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(vars(module))))
             for _, held in held_plainly(module):
                 if isinstance(held, torch.Tensor) and id(held) not in self._memo:
-                    self._memo[id(held)] = sent_to([held], [device])[0][0]
+                    self._memo[id(held)] = held if is_variable(held) else sent_to([held], [device])[0][0]
+            for parameter in module.parameters(recurse=False):
+                self._memo.setdefault(id(parameter), parameter)  # a variable of which each replica has a value
         copied = _copied(roots, dict(self._memo))
         originals = (m for root in roots for m in root.modules())
         pairs = {
@@ -230,6 +241,12 @@ def same(first: Sequence[object], second: Sequence[object]) -> bool:
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold different numbers."""
     return first.shape != second.shape or not torch.equal(first, second.to(first.device))
+
+
+def _local(owner: torch.Tensor, data: torch.Tensor) -> LocalParameter:
+    if isinstance(owner, Variable):
+        return LocalVariable.of(owner, data, owner.requires_grad)
+    return LocalParameter.over(data, owner.requires_grad)
 
 
 def _write(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:

@@ -21,6 +21,7 @@ from torchstrategy._replica_context import refuse_options
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, DeviceLike, ReplicaFn, Tree
 from torchstrategy._values import ABSENT, DistributedValues, Mirrored
+from torchstrategy._variables import VariablesOfExtended
 
 if TYPE_CHECKING:
     from torchstrategy._strategy import Strategy
@@ -34,7 +35,7 @@ def _mirrored(value: torch.Tensor, like: DistributedValues) -> Mirrored:
     return Mirrored([c if c is ABSENT else sent_to([value], [c.device])[0][0] for c in like._components])
 
 
-class StrategyExtended(ABC):
+class StrategyExtended(VariablesOfExtended, ABC):
     """What `Strategy.extended` offers, for libraries that are built on strategies.
 
     Example:
