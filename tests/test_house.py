@@ -57,6 +57,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_collectives",
             "_input",
             "_ledger",
+            "_metrics",
             "_shares",
             "_team",
             "_trainers",

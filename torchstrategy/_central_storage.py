@@ -98,6 +98,7 @@ class CentralStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             loan = _CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica)
             tell_before(run, loan.before_any_step)
+            copies.mirrors.hand_out(shares.present)
             copies.gradients.begin(shares, outsiders)
             self._stand_ins.put_up(originals, run)
             yield loan

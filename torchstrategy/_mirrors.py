@@ -24,6 +24,7 @@ from torch import nn
 from torchstrategy._comm import write
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
+from torchstrategy._metrics import Metrics
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, held_plainly
 from torchstrategy._replica_modules import (
     HOOK_TABLES,
@@ -86,6 +87,7 @@ class Mirrors:
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
+        self._metrics = Metrics(self._insides, self._paths, [replica.insides for replica in self._replicas])
         for original in (*self._parameters, *self._buffers):
             original.is_known()
         self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
@@ -141,6 +143,10 @@ class Mirrors:
                 self._buffers[index].is_known()
         return True
 
+    def hand_out(self, present: Sequence[int]) -> None:
+        """Says which replicas take part in the run that begins."""
+        self._metrics.hand_out(present)
+
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
         changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
@@ -183,8 +189,14 @@ class Mirrors:
         """
         lead = self._replicas[shares.present[0]]
         self._check_flags(shares)
-        values = self._buffer_values(shares)  # these two may refuse; after them nothing does
+        values = self._buffer_values(shares)
+        states = self._metrics.put_together(shares.present)
+        # These may refuse; after them nothing does.
         lead.return_attributes(self._insides)
+        for position, name, state in states:
+            inside = self._insides[position]
+            inside[name] = self._attributes[position][name] = state
+            inside["_computed"] = self._attributes[position]["_computed"] = None
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)

@@ -133,12 +133,12 @@ class ReplicaModules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
         self._device = device
-        self._insides = [pairs[id(module)].__dict__ for module in modules]
+        self.insides = [pairs[id(module)].__dict__ for module in modules]
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._attribute_values = values_of(self._insides)
+        self._attribute_values = values_of(self.insides)
 
     def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
@@ -187,7 +187,7 @@ class ReplicaModules:
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""
-        inside = self._insides[position]
+        inside = self.insides[position]
         if value is MISSING:
             inside.pop(name, None)
         else:
@@ -195,18 +195,18 @@ class ReplicaModules:
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = sent_to([value], [self._device])[0][0]
             inside[name] = copy.deepcopy(value, memo)
-        self._attribute_values = values_of(self._insides)
+        self._attribute_values = values_of(self.insides)
 
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
         """Brings to the originals the plain attributes, and the buffers out of nothing, that the step wrote."""
-        values = values_of(self._insides)
+        values = values_of(self.insides)
         if not same(self._attribute_values, values):
             self._attribute_values = values
-            for original, local in zip(originals, self._insides, strict=True):
+            for original, local in zip(originals, self.insides, strict=True):
                 for name, value in local.items():
                     if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
                         original[name] = value
-        for original, local in zip(originals, self._insides, strict=True):
+        for original, local in zip(originals, self.insides, strict=True):
             for name, buffer in original["_buffers"].items():
                 if buffer is None and local["_buffers"].get(name) is not None:
                     original["_buffers"][name] = local["_buffers"][name].detach().clone()

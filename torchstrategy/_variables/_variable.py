@@ -25,7 +25,8 @@ from typing_extensions import Self
 from torchstrategy._collectives import as_tensor
 from torchstrategy._context import current_frame, is_default, local_object, require_cross_replica
 from torchstrategy._options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._torch import make_parameter, set_slot, slot, version
+from torchstrategy._torch import hide_from_compiler, make_parameter, set_slot, slot, version
+from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import DistributedValues, Mirrored, PerReplica
 
@@ -216,8 +217,8 @@ class Variable(nn.Parameter):
     ) -> Any:
         used: list[tuple[Variable, torch.Tensor]] = []
         args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
-        if any(not issubclass(kind, Variable) for kind in types):  # another class has a say, too
-            return NotImplemented if any(v is t for v, t in used) else func(*args, **kwargs)
+        if any(map(_has_a_say, types)):
+            return func(*_without_variables(args), **_without_variables(kwargs))
         watched = [(v, t, version(t)) for v, t in used if v._watches]
         result = _plainly(func, (), args, kwargs)
         for variable, tensor, before in watched:
@@ -255,6 +256,9 @@ class Variable(nn.Parameter):
         return self.detach().clone(), self.trainable, self._name, self._synchronization, self._aggregation
 
 
+# A compiler that followed it would find the component of one replica, and take it for that of all.
+hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-defined]
+
 _NAMELESS = "Variable"
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
@@ -285,6 +289,21 @@ def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> An
         known = value._stand_in()
         used.append((value, known))
     return known
+
+
+def _has_a_say(kind: Any) -> bool:
+    """Whether a class of tensors wants to be asked what torch does with them."""
+    says_nothing = kind is torch.Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
+    return not says_nothing and not issubclass(kind, Variable)
+
+
+def _without_variables(value: Any) -> Any:
+    """What another class of tensors is asked with: it need not know what a variable is."""
+
+    def plain(leaf: Any) -> Any:
+        return _plainly(torch.Tensor.view_as, (), (leaf, leaf), {}) if is_variable(leaf) else leaf
+
+    return map_leaves(plain, value)
 
 
 def plain_alias(variable: Variable) -> torch.Tensor:
