@@ -57,12 +57,11 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_collectives",
             "_input",
             "_ledger",
-            "_metrics",
             "_shares",
             "_team",
             "_trainers",
         },  # how replicas meet, and what each counts for
-        {"_variables"},  # tensors that replicas share and assign
+        {"_metrics", "_variables"},  # what replicas count; tensors that they share and assign
         {
             "_gradients",
             "_links",

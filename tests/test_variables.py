@@ -483,6 +483,26 @@ def test_in_a_replica_the_variable_of_a_module_is_a_variable(several: torchstrat
         assert [value.item() for value in seen] == [5, 5]
 
 
+def test_a_module_converts_its_variables(strategy: torchstrategy.Strategy) -> None:
+    with strategy.scope():
+        model = Scaled()
+    model.rows.assign(12.0)
+    assert repr(model.scale)
+    model.half().double()
+    assert {parameter.dtype for parameter in model.trained()} == {model.rows.dtype} == {torch.float64}
+    model.scale.assign(torch.tensor(5.0))
+    assert model.rows.item() == 12.0 and set(components(strategy, model.scale)) == {5.0}
+    assert numbers(strategy, lambda: model.scale * 1) == [5.0] * strategy.num_replicas_in_sync
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    model.scale.assign(7.0)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+    assert averaged.module.scale.item() == 7.0
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(torch.zeros(8, dtype=torch.float64, device=model.scale.device), [model.scale])
+    assert numbers(strategy, lambda: model.scale * 1) == [0.0] * strategy.num_replicas_in_sync
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_a_copy_belongs_to_where_it_is_made(strategy: torchstrategy.Strategy, how: str) -> None:
     with strategy.scope():

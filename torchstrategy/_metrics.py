@@ -10,12 +10,15 @@ torchmetrics is not imported: its metrics are known by what they have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 
 from torchstrategy._context import get_replica_context
+from torchstrategy._shares import Shares
+from torchstrategy._torch import version
 
 Inside = dict[str, Any]  # what a module has in its `__dict__`
 
@@ -39,73 +42,80 @@ class Metrics:
         originals: What the user's modules have inside.
         names: What the user calls them.
         local: The same of each replica's copies.
+        devices: Where each replica computes.
     """
 
-    def __init__(self, originals: Sequence[Inside], names: Sequence[str], local: Sequence[Sequence[Inside]]) -> None:
+    def __init__(
+        self,
+        originals: Sequence[Inside],
+        names: Sequence[str],
+        local: Sequence[Sequence[Inside]],
+        devices: Sequence[torch.device],
+    ) -> None:
         self._originals = originals
         self._names = names
         self._local = local
+        self._devices = devices
         self._metrics = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_METRIC]
         self._collections = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_COLLECTION]
+        self._given: dict[tuple[int, int, str], list[object]] = {}  # how each state was when the run began
 
     def hand_out(self, present: Sequence[int]) -> None:
         """Before a run: the first replica goes on from what the user's metrics have, the others begin afresh."""
         for position in self._metrics:
-            original = self._originals[position]
             for r in present:
-                local = self._local[r][position]
-                local["_computed"] = None
-                if original["dist_sync_fn"] is None and len(present) > 1:
-                    local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, _is_in_replica
-                local["_update_count"] = original["_update_count"] if r == present[0] else 0
-                for name in _states(original):
-                    state = original[name] if r == present[0] else original["_defaults"][name]
-                    local[name] = _copied(state, local["_defaults"][name])
+                self._hand_out(position, r, r == present[0], len(present) > 1)
         for position in self._collections:
             for r in present:  # metrics that share states would share them with nobody else here
                 local = self._local[r][position]
                 local["_groups"] = {index: [name] for index, name in enumerate(local["_modules"])}
                 local["_groups_checked"] = True
 
-    def put_together(self, present: Sequence[int]) -> list[State]:
+    def _hand_out(self, position: int, r: int, is_lead: bool, can_meet: bool) -> None:
+        original, local = self._originals[position], self._local[r][position]
+        local["_computed"] = None
+        if original["dist_sync_fn"] is None and can_meet:
+            local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, _is_in_replica
+        for name in _states(original):
+            goes_on = is_lead or _kind(original, name) == _MEAN
+            state = _on(self._devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
+            local[name], self._given[r, position, name] = state, _noted(state)
+
+    def put_together(self, shares: Shares) -> list[State]:
         """After a run: what the user's metrics have, with what the replicas have counted.
 
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
         return [
-            State(position, name, self._one(position, name, present))
+            State(position, name, self._one(position, name, shares))
             for position in self._metrics
             for name in _states(self._originals[position])
-            if self._is_touched(position, name, present)
+            if any(self._is_touched(position, name, r) for r in shares.present)
         ]
 
-    def _is_touched(self, position: int, name: str, present: Sequence[int]) -> bool:
-        before = self._originals[position]
-        lead, *others = (self._local[r][position] for r in present)
-        counts = lead["_update_count"] != before["_update_count"] or any(other["_update_count"] for other in others)
-        return counts or not _are_same(lead[name], before[name])
+    def _is_touched(self, position: int, name: str, r: int) -> bool:
+        before, now = self._given[r, position, name], _noted(self._local[r][position][name])
+        return len(before) != len(now) or not all(map(operator.is_, before, now))
 
-    def _one(self, position: int, name: str, present: Sequence[int]) -> Any:
-        original = self._originals[position]
-        local = [self._local[r][position] for r in present]
-        counted = [inside for inside in local if inside is local[0] or inside["_update_count"]]
-        values = [_on(_place_of(original, name), inside[name]) for inside in counted]
-        if len(values) == 1:
+    def _one(self, position: int, name: str, shares: Shares) -> Any:
+        original, present = self._originals[position], shares.present
+        device = _place_of(original, name)
+        values = [_on(device, self._local[r][position][name]) for r in present]
+        if not any(self._is_touched(position, name, r) for r in present[1:]) and _kind(original, name) != _MEAN:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
-        reduction = original["_reductions"][name]
-        kind = getattr(reduction, "__name__", "")
-        if kind == "dim_zero_mean":
-            return _mean(values, [inside["_update_count"] for inside in counted])
-        if kind == "dim_zero_cat":
+        if _kind(original, name) == _MEAN:  # all went on from the same, so that each brings its rows' part
+            return torch.stack([value * shares.fractions[r] for r, value in zip(present, values, strict=True)]).sum(0)
+        if _kind(original, name) == "dim_zero_cat":
             return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
+        reduction = original["_reductions"][name]
         if reduction is None:
             raise RuntimeError(
                 f"{self._names[position]} was updated in several replicas, and does not say how its state {name!r} of "
                 "several replicas becomes one (dist_reduce_fx=None). Return what it is to be updated with from the "
-                f"step, and update it after the run: metric.update(strategy.gather(predictions, axis=0), ...)."
+                "step, and update it after the run: metric.update(strategy.gather(predictions, axis=0), ...)."
             )
         return reduction(torch.stack(values))
 
@@ -129,30 +139,26 @@ def _is_in_replica() -> bool:
     return context is not None and context.num_replicas_in_sync > 1
 
 
-def _copied(state: Any, like: Any) -> Any:
-    """A copy of a state for a replica that has its default `like`."""
-    if isinstance(state, list):
-        return list(state)
-    return state.detach().to(like.device if isinstance(like, torch.Tensor) else state.device, copy=True)
+def _kind(original: Inside, name: str) -> str:
+    """What the reduction of a state is called."""
+    return getattr(original["_reductions"][name], "__name__", "")
 
 
-def _place_of(original: Mapping[str, Any], name: str) -> torch.device:
+_MEAN = "dim_zero_mean"
+
+
+def _noted(state: Any) -> list[object]:
+    """What is another list after the state was written, or put another in the place of."""
+    return [*state, state] if isinstance(state, list) else [state, version(state)]
+
+
+def _place_of(original: Inside, name: str) -> torch.device:
     default = original["_defaults"][name]
-    return default.device if isinstance(default, torch.Tensor) else original["_device"]
+    place: torch.device = default.device if isinstance(default, torch.Tensor) else original["_device"]
+    return place
 
 
-def _on(device: torch.device, state: Any) -> Any:
+def _on(device: torch.device, state: Any, copy: bool = False) -> Any:
     if isinstance(state, list):
         return [item.to(device) if isinstance(item, torch.Tensor) else item for item in state]
-    return state.detach().to(device)
-
-
-def _mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-    terms = [value * (count / sum(counts)) for value, count in zip(values, counts, strict=True)]
-    return torch.stack(terms).sum(0)
-
-
-def _are_same(state: Any, other: Any) -> bool:
-    if isinstance(state, list) or isinstance(other, list):
-        return isinstance(state, list) and isinstance(other, list) and len(state) == len(other)
-    return state.shape == other.shape and bool(torch.equal(state, other.to(state.device)))
+    return state.detach().to(device, copy=copy)

@@ -87,7 +87,8 @@ class Mirrors:
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
-        self._metrics = Metrics(self._insides, self._paths, [replica.insides for replica in self._replicas])
+        local = [replica.insides for replica in self._replicas]
+        self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
         for original in (*self._parameters, *self._buffers):
             original.is_known()
         self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
@@ -190,7 +191,7 @@ class Mirrors:
         lead = self._replicas[shares.present[0]]
         self._check_flags(shares)
         values = self._buffer_values(shares)
-        states = self._metrics.put_together(shares.present)
+        states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
         lead.return_attributes(self._insides)
         for position, name, state in states:

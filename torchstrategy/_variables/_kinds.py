@@ -93,6 +93,10 @@ class MirroredVariable(SharedVariable):
             self._held = tuple(Component.of(self, memory) for memory in (first, *others))
         return self._held
 
+    def _take_memory(self, value: torch.Tensor) -> None:
+        super()._take_memory(value)
+        self._held = ()
+
     @property
     def values(self) -> tuple[Component, ...]:  # type: ignore[override]
         """The component of each replica."""
@@ -169,6 +173,10 @@ class SyncOnReadVariable(Variable):
     @contextmanager
     def _updating(self) -> Iterator[None]:
         yield  # the components are the values
+
+    def _take_memory(self, value: torch.Tensor) -> None:
+        self._parts, self._held = [part.to(value.dtype) for part in self._parts], ()
+        self.assign(value)
 
     def _part(self) -> torch.Tensor:
         context = self._replica()

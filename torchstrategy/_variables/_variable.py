@@ -196,7 +196,7 @@ class Variable(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         local: Any = local_object(self)
         if local is self:
-            _set_plain_data(self, value)
+            self._take_memory(value)
         else:
             local.data = value
 
@@ -234,6 +234,10 @@ class Variable(nn.Parameter):
     def _assign(self, operation: _Operation, value: Tree) -> Self:
         """Writes a value where the caller is."""
         raise NotImplementedError
+
+    def _take_memory(self, value: torch.Tensor) -> None:
+        """Gives it other memory, which may be of another dtype: what `module.double()` does."""
+        _plainly(_set_plain_data, (), (self, value), {})
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
         """An operation has written on what stood in its place."""
@@ -431,7 +435,7 @@ def create(wanted: Wanted) -> Variable:
 
 
 def _made(wanted: Wanted, strategy: Strategy | None) -> Variable:
-    devices = () if strategy is None else strategy.extended.parameter_devices
+    devices = () if strategy is None else _homes(strategy)
     with undisturbed():
         variable = _makers[0](wanted, wanted.value(), devices)
     variable._name = wanted.name or _NAMELESS
@@ -440,6 +444,13 @@ def _made(wanted: Wanted, strategy: Strategy | None) -> Variable:
     if strategy is not None:
         strategy.extended._take_variable(variable)
     return variable
+
+
+def _homes(strategy: Strategy) -> tuple[Device, ...]:
+    try:
+        return strategy.extended.parameter_devices
+    except NotImplementedError:  # a strategy of somebody's own, which keeps no parameters
+        return ()
 
 
 def _made_for_all(strategy: Strategy, brought: Tree) -> Variable:
