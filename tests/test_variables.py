@@ -493,11 +493,11 @@ def test_a_module_converts_its_variables(strategy: torchstrategy.Strategy) -> No
     model.scale.assign(torch.tensor(5.0))
     assert model.rows.item() == 12.0 and set(components(strategy, model.scale)) == {5.0}
     assert numbers(strategy, lambda: model.scale * 1) == [5.0] * strategy.num_replicas_in_sync
-    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged = torch.optim.swa_utils.AveragedModel(nn.ParameterList([model.scale]))
     model.scale.assign(7.0)
     averaged.update_parameters(model)
     averaged.update_parameters(model)
-    assert averaged.module.scale.item() == 7.0
+    assert averaged.module[0].item() == 7.0
     with torch.no_grad():
         nn.utils.vector_to_parameters(torch.zeros(8, dtype=torch.float64, device=model.scale.device), [model.scale])
     assert numbers(strategy, lambda: model.scale * 1) == [0.0] * strategy.num_replicas_in_sync
@@ -651,6 +651,37 @@ def test_a_mirrored_variable_is_a_value_of_several_replicas(two_mirrored: torchs
 
 def _device(replica: int) -> str:
     return f", device='{SIMULATED[replica]}'" if SIMULATED else ""
+
+
+def test_a_collective_is_given_the_replicas_own_value(two_mirrored: torchstrategy.Strategy) -> None:
+    own = made(two_mirrored, [1.0], synchronization=ON_READ)
+    shared = made(two_mirrored, [2.0], aggregation=MEAN)
+
+    def step() -> Any:
+        own.assign(torch.tensor([replica_id() + 1.0]))
+        shared.assign(own)
+        gathered = context().all_gather(own, axis=0)
+        return gathered, context().all_reduce("sum", {"own": own, "shared": shared})
+
+    for gathered, reduced in two_mirrored.experimental_local_results(two_mirrored.run(step)):
+        assert gathered.tolist() == [1.0, 2.0]
+        assert (reduced["own"].item(), reduced["shared"].item()) == (3.0, 3.0)
+
+
+def test_a_variable_in_the_place_of_a_buffer_is_a_variable(several: torchstrategy.Strategy) -> None:
+    with several.scope():
+        model = nn.Linear(1, 1)
+        model.register_buffer("steps", Variable(0.0, trainable=False, aggregation=FIRST))
+        model.register_buffer("rows", Variable(0.0, synchronization=ON_READ, aggregation=SUM))
+
+    def step() -> None:
+        model.steps.assign_add(torch.tensor(1.0))
+        model.rows.assign_add(torch.tensor(2.0))
+
+    several.run(step)
+    several.run(step)
+    assert (model.steps.item(), model.rows.item()) == (2.0, 4.0 * several.num_replicas_in_sync)
+    assert model.state_dict()["steps"].item() == 2.0
 
 
 def test_a_variable_with_one_copy_is_one_value(strategy: torchstrategy.Strategy) -> None:

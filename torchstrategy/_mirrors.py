@@ -279,7 +279,10 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
     found: dict[int, Original] = {}
     for module in modules:
         for name, tensor in module.__dict__[table].items():
-            if tensor is not None and type(tensor) is not SyncOnReadVariable:
+            # A variable in the place of a buffer is a variable; and of some each replica has a value already.
+            if is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable):
+                continue
+            if tensor is not None:
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
                 found.setdefault(id(tensor), Original(f"{paths[id(module)]}.{name}", tensor, is_running))
     return list(found.values())

@@ -122,8 +122,8 @@ class ReplicaModules:
             for _, held in held_plainly(module):
                 if isinstance(held, torch.Tensor) and id(held) not in self._memo:
                     self._memo[id(held)] = held if is_variable(held) else sent_to([held], [device])[0][0]
-            for parameter in module.parameters(recurse=False):
-                self._memo.setdefault(id(parameter), parameter)  # a variable of which each replica has a value
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
         copied = _copied(roots, dict(self._memo))
         originals = (m for root in roots for m in root.modules())
         pairs = {

@@ -88,9 +88,10 @@ class MirroredVariable(SharedVariable):
     @property
     def _components(self) -> tuple[Component, ...]:
         if not self._held:
-            first = plain_alias(self)
-            others = [torch.empty_like(first, device=place(device)) for device in self._devices[1:]]
-            self._held = tuple(Component.of(self, memory) for memory in (first, *others))
+            with undisturbed():
+                first = plain_alias(self)
+                others = [torch.empty_like(first, device=place(device)) for device in self._devices[1:]]
+                self._held = tuple(Component.of(self, memory) for memory in (first, *others))
         return self._held
 
     def _take_memory(self, value: torch.Tensor) -> None:
@@ -134,7 +135,8 @@ class SyncOnReadVariable(Variable):
     @property
     def _components(self) -> tuple[Component, ...]:
         if not self._held:
-            self._held = tuple(Component.of(self, part) for part in self._parts)
+            with undisturbed():
+                self._held = tuple(Component.of(self, part) for part in self._parts)
         return self._held
 
     @property
