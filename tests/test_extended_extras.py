@@ -116,8 +116,9 @@ def test_an_update_is_made_on_the_devices_that_are_named(strategy: Strategy) -> 
         return torch.tensor(x + y)
 
     total = strategy.extended.update_non_slot(devices, update, (1.0,), {"y": 2.0})
-    assert (total.device.type, total) == (devices[0].type, 3)
-    assert seen == [True]
+    totals = strategy.experimental_local_results(total)
+    assert [(each.device.type, float(each)) for each in totals] == [(device.type, 3.0) for device in devices]
+    assert seen == [True] * len(devices)
 
 
 def test_each_device_is_given_its_component(several: Strategy) -> None:

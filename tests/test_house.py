@@ -63,7 +63,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_captured", "_devices", "_records", "_stand_ins", "_tree"},  # what there is
         {"_replica"},  # who runs
         # what goes from place to place
-        {"_caller_state", "_comm", "_copyable", "_once", "_packs", "_randomness", "_values"},
+        {"_caller_state", "_comm", "_once", "_packs", "_randomness", "_values"},
         {
             "_collectives",
             "_communication",
@@ -73,7 +73,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_team",
             "_trainers",
         },  # how replicas meet, and what each counts for
+        {"_metrics", "_variables"},  # what replicas count; tensors that they share and assign
         {
+            "_copyable",
             "_cross_device_ops",
             "_gradients",
             "_links",
@@ -89,7 +91,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_storage",
         },
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
-        {"_copies"},
+        {"_copies"},  # of modules and optimizers, for one run at a time
+        {"_central_loan"},  # that run
         {"_central_storage", "_strategy_base"},  # who owns a parameter; the noun
         {"_extended", "_strategy"},  # the parts, put together; the noun, as version 2 has it
         {"_strategies"},  # the choices
@@ -116,6 +119,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_input_iterator"},
         {"__init__"},
     ],
+    ("_variables",): [{"_variable"}, {"_kinds", "_local"}, {"_of_extended"}, {"__init__"}],
     ("_strategies",): [{"_choices"}, {"_central_storage", "_default", "_mirrored", "_one_device"}, {"__init__"}],
     ("cluster_resolver",): [
         {"_cluster_spec"},

@@ -490,6 +490,9 @@ def test_a_variable_of_the_scope_has_a_component_on_each_device(page: Page) -> N
     strategy = page.mirrored()
     with strategy.scope():
         mirrored_variable = torchstrategy.Variable(1.0)
+    if len(page.devices) == 1:  # what a lone replica has is plain
+        assert repr(mirrored_variable) == "Variable(1.0)"
+        return
     first, *lines, last = repr(mirrored_variable).splitlines()
     assert (first, last) == ("MirroredVariable:{", "}")
     assert [line.partition(": ")[0] for line in lines] == [f"  {i}" for i in range(len(page.devices))]

@@ -47,12 +47,19 @@ from torchstrategy._input import (
     TensorSpec,
     register_batch_type,
 )
-from torchstrategy._options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._options import (
+    ReduceOp,
+    RunOptions,
+    ValueContext,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from torchstrategy._replica_context import ALONE, ReplicaContext, running_context
 from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, MirroredStrategy, OneDeviceStrategy
 from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._values import DistributedValues
+from torchstrategy._variables import Variable
 
 __all__ = [
     "CentralStorageStrategy",
@@ -78,6 +85,9 @@ __all__ = [
     "StrategyExtended",
     "TensorSpec",
     "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "cluster_resolver",
     "compat",
     "experimental",

@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -18,24 +18,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._captured import Named, captured
-from torchstrategy._context import current_frame, is_default
+from torchstrategy._central_loan import CentralLoan
 from torchstrategy._copies import Copies, Layout, parameters_of, undisturbed
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
-from torchstrategy._devices import in_use
 from torchstrategy._gradients import AllReduce
-from torchstrategy._ledger import LocalParameter, written_in_replica
-from torchstrategy._local_optimizer import LocalOptimizer, Owners
-from torchstrategy._once import OnceAStep, make_ready, refuse_bound_methods
+from torchstrategy._links import is_in_replica
+from torchstrategy._once import make_ready, refuse_bound_methods
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
-from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import StandIns
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
-from torchstrategy._torch import version
 from torchstrategy._trainers import Trainers
-from torchstrategy._types import Device, Tree
+from torchstrategy._types import Device
+from torchstrategy._variables import SharedVariable, Variable
 
 
 @final
@@ -70,9 +67,10 @@ class CentralStorage(Storage):
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers
+        self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
-        self._new: set[int] = set()  # modules of which there are no copies yet
+        self._new: set[int] = set()  # modules and variables of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
         self._stand_ins = StandIns()
         self._lock = threading.RLock()
@@ -88,7 +86,8 @@ class CentralStorage(Storage):
         named = captured(*step)
         refuse_bound_methods(named.counters)
         self._take_around(named)
-        copies = self._borrow()
+        variables = _alive(self._variables)  # held for as long as the run has copies of them
+        copies = self._borrow(variables)
         originals = copies.originals()
         run, loan = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
@@ -102,8 +101,9 @@ class CentralStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
             as_they_are = functools.partial(self._stand_ins.resting, copies.plain_owners(), run)
-            loan = _CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
+            loan = CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
             tell_before(run, loan.before_any_step)
+            copies.mirrors.hand_out(shares.present)
             copies.gradients.begin(shares, outsiders)
             self._stand_ins.put_up(originals, run)
             yield loan
@@ -122,6 +122,7 @@ class CentralStorage(Storage):
             if loan is not None:
                 loan.let_go()
             self._return(copies)
+            variables.clear()
 
     def like(self) -> Storage:
         return CentralStorage(self.devices, self.parameter_device, *self._settings)
@@ -131,24 +132,32 @@ class CentralStorage(Storage):
         super().take_module(module)
 
     def take_part(self, module: nn.Module) -> None:
-        if id(module) in self._modules or self._is_copying or _in_replica():
+        if id(module) in self._modules or self._is_copying or is_in_replica():
             return
         self.claim(module)
         self._modules[id(module)] = weakref.ref(module, _weakly(self._forget))
         self._new.add(id(module))
 
+    def take_variable(self, variable: Variable) -> None:
+        self.claim(variable)
+        if isinstance(variable, SharedVariable):
+            self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
+            self._new.add(id(variable))
+            for copies in self._standing_still() if self._in_use else []:
+                copies.gradients.watch(variable, variable.name)  # the run that makes it has no copies of it
+
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        if not _in_replica():
+        if not is_in_replica():
             self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
 
     def take_counter(self, counter: Counter) -> None:
-        if not _in_replica():
+        if not is_in_replica():
             # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
             self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), counter)}
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
-        for table in (self._modules, self._optimizers):
+        for table in (self._modules, self._optimizers, self._variables):
             for key in [key for key, known in list(table.items()) if known is reference]:
                 del table[key]
                 if key in self._new:
@@ -157,7 +166,7 @@ class CentralStorage(Storage):
                     self._generation += 1
                     self._idle.clear()
 
-    def _borrow(self) -> Copies:
+    def _borrow(self, variables: Sequence[Variable]) -> Copies:
         with self._lock:
             optimizers = _alive(self._optimizers)
             if self._new:
@@ -169,7 +178,7 @@ class CentralStorage(Storage):
                 if copies.generation != self._generation or not copies.bring_up_to_date(optimizers):
                     copies = None
             if copies is None:
-                copies = self._copied(optimizers)
+                copies = self._copied(variables, optimizers)
             if self._in_use:
                 for other in (copies, *self._in_use):
                     other.gradients.is_alone = False
@@ -184,14 +193,14 @@ class CentralStorage(Storage):
                 return self._idle[-1:]
             return [self._in_use[-1]] if self._in_use[-1].thread == threading.get_ident() else []
 
-    def _copied(self, optimizers: Sequence[Optimizer]) -> Copies:
+    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> Copies:
         generation = self._generation
         parts = parts_of(_alive(self._modules))
         for part in parts:
             self.claim(part)
         self._is_copying = True
         try:
-            return Copies(_roots(parts), optimizers, self._layout, generation)
+            return Copies(_roots(parts), variables, optimizers, self._layout, generation)
         finally:
             self._is_copying = False
 
@@ -239,160 +248,6 @@ class CentralStorage(Storage):
                 copies.mirrors.note_written(parameters_of(optimizer))
 
 
-@final
-class _CentralLoan(Loan, Owners):
-    """One run on one set of copies."""
-
-    def __init__(
-        self,
-        copies: Copies,
-        shares: Shares,
-        outsiders: Sequence[tuple[torch.Tensor, str]],
-        counters: Sequence[Any],
-        trainers: Trainers,
-        cross_replica: CrossReplica,
-        as_they_are: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._copies = copies
-        self._as_they_are = as_they_are
-        self._shares = shares
-        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in outsiders]
-        self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
-        self._counters = counters
-        self._trainers = trainers
-        self._cross_replica = cross_replica
-        self._thread = threading.get_ident()
-        self._callers_device = torch.get_default_device()
-        self._local: dict[int, Mapping[int, object]] = {}
-        self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
-        self._shown = ExitStack()  # in which the owners have their gradients
-
-    def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        copies, leads = self._copies, replica.index == self._shares.present[0]
-        copies.gradients.enter(replica)
-        ledger = copies.gradients.ledgers[replica.index]
-        optimizers = {
-            id(optimizer): LocalOptimizer(
-                optimizer,
-                replica,
-                ledger,
-                copies.optimized[id(optimizer)],
-                self,
-                leads,
-                copies.own_state(optimizer, replica.index),
-            )
-            for optimizer in copies.optimizers()
-        }
-        self._optimizers[replica.index] = list(optimizers.values())
-        counters = {id(counter): OnceAStep(counter, replica, self.together) for counter in self._counters}
-        self._local[replica.index] = local = {
-            **copies.mirrors.local_objects(replica.index),
-            **self._trainers.local_objects(replica.index),
-            **optimizers,
-            **counters,
-        }
-        return local
-
-    @contextmanager
-    def published(self) -> Iterator[None]:
-        self._check_unwritten()
-        with self._copies.gradients.published(), self._as_they_are():
-            yield
-        with undisturbed():
-            self._copies.mirrors.refresh_parameters()
-        self._trainers.refresh()
-        self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
-
-    def together(self, call: Callable[[], Tree]) -> Tree:
-        with self._cross_replica(), self._updating():
-            return call()
-
-    @contextmanager
-    def cross_replica(self) -> Iterator[None]:
-        with self._cross_replica(), in_use(self._callers_device):
-            yield
-
-    def show(self) -> None:
-        self._shown.enter_context(self._updating())
-        self._copies.gradients.keep()
-
-    def take_back(self) -> None:
-        self._shown.close()
-
-    def loss(self, losses: Sequence[Any]) -> Any:
-        if any(loss is None for loss in losses):
-            return None
-        weights = [self._shares.weights[r] for r in self._shares.present]
-        return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-
-    def results_require_grad(self) -> None:
-        self._copies.gradients.deliver_late_ones()
-
-    def end(self) -> None:
-        """Brings everything that the run made to the user's own objects; what may fail comes first."""
-        self._check_unwritten()
-        self._copies.mirrors.check_structure(self._shares.present)
-        with undisturbed():
-            self._copies.gradients.settle()
-            written = self._trainers.put_together()
-            self._copies.mirrors.return_to_originals(self._shares)
-        for change in written:
-            change.apply()
-        if any(change.requires_grad() for change in written):
-            self.results_require_grad()
-        self._return_settings()
-        self._copies.gradients.end()
-
-    def let_go(self) -> None:
-        """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
-        self._local.clear()
-        self._optimizers.clear()
-
-    def before_any_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer in the process takes a step, on its thread."""
-        frame = current_frame()
-        in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
-        if not in_this_run and (_in_replica() or threading.get_ident() != self._thread):
-            return
-        known = self._copies.known | self._outsider_ids
-        if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
-            return  # it trains something of the step's own
-        if in_this_run:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
-                "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it, and "
-                "its model, in the scope; or give them to strategy.distribute_module(model) and "
-                "strategy.distribute_optimizer(optimizer); or step after strategy.run."
-            )
-        self._copies.gradients.keep()
-
-    def _check_unwritten(self) -> None:
-        self._trainers.check_unwritten()
-        if self._copies.gradients.is_alone:  # else another thread may train the same parameters
-            self._copies.mirrors.check_unwritten(self._shares.present)
-            for tensor, name, known in self._outsiders:
-                if version(tensor) != known:
-                    raise RuntimeError(written_in_replica(name))
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        self._copies.mirrors.check_structure(self._shares.present)
-        self._return_settings()
-        with self.published():
-            yield
-        for optimizers in self._optimizers.values():
-            for optimizer in optimizers:
-                optimizer.forget_settings()
-
-    def _return_settings(self) -> None:
-        for optimizer in self._optimizers.get(self._shares.present[0], []):
-            optimizer.return_settings()
-
-
-def _here(loss: Any) -> Any:
-    return loss.cpu() if isinstance(loss, torch.Tensor) else loss
-
-
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """Calls a bound method for as long as its object lives, and does not keep it alive."""
     reference = weakref.WeakMethod(method)
@@ -402,11 +257,6 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
             alive(argument)
 
     return call
-
-
-def _in_replica() -> bool:
-    frame = current_frame()
-    return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

@@ -246,7 +246,8 @@ def as_tensor(value: Tree) -> torch.Tensor:
         ValueError: If it is None.
     """
     if isinstance(value, torch.Tensor):
-        return value
+        # A variable is what it is where the caller is: elsewhere it is something else.
+        return value.read_value() if hasattr(value, "read_value") else value
     if value is None:
         raise ValueError("Only tensors, arrays and numbers can be combined across replicas; got None.")
     try:

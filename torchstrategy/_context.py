@@ -62,6 +62,16 @@ def entered(frame: Frame) -> Iterator[None]:
         frames.pop()
 
 
+@contextmanager
+def nowhere() -> Iterator[None]:
+    """Runs a block as on a thread that has entered nothing."""
+    frames, _here.frames = _here.frames, []
+    try:
+        yield
+    finally:
+        _here.frames = frames
+
+
 def local_object(central: Any) -> Any:
     """What `central` is in the replica that this thread is in: its local counterpart, or itself."""
     frames = _here.frames

@@ -17,6 +17,7 @@ from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._types import Device
+from torchstrategy._variables import Variable, is_variable
 
 
 class Layout(NamedTuple):
@@ -36,6 +37,7 @@ class Copies:
 
     Args:
         roots: The user's modules.
+        variables: The user's variables.
         optimizers: The user's optimizers.
         layout: Where the copies are, and how they are kept in step.
         generation: Of the set of modules that they are copies of.
@@ -44,6 +46,7 @@ class Copies:
     def __init__(
         self,
         roots: Sequence[nn.Module],
+        variables: Sequence[Variable],
         optimizers: Sequence[Optimizer],
         layout: Layout,
         generation: int,
@@ -54,7 +57,7 @@ class Copies:
         self._num_replicas = len(layout.devices)
         with undisturbed():
             self.mirrors = Mirrors(
-                roots, layout.devices, layout.parameter_device, layout.may_alias, layout.averages_buffers
+                roots, layout.devices, layout.parameter_device, layout.may_alias, layout.averages_buffers, variables
             )
         self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
         self._optimizer_copies: dict[int, OptimizerCopies] = {}
@@ -75,7 +78,7 @@ class Copies:
 
     def plain_owners(self) -> list[nn.Parameter]:
         """The user's parameters."""
-        return [owner for owner in self.mirrors.owners if isinstance(owner, nn.Parameter)]
+        return [o for o in self.mirrors.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
 
     def optimizers(self) -> list[Optimizer]:
         """The user's optimizers."""
@@ -91,7 +94,7 @@ class Copies:
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
             self._layout.all_reduce,
         )
-        indices = {id(owner): index for index, owner in enumerate(self.gradients.owners)}
+        indices = {key: index for index, key in enumerate([*self._index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         if self._layout.is_mirrored:

@@ -14,20 +14,23 @@ from torchstrategy._closures import closed_over
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, within
 from torchstrategy._stand_ins import plain_class
 from torchstrategy._structure import HOOK_TABLES
+from torchstrategy._variables import is_variable
 
 
-def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True) -> None:
+def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further: Sequence[torch.Tensor] = ()) -> None:
     """Refuses modules that can have no copies.
 
     Args:
         roots: Modules, which are looked at with all below them.
         are_all: Whether there are no others: a trainable tensor may be a parameter of one of those.
+        further: What is copied besides, and may be held by a module as anything.
 
     Raises:
         TypeError: Naming what cannot be copied.
     """
     named = _named(roots)
     parameters = {id(parameter) for _, module in named for parameter in module.parameters(recurse=False)}
+    parameters.update(map(id, further))
     for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
@@ -106,7 +109,7 @@ def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
             f"{name} was made in torch.inference_mode(), where torch does not count what is written on a tensor, so "
             "that copies could not be kept in step. Make the model outside of that mode."
         )
-    if plain_class(type(parameter)) is not nn.Parameter:
+    if plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
         raise TypeError(
             f"{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter itself, and not "
             "of its subclasses."

@@ -32,7 +32,7 @@ from torchstrategy._replica import Replica
 from torchstrategy._replica_context import ALONE, Meetings, running_context
 from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
-from torchstrategy._storage import InPlaceStorage, Loan, Storage, has_owner
+from torchstrategy._storage import InPlaceStorage, Loan, Storage, is_nobodys
 from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._tree import map_leaves, tree_flatten, unflatten_like
@@ -48,6 +48,7 @@ from torchstrategy._values import (
     regroup,
     select,
 )
+from torchstrategy._variables import MirroredVariable, Variable
 
 
 class _OnOneMachine(StrategyExtended):
@@ -118,7 +119,11 @@ class SingleExtended(_OnOneMachine):
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
-        return not has_owner(v) if self._storage is None else self._storage.owns(v)
+        return is_nobodys(v) if self._storage is None else self._storage.owns(v)
+
+    def _take_variable(self, variable: Variable) -> None:
+        if self._storage is not None:
+            self._storage.take_variable(variable)
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -233,7 +238,10 @@ class ReplicatedExtended(_OnOneMachine):
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         _require_variable(v)
-        return self._storage.owns(v)
+        return self._storage.owns(self.value_container(v))
+
+    def _take_variable(self, variable: Variable) -> None:
+        self._storage.take_variable(variable)
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -276,7 +284,7 @@ class ReplicatedExtended(_OnOneMachine):
         return stack
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        if isinstance(value, Mirrored) and op is ReduceOp.MEAN:
+        if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
             return value.values[0]
         if isinstance(value, DistributedValues):
             check_component_counts([value], self._num_replicas_in_sync)

@@ -16,6 +16,7 @@ were.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
@@ -29,6 +30,7 @@ from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot, version
+from torchstrategy._variables import is_variable
 
 AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
@@ -57,8 +59,10 @@ class Gradients:
         parameters: Sequence[Sequence[LocalParameter]],
         all_reduce: AllReduce | None = None,
     ) -> None:
-        self._own = list(zip(owners, names, strict=True))
-        self.owners = list(owners)
+        # Between runs a variable is not held: it lives as long as the user has it.
+        self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
+        self._own_names = list(names)
+        self.owners: list[torch.Tensor] = []
         self.names = list(names)
         self.so_far: list[torch.Tensor | None] = []
         self.ledgers = [ReplicaLedger(self, local) for local in parameters]
@@ -79,20 +83,27 @@ class Gradients:
             shares: How much each replica counts.
             outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
         """
-        self.owners = [owner for owner, _ in (*self._own, *outsiders)]
-        self.names = [name for _, name in (*self._own, *outsiders)]
+        self.owners = [*self._own(), *(owner for owner, _ in outsiders)]
+        self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._kept = [slot(owner) for owner in self.owners]
         self._has_updated = False
         self._everywhere.clear()
         self._shares = shares
         self._take()
-        for index, (owner, _) in enumerate(self._own):
+        for index, owner in enumerate(self._own()):
             if has_gradient_hooks(owner):
                 self._count(index)
 
     def enter(self, replica: Replica) -> None:
         """The step begins in `replica`."""
         self.ledgers[replica.index].replica = replica
+
+    def watch(self, owner: torch.Tensor, name: str) -> None:
+        """From here on to the end of the run, backward may not reach one more tensor of which replicas have no own."""
+        self.owners.append(owner)
+        self.names.append(name)
+        self.so_far.append(slot(owner))
+        self._kept.append(slot(owner))
 
     def end(self) -> None:
         """Gives the owners the gradient of everything that was settled."""
@@ -147,13 +158,15 @@ class Gradients:
                 if parameter.requires_grad and not parameter.delivers:
                     parameter.delivers = True
                     on_gradient(parameter, _deliver)
-        for index, (owner, _) in enumerate(self._own):
+        for index, owner in enumerate(self._own()):
             if has_gradient_hooks(owner):
                 self._deliver_together(index)
 
     def deliver(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
         """Adds gradients to their owner's, as they are: whoever ran the backward has weighed the replicas."""
-        owner = self.owners[index]
+        owner = self._held[index]()
+        if owner is None:
+            return  # nobody has it any more
         with _delivering:
             gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
             before = slot(owner)
@@ -161,6 +174,10 @@ class Gradients:
                 torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
             else:
                 set_slot(owner, gradient if before is None else before + gradient)
+
+    def _own(self) -> list[torch.Tensor]:
+        owners = [held() for held in self._held]
+        return [owner for owner in owners if owner is not None]  # all of them, while there is a run
 
     def _deliver_together(self, index: int) -> None:
         """The hooks of an owner see, in each backward, what all replicas have for it, once."""
@@ -355,7 +372,7 @@ class Gradients:
     def _leave(self) -> None:
         self._shares = None  # first: what is interrupted after this has ended
         self.so_far, self._kept = [], []
-        self.owners = [owner for owner, _ in self._own]
+        self.owners = []
         for ledger in self.ledgers:
             ledger.leave()
 
@@ -368,6 +385,10 @@ def _stray_gradient(name: str) -> str:
         "the scope or give it to strategy.distribute_module(module); put the tensor into such a module; call "
         "model.parameters() inside the step."
     )
+
+
+def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    return lambda: owner
 
 
 _delivering = threading.Lock()  # the backward of several accelerators runs on a thread for each

@@ -25,7 +25,6 @@ _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 _set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
 
 
-@final
 class LocalParameter(torch.nn.Parameter):
     """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole step.
 

@@ -25,11 +25,13 @@ from torchstrategy._comm import write
 from torchstrategy._copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
+from torchstrategy._metrics import Metrics
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
 from torchstrategy._replica_modules import Original, ReplicaModules, differ, uncopyable, values_of
 from torchstrategy._shares import Shares
 from torchstrategy._structure import HOOK_TABLES, MISSING, TABLES, Structure, same
 from torchstrategy._types import Device
+from torchstrategy._variables import SyncOnReadVariable, Variable, is_variable
 
 
 @final
@@ -42,6 +44,7 @@ class Mirrors:
         parameter_device: Where the originals are.
         may_alias: Of each replica, whether a copy on the device of its original shares the memory of its parameters.
         averages_buffers: Whether running statistics become the mean of the replicas'.
+        variables: Variables to be copied, too, whether or not they are in a module.
 
     Raises:
         TypeError: If a module cannot be copied; it is named, with what to do.
@@ -54,24 +57,30 @@ class Mirrors:
         parameter_device: Device,
         may_alias: Sequence[bool],
         averages_buffers: bool,
+        variables: Sequence[Variable] = (),
     ) -> None:
         self._device = place(parameter_device)
         self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
-        refuse_uncopyable(roots)
+        in_modules = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+        loose = [variable for variable in variables if id(variable) not in in_modules]
+        refuse_uncopyable(roots, further=loose)
         refuse_lazy(roots)
         # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
         self._parameters = _originals(modules, paths, "_parameters")
+        self._parameters += [Original(variable.name, weakref.ref(variable)) for variable in loose]
         self._buffers = _originals(modules, paths, "_buffers")
         self._replicas = [
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
+        local = [replica.insides for replica in self._replicas]
+        self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
         for original in (*self._parameters, *self._buffers):
             original.is_known()
         self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
@@ -126,6 +135,10 @@ class Mirrors:
             for index in changed:
                 self._buffers[index].is_known()
         return True
+
+    def hand_out(self, present: Sequence[int]) -> None:
+        """Says which replicas take part in the run that begins."""
+        self._metrics.hand_out(present)
 
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
@@ -186,10 +199,16 @@ class Mirrors:
         """
         lead = self._replicas[shares.present[0]]
         self._check_flags(shares)
-        values = self._buffer_values(shares)  # these two may refuse; after them nothing does
+        values = self._buffer_values(shares)
+        states = self._metrics.put_together(shares)
+        # These may refuse; after them nothing does.
         self._return_hooks(shares)
         lead.return_attributes(self._insides)
         self._return_new_buffers(shares)
+        for position, name, state in states:
+            inside = self._insides[position]
+            inside[name] = self._attributes[position][name] = state
+            inside["_computed"] = self._attributes[position]["_computed"] = None
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)
@@ -285,6 +304,9 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
     found: dict[int, Original] = {}
     for module in modules:
         for name, tensor in module.__dict__[table].items():
+            # A variable in the place of a buffer is a variable; and of some each replica has a value already.
+            if is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable):
+                continue
             if tensor is not None:
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
                 found.setdefault(id(tensor), Original(f"{paths[id(module)]}.{name}", tensor, is_running))

@@ -1,4 +1,4 @@
-"""What a person may say about one `run`, and what a value function is told."""
+"""What a person may say about one `run` and about a variable, and what a value function is told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,45 @@ from numbers import Real
 from typing import final
 
 import torch
+
+
+@final
+class VariableSynchronization(enum.Enum):
+    """When the components of a `Variable` become one.
+
+    `ON_WRITE`, which `AUTO` means: whenever it is assigned, so that all replicas have the same value. `ON_READ`: when
+    it is read outside of the replicas; until then each replica has a value of its own. `NONE`: never.
+
+    Example:
+        >>> torchstrategy.VariableSynchronization.ON_READ
+        <VariableSynchronization.ON_READ: 3>
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/VariableSynchronization
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+@final
+class VariableAggregation(enum.Enum):
+    """How the values that replicas assign to a `Variable`, or have of one that is read, become one.
+
+    `NONE`: they cannot; assigning in a replica is an error.
+
+    Example:
+        >>> torchstrategy.VariableAggregation.SUM
+        <VariableAggregation.SUM: 1>
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/VariableAggregation
+    """
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
 
 
 @final
@@ -28,6 +67,23 @@ class ReduceOp(enum.Enum):
 
     SUM = "SUM"
     MEAN = "MEAN"
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
+        """The reduction that a `VariableAggregation` stands for.
+
+        Example:
+            >>> torchstrategy.ReduceOp.from_variable_aggregation(torchstrategy.VariableAggregation.MEAN)
+            <ReduceOp.MEAN: 'MEAN'>
+
+        Raises:
+            ValueError: If it is `NONE`, `ONLY_FIRST_REPLICA`, or no aggregation.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReduceOp#from_variable_aggregation
+        """
+        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return ReduceOp(aggregation.name)
+        raise ValueError(f"{aggregation} is no reduction over replicas; SUM and MEAN are.")
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:

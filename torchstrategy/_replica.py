@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from torchstrategy._conductors import held, reached
+from torchstrategy._context import nowhere
 from torchstrategy._devices import in_use
 from torchstrategy._types import Device, Tree
 
@@ -71,5 +72,5 @@ class InlineReplica(Replica):
 
     def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
         held(name)
-        with in_use(self._callers_device):
+        with nowhere(), in_use(self._callers_device):  # as it is where several meet
             return combine([brought])[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torchstrategy._parts import TORCHS_OWN, held_plainly
 from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, VALUES, Change, Structure, same
 from torchstrategy._torch import compile_alike, keeping_version, version
 from torchstrategy._types import Device
+from torchstrategy._variables import LocalVariable, Variable, is_variable
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -37,11 +39,18 @@ class Original:
     """A tensor of the user's, and what it was when the copies last agreed with it."""
 
     name: str
-    tensor: torch.Tensor
+    held: torch.Tensor | weakref.ref[torch.Tensor]  # a variable in no module lives as long as the user has it
     is_running: bool = False  # a running statistic, which torch's kernels write without counting it
     version: int = -1
     place: tuple[object, ...] = ()
     memory: torch.UntypedStorage | None = None  # kept, so that nothing else can come to lie at that place
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself."""
+        tensor = self.held() if isinstance(self.held, weakref.ref) else self.held
+        assert tensor is not None, "copies are given up when a variable dies"
+        return tensor
 
     def has_changed(self) -> bool:
         """Whether it was written, or lies elsewhere."""
@@ -99,7 +108,7 @@ class ReplicaModules:
             owner.detach() if aliased else sent_to([owner], [device])[0][0]
             for owner, aliased in zip(owners, self._aliased, strict=True)
         ]
-        self.parameters = [LocalParameter.over(d, owner.requires_grad) for d, owner in zip(data, owners, strict=True)]
+        self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
         self.parameters_are_known()
         own = sent_to([original.tensor for original in buffers], [device])[0]
@@ -109,7 +118,9 @@ class ReplicaModules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(vars(module))))
             for _, held in held_plainly(module):
                 if isinstance(held, torch.Tensor) and id(held) not in self._memo:
-                    self._memo[id(held)] = sent_to([held], [device])[0][0]
+                    self._memo[id(held)] = held if is_variable(held) else sent_to([held], [device])[0][0]
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
         copied = _copied(roots, dict(self._memo))
         originals = (m for root in roots for m in root.modules())
         pairs = {
@@ -119,21 +130,21 @@ class ReplicaModules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
         self._device = device
-        self._insides = [pairs[id(module)].__dict__ for module in modules]
+        self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own()
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._attribute_values = values_of(self._insides)
-        self._parts = Structure(self._insides, ("_parameters", "_modules"))
-        self._hooks = Structure(self._insides, HOOK_TABLES)
-        self._buffer_slots = Structure(self._insides, ("_buffers",))
+        self._attribute_values = values_of(self.insides)
+        self._parts = Structure(self.insides, ("_parameters", "_modules"))
+        self._hooks = Structure(self.insides, HOOK_TABLES)
+        self._buffer_slots = Structure(self.insides, ("_buffers",))
 
     def _close_over_own(self) -> None:
         """Functions that the modules hold close over this replica's, where the user's close over the originals."""
         rebinding = Rebinding(self._memo)
-        for inside in self._insides:
+        for inside in self.insides:
             for name in inside.keys() - TORCHS_OWN:
                 inside[name] = rebinding.of(inside[name])
             for table in HOOK_TABLES:
@@ -190,7 +201,7 @@ class ReplicaModules:
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""
-        inside = self._insides[position]
+        inside = self.insides[position]
         if value is MISSING:
             inside.pop(name, None)
         else:
@@ -198,7 +209,7 @@ class ReplicaModules:
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = sent_to([value], [self._device])[0][0]
             inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
-        self._attribute_values = values_of(self._insides)
+        self._attribute_values = values_of(self.insides)
 
     def changed_parts(self) -> Iterator[Change]:
         """Which parameters and layers the step made, replaced or took away; and the hooks that no original can have."""
@@ -219,14 +230,14 @@ class ReplicaModules:
 
     def has(self, position: int, name: str, value: object) -> bool:
         """Whether it holds the very object in a plain attribute, and no copy."""
-        return self._insides[position].get(name, MISSING) is value
+        return self.insides[position].get(name, MISSING) is value
 
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
         """Brings to the originals the plain attributes that the step wrote."""
-        values = values_of(self._insides)
+        values = values_of(self.insides)
         if not same(self._attribute_values, values):
             self._attribute_values = values
-            for original, local in zip(originals, self._insides, strict=True):
+            for original, local in zip(originals, self.insides, strict=True):
                 for name, value in local.items():
                     if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
                         original[name] = value
@@ -242,7 +253,7 @@ class ReplicaModules:
             return
         table[number] = Rebinding(originals).of(change.after)
         for flags in HOOK_FLAGS:
-            if number in self._insides[change.position][flags]:
+            if number in self.insides[change.position][flags]:
                 original[flags][number] = True
 
     def return_buffer(self, change: Change, original: dict[str, Any], device: Device) -> None:
@@ -256,7 +267,7 @@ class ReplicaModules:
             table.pop(name, None)
         unsaved = "_non_persistent_buffers_set"
         original[unsaved].discard(name)
-        original[unsaved].update({name} & self._insides[change.position][unsaved])
+        original[unsaved].update({name} & self.insides[change.position][unsaved])
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or what the step put in its place."""
@@ -283,6 +294,12 @@ def values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold different numbers."""
     return first.shape != second.shape or not torch.equal(first, second.to(first.device))
+
+
+def _local(owner: torch.Tensor, data: torch.Tensor) -> LocalParameter:
+    if isinstance(owner, Variable):
+        return LocalVariable.of(owner, data, owner.requires_grad)
+    return LocalParameter.over(data, owner.requires_grad)
 
 
 def _write(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:

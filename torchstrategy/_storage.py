@@ -21,6 +21,7 @@ from torchstrategy._parts import parts_of
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._types import Device
+from torchstrategy._variables import Variable, is_variable
 
 CrossReplica = Callable[[], AbstractContextManager[None]]
 """Enters the strategy's cross-replica context."""
@@ -114,6 +115,10 @@ class Storage(ABC):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         """Takes in an optimizer."""
 
+    def take_variable(self, variable: Variable) -> None:
+        """Takes in a variable."""
+        self.claim(variable)
+
     @abstractmethod
     def take_counter(self, counter: Counter) -> None:
         """Takes in a learning-rate scheduler or a `GradScaler`."""
@@ -132,10 +137,10 @@ class Storage(ABC):
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and parameters -> a weak reference to their storage
 
 
-def has_owner(thing: nn.Module | torch.Tensor) -> bool:
-    """Whether a module or parameter belongs to any strategy."""
+def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
+    """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
     owner = _owners.get(thing)
-    return owner is not None and owner() is not None
+    return owner is None or (owner() is None and not is_variable(thing))
 
 
 @final

@@ -26,12 +26,13 @@ from torchstrategy._reductions import size_along, summed_along
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, DeviceLike, ReplicaFn, Tree
 from torchstrategy._values import DistributedValues, regroup, select
+from torchstrategy._variables import VariablesOfExtended
 
 if TYPE_CHECKING:
     from torchstrategy._strategy_base import StrategyBase
 
 
-class StrategyExtended:
+class StrategyExtended(VariablesOfExtended):
     """What `Strategy.extended` offers, for libraries that are built on strategies, and for strategies of one's own.
 
     A subclass of yours brings what `Strategy` is to do; docs/custom-strategies.md says how.

@@ -7,6 +7,7 @@ deals with the replicas that are present.
 from __future__ import annotations
 
 import operator
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -33,7 +34,7 @@ ABSENT = _Absent()
 """Stands in for the value of a replica that sat the step out."""
 
 
-class DistributedValues:
+class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, count as such
     """Values of several replicas, held together: what `Strategy.run` returns and takes, one component a replica.
 
     It is a container, not a tensor: it has no arithmetic, no length and no index. A step that is run with it sees its
@@ -75,11 +76,17 @@ class DistributedValues:
         return tuple(value for value in self._components if value is not ABSENT)
 
     def __repr__(self) -> str:
-        lines = ",\n".join(f"  {r}: {value}" for r, value in self._present())
-        return f"{type(self).__name__}:{{\n{lines}\n}}"
+        return listed(type(self).__name__, self._components)
 
-    def _present(self) -> Iterator[tuple[int, Tree]]:
-        return ((r, value) for r, value in enumerate(self._components) if value is not ABSENT)
+    def _in_replica(self, replica: int) -> Tree:
+        """What a step that is given this has of it."""
+        return self._components[replica]
+
+
+def listed(kind: str, components: Sequence[Tree]) -> str:
+    """What is printed of a value of several replicas, one line for each that is present."""
+    lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
+    return f"{kind}:{{\n{lines}\n}}"
 
 
 @final
@@ -165,18 +172,18 @@ def local_results(value: Tree) -> tuple[Tree, ...]:
 
 def distributed_within(tree: Tree) -> Iterator[DistributedValues]:
     """The distributed values in a tree of lists, tuples and dicts; to find none is quicker than to flatten it."""
-    if isinstance(tree, DistributedValues):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
+    if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from distributed_within(item)
     elif isinstance(tree, dict):
         yield from distributed_within(list(tree.values()))
+    elif type(tree) not in _LEAVES and isinstance(tree, DistributedValues):
+        yield tree
 
 
 def component(value: Tree, replica: int) -> Tree:
     """What replica `replica` has of one leaf."""
-    return value._components[replica] if isinstance(value, DistributedValues) else value
+    return value._in_replica(replica) if isinstance(value, DistributedValues) else value
 
 
 def select(tree: Tree, replica: int) -> Tree:

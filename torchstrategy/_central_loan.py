@@ -1,0 +1,182 @@
+"""One run on one set of copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrategy._context import current_frame
+from torchstrategy._copies import Copies, parameters_of, undisturbed
+from torchstrategy._devices import in_use
+from torchstrategy._ledger import LocalParameter, written_in_replica
+from torchstrategy._links import is_in_replica
+from torchstrategy._local_optimizer import LocalOptimizer, Owners
+from torchstrategy._once import OnceAStep
+from torchstrategy._replica import Replica
+from torchstrategy._shares import Shares
+from torchstrategy._storage import CrossReplica, Loan
+from torchstrategy._torch import version
+from torchstrategy._trainers import Trainers
+from torchstrategy._types import Tree
+from torchstrategy._variables import is_variable
+
+
+@final
+class CentralLoan(Loan, Owners):
+    """One run on one set of copies."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        shares: Shares,
+        outsiders: Sequence[tuple[torch.Tensor, str]],
+        counters: Sequence[Any],
+        trainers: Trainers,
+        cross_replica: CrossReplica,
+        as_they_are: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._copies = copies
+        self._as_they_are = as_they_are
+        self._shares = shares
+        # A variable that is not the strategy's may be assigned: by each replica for itself.
+        written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
+        self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
+        self._counters = counters
+        self._trainers = trainers
+        self._cross_replica = cross_replica
+        self._thread = threading.get_ident()
+        self._callers_device = torch.get_default_device()
+        self._local: dict[int, Mapping[int, object]] = {}
+        self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
+        self._shown = ExitStack()  # in which the owners have their gradients
+
+    def local_objects(self, replica: Replica) -> Mapping[int, object]:
+        copies, leads = self._copies, replica.index == self._shares.present[0]
+        copies.gradients.enter(replica)
+        ledger = copies.gradients.ledgers[replica.index]
+        optimizers = {
+            id(optimizer): LocalOptimizer(
+                optimizer,
+                replica,
+                ledger,
+                copies.optimized[id(optimizer)],
+                self,
+                leads,
+                copies.own_state(optimizer, replica.index),
+            )
+            for optimizer in copies.optimizers()
+        }
+        self._optimizers[replica.index] = list(optimizers.values())
+        counters = {id(counter): OnceAStep(counter, replica, self.together) for counter in self._counters}
+        self._local[replica.index] = local = {
+            **copies.mirrors.local_objects(replica.index),
+            **self._trainers.local_objects(replica.index),
+            **optimizers,
+            **counters,
+        }
+        return local
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        self._check_unwritten()
+        with self._copies.gradients.published(), self._as_they_are():
+            yield
+        with undisturbed():
+            self._copies.mirrors.refresh_parameters()
+        self._trainers.refresh()
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
+
+    def together(self, call: Callable[[], Tree]) -> Tree:
+        with self._cross_replica(), self._updating():
+            return call()
+
+    @contextmanager
+    def cross_replica(self) -> Iterator[None]:
+        with self._cross_replica(), in_use(self._callers_device):
+            yield
+
+    def show(self) -> None:
+        self._shown.enter_context(self._updating())
+        self._copies.gradients.keep()
+
+    def take_back(self) -> None:
+        self._shown.close()
+
+    def loss(self, losses: Sequence[Any]) -> Any:
+        if any(loss is None for loss in losses):
+            return None
+        weights = [self._shares.weights[r] for r in self._shares.present]
+        return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
+    def results_require_grad(self) -> None:
+        self._copies.gradients.deliver_late_ones()
+
+    def end(self) -> None:
+        """Brings everything that the run made to the user's own objects; what may fail comes first."""
+        self._check_unwritten()
+        self._copies.mirrors.check_structure(self._shares.present)
+        with undisturbed():
+            self._copies.gradients.settle()
+            written = self._trainers.put_together()
+            self._copies.mirrors.return_to_originals(self._shares)
+        for change in written:
+            change.apply()
+        if any(change.requires_grad() for change in written):
+            self.results_require_grad()
+        self._return_settings()
+        self._copies.gradients.end()
+
+    def let_go(self) -> None:
+        """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
+        self._local.clear()
+        self._optimizers.clear()
+
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer in the process takes a step, on its thread."""
+        frame = current_frame()
+        in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
+        if not in_this_run and (is_in_replica() or threading.get_ident() != self._thread):
+            return
+        known = self._copies.known | self._outsider_ids
+        if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
+            return  # it trains something of the step's own
+        if in_this_run:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
+                "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it, and "
+                "its model, in the scope; or give them to strategy.distribute_module(model) and "
+                "strategy.distribute_optimizer(optimizer); or step after strategy.run."
+            )
+        self._copies.gradients.keep()
+
+    def _check_unwritten(self) -> None:
+        self._trainers.check_unwritten()
+        if self._copies.gradients.is_alone:  # else another thread may train the same parameters
+            self._copies.mirrors.check_unwritten(self._shares.present)
+            for tensor, name, known in self._outsiders:
+                if version(tensor) != known:
+                    raise RuntimeError(written_in_replica(name))
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        self._copies.mirrors.check_structure(self._shares.present)
+        self._return_settings()
+        with self.published():
+            yield
+        for optimizers in self._optimizers.values():
+            for optimizer in optimizers:
+                optimizer.forget_settings()
+
+    def _return_settings(self) -> None:
+        for optimizer in self._optimizers.get(self._shares.present[0], []):
+            optimizer.return_settings()
+
+
+def _here(loss: Any) -> Any:
+    return loss.cpu() if isinstance(loss, torch.Tensor) else loss
