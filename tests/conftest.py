@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchstrategy
-from topologies import MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
+from topologies import EVERY, MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -33,7 +33,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(params=TOPOLOGIES)
+@pytest.fixture(params=EVERY)
 def strategy(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     """Every strategy there is, on every topology."""
     return TOPOLOGIES[request.param]()
