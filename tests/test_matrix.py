@@ -227,7 +227,7 @@ WAYS: dict[str, Callable[[Everything], Any]] = {
 
 
 def several_replicas() -> torchstrategy.Strategy:
-    return list(TOPOLOGIES.values())[-1]()
+    return TOPOLOGIES["devices_3" if SIMULATED else "aliased_3"]()
 
 
 @pytest.mark.parametrize("way", WAYS)
