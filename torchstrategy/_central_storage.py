@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._captured import Named, captured
 from torchstrategy._context import current_frame, is_default
 from torchstrategy._devices import in_use
@@ -472,13 +473,6 @@ class _CentralLoan(Loan, Owners):
 
 def _here(loss: Any) -> Any:
     return loss.cpu() if isinstance(loss, torch.Tensor) else loss
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -13,7 +13,7 @@ own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import Any, final
@@ -194,10 +194,9 @@ class Mirrors:
         states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
         lead.return_attributes(self._insides)
-        for position, name, state in states:
-            inside = self._insides[position]
-            inside[name] = self._attributes[position][name] = state
-            inside["_computed"] = self._attributes[position]["_computed"] = None
+        for state in states:
+            state.write(self._insides[state.position])
+        self._metrics.let_go()
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)
@@ -246,10 +245,14 @@ class Mirrors:
         """The plain lists, dicts and sets of the originals, which may be changed in place, and what is in them."""
         return [
             (value, _contents(value))
-            for inside in self._insides
+            for position, inside in enumerate(self._insides)
             for name, value in inside.items()
-            if type(value) in (list, dict, set) and name not in TORCHS_OWN
+            if type(value) in (list, dict, set) and name not in self._brought_otherwise(position)
         ]
+
+    def _brought_otherwise(self, position: int) -> Set[str]:
+        states = self._metrics.states.get(position)
+        return TORCHS_OWN | states if states else TORCHS_OWN
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
@@ -259,10 +262,10 @@ class Mirrors:
             if any(name in TORCHS_OWN and name != "training" for name in changed):
                 return False
             module = self._references[position]()
-            computed = set() if module is None else computed_by_hooks(module)
+            computed = set() if module is None else computed_by_hooks(module)  # by each replica's own hook
             for name in changed:
-                if name in computed:
-                    continue  # by each replica's own hook
+                if name in computed or name in self._metrics.states.get(position, ()):
+                    continue
                 value = now.get(name, MISSING)
                 if id(value) not in self._index_of:
                     _refuse_trainable(f"{self._paths[position]}.{name}", value)
