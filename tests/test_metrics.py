@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import doctest
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,19 @@ def test_states_that_do_not_become_one_are_refused(several: torchstrategy.Strate
         metric.update(*gathered)
         plain.update(*batch)
     assert_same(metric.compute(), plain.compute())
+
+
+def test_what_was_counted_is_dropped_with_a_reset(several: torchstrategy.Strategy) -> None:
+    metric = created(several, torchmetrics.CatMetric)
+    for batch in VALUES[:2]:
+        update(several, metric, batch)
+    references = [weakref.ref(tensor) for tensor in metric.value]
+    assert len(references) == 2 * several.num_replicas_in_sync
+    metric.reset()
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+    update(several, metric, VALUES[2])
+    assert_same(metric.compute(), VALUES[2][0])
 
 
 def test_the_copies_are_not_made_anew_for_what_was_counted(several: torchstrategy.Strategy) -> None:

@@ -614,6 +614,9 @@ def test_modes_and_other_classes_of_tensors_have_their_say(two: torchstrategy.St
     v = made(two, [1.0, 2.0])
     tagged = torch.ones(2, device=v.device).as_subclass(Tagged)
     assert type(v * tagged) is type(tagged * v) is Tagged
+    own = made(two, [1.0, 2.0], synchronization=ON_READ, aggregation=MEAN)
+    own.add_(tagged)
+    assert own.tolist() == [2.0, 3.0]
     with Recorder() as recorder:
         _ = v * 2
     assert "mul" in recorder.seen

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -117,6 +117,13 @@ def _take_everything_off() -> None:
     for device_type, dtype in _usual_autocast().items():
         torch.set_autocast_enabled(device_type, False)
         torch.set_autocast_dtype(device_type, dtype)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _usual_autocast() -> dict[str, torch.dtype]:

@@ -10,8 +10,9 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._context import current_frame
-from torchstrategy._copies import Copies, parameters_of, undisturbed
+from torchstrategy._copies import Copies, parameters_of
 from torchstrategy._devices import in_use
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._links import is_in_replica

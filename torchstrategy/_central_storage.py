@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._captured import Named, captured
 from torchstrategy._central_loan import CentralLoan
-from torchstrategy._copies import Copies, Layout, parameters_of, undisturbed
+from torchstrategy._copies import Copies, Layout, parameters_of
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
 from torchstrategy._gradients import AllReduce

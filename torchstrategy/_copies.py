@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._gradients import AllReduce, Gradients
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
@@ -128,13 +128,6 @@ class Copies:
     def _local_of(self, replica: int) -> dict[int, LocalParameter]:
         owners, local = self.mirrors.owners, self.mirrors.parameters(replica)
         return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

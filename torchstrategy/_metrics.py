@@ -33,6 +33,15 @@ class State(NamedTuple):
     name: str
     value: Any
 
+    def write(self, inside: Inside) -> None:
+        """Puts it into the user's metric, which has computed nothing of it yet."""
+        before = inside[self.name]
+        if isinstance(before, list) and isinstance(self.value, list):
+            before[:] = self.value  # as the metric itself appends to it
+        else:
+            inside[self.name] = self.value
+        inside["_computed"] = None
+
 
 @final
 class Metrics:
@@ -58,6 +67,7 @@ class Metrics:
         self._devices = devices
         self._metrics = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_METRIC]
         self._collections = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_COLLECTION]
+        self.states = {p: set(_states(originals[p])) for p in self._metrics}  # which are brought here, at each run
         self._given: dict[tuple[int, int, str], list[object]] = {}  # how each state was when the run began
 
     def hand_out(self, present: Sequence[int]) -> None:
@@ -93,6 +103,14 @@ class Metrics:
             for name in _states(self._originals[position])
             if any(self._is_touched(position, name, r) for r in shares.present)
         ]
+
+    def let_go(self) -> None:
+        """What was counted is in the user's metrics now, and is theirs to drop."""
+        for r, position, name in self._given:
+            local = self._local[r][position]
+            if isinstance(local[name], list):
+                local[name].clear()
+        self._given.clear()
 
     def _is_touched(self, position: int, name: str, r: int) -> bool:
         before, now = self._given[r, position, name], _noted(self._local[r][position][name])

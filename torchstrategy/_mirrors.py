@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import is_
 from typing import Any, final
 
@@ -205,10 +205,9 @@ class Mirrors:
         self._return_hooks(shares)
         lead.return_attributes(self._insides)
         self._return_new_buffers(shares)
-        for position, name, state in states:
-            inside = self._insides[position]
-            inside[name] = self._attributes[position][name] = state
-            inside["_computed"] = self._attributes[position]["_computed"] = None
+        for state in states:
+            state.write(self._insides[state.position])
+        self._metrics.let_go()
         for original, local in zip(self._parameters, lead.parameters, strict=True):
             if original.tensor.requires_grad is not local.requires_grad:
                 original.tensor.requires_grad_(local.requires_grad)
@@ -273,9 +272,15 @@ class Mirrors:
             id(value): value
             for position, inside in enumerate(self._insides)
             for name, value in inside.items()
-            if name not in TORCHS_OWN and _may_be_changed(value) and not self._replicas[0].has(position, name, value)
+            if name not in self._brought_otherwise(position)
+            and _may_be_changed(value)
+            and not self._replicas[0].has(position, name, value)
         }
         return [(value, _contents(value)) for value in found.values()]
+
+    def _brought_otherwise(self, position: int) -> Set[str]:
+        states = self._metrics.states.get(position)
+        return TORCHS_OWN | states if states else TORCHS_OWN
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
@@ -285,10 +290,10 @@ class Mirrors:
             if any(name in TORCHS_OWN and name != "training" for name in changed):
                 return False
             module = self._references[position]()
-            computed = set() if module is None else computed_by_hooks(module)
+            computed = set() if module is None else computed_by_hooks(module)  # by each replica's own hook
             for name in changed:
-                if name in computed:
-                    continue  # by each replica's own hook
+                if name in computed or name in self._metrics.states.get(position, ()):
+                    continue
                 value = now.get(name, MISSING)
                 refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
                 try:

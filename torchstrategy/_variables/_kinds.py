@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from typing_extensions import Self
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import added
 from torchstrategy._context import local_object
 from torchstrategy._devices import place
@@ -25,7 +26,6 @@ from torchstrategy._variables._variable import (
     moved,
     plain_alias,
     set_maker,
-    undisturbed,
     write,
 )
 

@@ -12,8 +12,7 @@ Whatever torch does with a variable comes by `__torch_function__`, which puts th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._collectives import as_tensor
 from torchstrategy._context import current_frame, is_default, local_object, require_cross_replica
 from torchstrategy._options import ReduceOp, VariableAggregation, VariableSynchronization
@@ -217,10 +217,11 @@ class Variable(nn.Parameter):
     ) -> Any:
         used: list[tuple[Variable, torch.Tensor]] = []
         args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
-        if any(map(_has_a_say, types)):
-            return func(*_without_variables(args), **_without_variables(kwargs))
         watched = [(v, t, version(t)) for v, t in used if v._watches]
-        result = _plainly(func, (), args, kwargs)
+        if any(map(_has_a_say, types)):
+            result = func(*_without_variables(args), **_without_variables(kwargs))
+        else:
+            result = _plainly(func, (), args, kwargs)
         for variable, tensor, before in watched:
             if version(tensor) != before:
                 variable._was_written(tensor)
@@ -320,13 +321,6 @@ def moved(variable: Variable, device: Device) -> torch.Tensor:
     """A variable on a device: itself, if it is there. Gradients flow back."""
     there: torch.Tensor = _plainly(torch.Tensor.to, (), (variable, device), {})
     return there
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A block whose writes are counted, and recorded by no graph, whatever the caller wears."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree) -> None:
