@@ -287,8 +287,15 @@ def test_grad_modes_change_nothing_about_assigning(two: torchstrategy.Strategy, 
         w = made(two, 0.0, synchronization=ON_READ, aggregation=SUM)
         two.run(silently(lambda: (v.assign_add(torch.tensor(1.0)), w.assign_add(torch.tensor(1.0)))))
         v.assign_add(1.0)
-    assert numbers(two, lambda: v * 1) == [3.0, 3.0]
-    assert w.item() == 2.0 and not v.is_inference()
+        assert w.item() == 2.0
+        w.assign(6.0)
+        for variable in (v, w):
+            assert repr(variable)
+    v.assign_add(1.0)
+    w.assign(w + 1)
+    assert numbers(two, lambda: v * 1) == [4.0, 4.0]
+    assert w.item() == 7.0 and not v.is_inference()
+    assert sum(components(two, w)) == 7.0
 
 
 # Created in a run
@@ -573,6 +580,30 @@ def test_torch_takes_a_variable_as_the_tensor_that_it_is(use: str) -> None:
                 close(result.detach(), expected)
 
 
+def test_a_number_is_printed_as_one(strategy: torchstrategy.Strategy) -> None:
+    v = made(strategy, 3.0)
+    w = made(strategy, v, trainable=False)
+    assert w is not v and (f"{w:.1f}", float(w), int(w), bool(w)) == ("3.0", 3.0, 3, True)
+    printed = strategy.run(lambda: f"{w:.2f}")
+    assert set(strategy.experimental_local_results(printed)) == {"3.00"}
+    assert made(strategy, 0, dtype=torch.float64).trainable and not made(strategy, 0).trainable
+
+
+def test_runs_at_the_same_time_lose_no_assignment(several: torchstrategy.Strategy) -> None:
+    shared = made(several, 0.0, aggregation=SUM)
+
+    def work() -> None:
+        for _ in range(5):
+            several.run(silently(lambda: shared.assign_add(torch.tensor(1.0))))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert shared.item() == 15.0 * several.num_replicas_in_sync
+
+
 def test_writing_in_place_outside_is_assigning(strategy: torchstrategy.Strategy) -> None:
     v = made(strategy, [1.0, 1.0], trainable=False)
     w = made(strategy, [1.0, 1.0], synchronization=ON_READ, aggregation=MEAN)
@@ -648,6 +679,8 @@ def test_a_mirrored_variable_is_a_value_of_several_replicas(two_mirrored: torchs
     close(two_mirrored.reduce("mean", v, axis=None).detach(), torch.tensor([1.0, 3.0]))
     close(two_mirrored.reduce("sum", w, axis=None), torch.tensor([2.0]))
     close(two_mirrored.gather(w, axis=0), torch.tensor([1.0, 1.0]))
+    for r, own in enumerate(two_mirrored.experimental_local_results({"v": v, "other": 1})):
+        assert own["v"] is v.values[r] and own["other"] == 1
     reduced = two_mirrored.extended.reduce_to("sum", two_mirrored.run(lambda: torch.ones(2) * 1), v)
     assert [part.device for part in reduced.values] == [part.device for part in v.values]
 

@@ -125,7 +125,8 @@ class Metrics:
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
         if _kind(original, name) == _MEAN:  # all went on from the same, so that each brings its rows' part
-            return torch.stack([value * shares.fractions[r] for r, value in zip(present, values, strict=True)]).sum(0)
+            parts = [(shares.fractions[r], value) for r, value in zip(present, values, strict=True)]
+            return torch.stack([value * fraction for fraction, value in parts if fraction]).sum(0)
         if _kind(original, name) == "dim_zero_cat":
             return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
         reduction = original["_reductions"][name]

@@ -165,9 +165,13 @@ def local_results(value: Tree) -> tuple[Tree, ...]:
     if not distributed:
         return (value,)
     replicas = [
-        r for r in range(len(distributed[0]._components)) if all(component(d, r) is not ABSENT for d in distributed)
+        r for r in range(len(distributed[0]._components)) if all(d._components[r] is not ABSENT for d in distributed)
     ]
-    return tuple(unflatten_like([component(leaf, r) for leaf in leaves], spec) for r in replicas)
+
+    def own(leaf: Tree, r: int) -> Tree:
+        return leaf._components[r] if isinstance(leaf, DistributedValues) else leaf
+
+    return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
 
 
 def distributed_within(tree: Tree) -> Iterator[DistributedValues]:

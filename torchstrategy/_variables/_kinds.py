@@ -221,13 +221,13 @@ class SyncOnReadVariable(Variable):
 
     def _shares(self, value: Tree) -> list[Tree]:
         """What each replica gets of a sum."""
-        whole = torch.empty_like(self._parts[0])
-        write(self, whole, torch.Tensor.copy_, value)
-        count = len(self._parts)
-        if whole.is_floating_point() or whole.is_complex():
-            return [whole / count] * count
-        each = whole // count
-        return [whole - each * (count - 1), *[each] * (count - 1)]
+        with undisturbed():
+            whole, count = torch.empty_like(self._parts[0]), len(self._parts)
+            write(self, whole, torch.Tensor.copy_, value)
+            if whole.is_floating_point() or whole.is_complex():
+                return [whole / count] * count
+            each = whole // count
+            return [whole - each * (count - 1), *[each] * (count - 1)]
 
 
 @final

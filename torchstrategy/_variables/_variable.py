@@ -11,6 +11,7 @@ Whatever torch does with a variable comes by `__torch_function__`, which puts th
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,6 +205,9 @@ class Variable(nn.Parameter):
         named = "" if self._name == _NAMELESS else f"{self._name!r}, "
         return f"Variable({named}{self.detach()})"
 
+    def __format__(self, format_spec: str) -> str:
+        return format(self.detach(), format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         memo[id(self)] = copied = _like(*self._parts_of_it())
         return copied
@@ -323,6 +327,9 @@ def moved(variable: Variable, device: Device) -> torch.Tensor:
     return there
 
 
+_writing = threading.RLock()  # runs of several threads may add to one variable; a caller's mode may write another
+
+
 def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree) -> None:
     """Does what `assign`, `assign_add` or `assign_sub` means to the memory of a variable, or of a component.
 
@@ -347,7 +354,8 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
                 f"{variable.name} holds {memory.dtype}, to which a value of {given.dtype} cannot be converted without "
                 "loss. Convert the value, or make the variable of another dtype."
             )
-        _plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
+        with _writing:
+            _plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
 
 
 @final
