@@ -21,6 +21,9 @@ from problems import in_pieces
 from topologies import SIMULATED, compute_devices
 from torchstrategy._devices import in_use, place
 
+Log = list[tuple[int, str]]
+"""Who saw something, as (replica, name)."""
+
 DEFAULT = torchstrategy.get_strategy()
 SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("SETTING", default="default")
 
@@ -32,27 +35,27 @@ def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
 
 
 class RecordsFunctions(TorchFunctionMode):
-    """Writes down its name whenever torch.sin is called."""
+    """Writes down the replica and its name whenever torch.sin is called."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
+    def __init__(self, name: str, log: Log) -> None:
         self.name, self.log = name, log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.sin:
-            self.log.append(self.name)
+            self.log.append((replica(), self.name))
         return func(*args, **(kwargs or {}))
 
 
 class RecordsDispatch(TorchDispatchMode):
-    """Writes down its name whenever torch.sin is dispatched."""
+    """Writes down the replica and its name whenever torch.sin is dispatched."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
+    def __init__(self, name: str, log: Log) -> None:
         super().__init__()
         self.name, self.log = name, log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.sin.default:
-            self.log.append(self.name)
+            self.log.append((replica(), self.name))
         return func(*args, **(kwargs or {}))
 
 
@@ -283,10 +286,11 @@ def test_a_run_inside_a_merge_function_wears_what_that_wears(several: torchstrat
 
 @pytest.mark.parametrize("mode", [RecordsFunctions, RecordsDispatch])
 def test_modes_see_every_replica_the_inner_one_first(strategy: torchstrategy.Strategy, mode: Any) -> None:
-    log: list[str] = []
+    log: Log = []  # replicas on devices of their own write in any order
     with mode("outer", log), mode("inner", log):
         strategy.run(lambda: torch.sin(torch.ones(1)))
-    assert log == ["inner", "outer"] * strategy.num_replicas_in_sync
+    for r in range(strategy.num_replicas_in_sync):
+        assert [name for at, name in log if at == r] == ["inner", "outer"]
     strategy.run(lambda: torch.sin(torch.ones(1)))
     assert len(log) == 2 * strategy.num_replicas_in_sync
 
@@ -440,7 +444,7 @@ def test_what_a_step_leaves_on_does_not_pull_off_what_its_caller_wears(
     several: torchstrategy.Strategy, leaves: Callable[[], None]
 ) -> None:
     expected = worn_in(several)
-    log: list[str] = []
+    log: Log = []
     hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
     with RecordsFunctions("", log), RecordsDispatch("", log), hooks, torch.autocast("cpu", torch.bfloat16):
         inside = worn()

@@ -143,7 +143,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"__init__"},
     ],
     ("testing", "_simulation"): [
-        {"_facades", "_ordinals", "_recorder"},  # which devices there are, and what happens on them
+        {"_facades", "_ordinals", "_pending", "_recorder"},  # which devices there are, and what happens on them
         {"_generators", "_streams"},
         {"_accounts"},
         {"_memory"},

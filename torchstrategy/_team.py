@@ -28,6 +28,7 @@ from torchstrategy._devices import place
 from torchstrategy._errors import add_note, described
 from torchstrategy._randomness import RandomStreams
 from torchstrategy._replica import Combine, Replica, ReplicaStopped
+from torchstrategy._torch import keep_what_stands_in_for_gpus
 from torchstrategy._types import Device, Tree
 
 
@@ -151,6 +152,7 @@ class Team:
             threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
             for r, inbox in enumerate(self._inboxes)
         ]
+        keep_what_stands_in_for_gpus()  # this thread, or these, may be the first to compile
         for thread in self._threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)

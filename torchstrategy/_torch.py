@@ -5,7 +5,6 @@ When torch moves one of them, this file changes and no other does.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -72,6 +71,7 @@ __all__ = [
     "has_kernel",
     "hide_from_compiler",
     "is_compiling",
+    "keep_what_stands_in_for_gpus",
     "keeping_version",
     "list_device_constructors",
     "make_device_guard",
@@ -231,19 +231,27 @@ def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
         copy._compiled_call_impl = None if settings is None else settings.cell_contents(copy._call_impl)
 
 
+def keep_what_stands_in_for_gpus() -> None:
+    """Makes this thread the owner of what a torch for GPUs asks in their place, on a machine without any.
+
+    In torch 2.10 and 2.11 it belongs to the thread that is the first to trace for `torch.compile`; when that thread
+    ends it is freed, and the next to trace crashes.
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def is_compiling() -> bool:
     """Whether this thread is compiling for `torch.compile`; what is being traced it does not tell, and need not."""
     return CompileContext.try_get() is not None
 
 
-def make_device_guard() -> Any:
+def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
     """What torch's C++ asks of which kind a device of a backend written in Python is.
 
-    It asks where an exception ends the process. Ctrl-C, and whatever else interrupts a thread, is raised by functions
-    of Python, in any of them: so one of C answers.
+    It asks where an exception ends the process: `answering` makes of the answer a function that cannot raise.
     """
-    answers = {"type_": itertools.repeat(_privateuse1).__next__}
-    return type("DeviceGuard", (torch._C._acc.DeviceGuard,), answers)()
+    return type("DeviceGuard", (torch._C._acc.DeviceGuard,), {"type_": answering(_privateuse1)})()
 
 
 def schema(operator: Any) -> Any:

@@ -147,6 +147,7 @@ def test_a_datasets_function_gives_each_replica_its_element_on_its_device(option
     assert in_the_steps(strategy, steps[1], lambda part: (len(part["x"]), part["s"])) == [(2, ["a", "b"]), (0, [])]
 
 
+@pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor:DeprecationWarning")  # torch's own, of itself
 def test_a_loader_with_workers_that_pins_is_read_as_any_other() -> None:
     strategy = central(SIM[0], SIM[1])
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4, num_workers=1, pin_memory=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import types
@@ -15,6 +16,8 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn as nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+
+import torchstrategy
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
 
@@ -156,7 +159,274 @@ def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(writ
         z.sum().backward()
 
 
-def test_an_interruption_comes_out_wherever_it_arrives() -> None:
+# What is raised on the way
+
+
+class Refused(Exception):
+    """Raised by what a backward calls."""
+
+
+class Raising:
+    """Raises the same exception whenever it is called, however it is called, once it is armed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.is_armed = error, True
+
+    def __call__(self, *args: Any) -> Any:
+        if self.is_armed:
+            raise self.error
+        return args[0]
+
+
+class Refusing(torch.autograd.Function):
+    raising: Raising
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return Refusing.raising(gradient)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose operators raise once `raising` is armed."""
+
+    raising: Raising
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.raising(None)
+        return cls(func(*(arg.inner if isinstance(arg, Wrapped) else arg for arg in args), **(kwargs or {})))
+
+
+def in_a_hook_of_a_tensor(raises: Raising) -> None:
+    (x := leaf(ONE) * 2).register_hook(raises)
+    x.sum().backward()
+
+
+def in_a_hook_of_a_leaf(raises: Raising) -> None:
+    (w := leaf(ONE)).register_hook(raises)
+    (w * 2).sum().backward()
+
+
+def after_accumulation(raises: Raising) -> None:
+    (w := leaf(ONE)).register_post_accumulate_grad_hook(raises)
+    (w * 2).sum().backward()
+
+
+def after_a_node(raises: Raising) -> None:
+    torch.autograd.graph.get_gradient_edge(x := leaf(ONE) * 2).node.register_hook(raises)
+    x.sum().backward()
+
+
+def before_a_node(raises: Raising) -> None:
+    torch.autograd.graph.get_gradient_edge(x := leaf(ONE) * 2).node.register_prehook(raises)
+    x.sum().backward()
+
+
+def after_all_of_several(raises: Raising) -> None:
+    torch.autograd.graph.register_multi_grad_hook([one := leaf(ONE), two := leaf(TWO)], raises)
+    (one * two.to(ONE)).sum().backward()
+
+
+def after_any_of_several(raises: Raising) -> None:
+    torch.autograd.graph.register_multi_grad_hook([one := leaf(ONE), two := leaf(TWO)], raises, mode="any")
+    (one * two.to(ONE)).sum().backward()
+
+
+def after_a_module(raises: Raising) -> None:
+    (layer := nn.Linear(2, 2, device=ONE)).register_full_backward_hook(raises)
+    layer(leaf(ONE)).sum().backward()
+
+
+def before_a_module(raises: Raising) -> None:
+    (layer := nn.Linear(2, 2, device=ONE)).register_full_backward_pre_hook(raises)
+    layer(leaf(ONE)).sum().backward()
+
+
+def at_the_end_of_a_backward(raises: Raising) -> None:
+    engine: Any = torch.autograd.Variable
+    (x := leaf(ONE) * 2).register_hook(lambda gradient: engine._execution_engine.queue_callback(raises))
+    x.sum().backward()
+
+
+def unpacking(raises: Raising) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, raises):
+        loss = leaf(ONE).exp().sin().sum()
+    loss.backward()
+
+
+def packing_in_a_backward(raises: Raising) -> None:
+    loss = (w := leaf(ONE)).exp().sin().sum()
+    with torch.autograd.graph.saved_tensors_hooks(raises, lambda tensor: tensor):
+        torch.autograd.grad(loss, w, create_graph=True)
+
+
+def in_a_checkpoint(raises: Raising) -> None:
+    raises.is_armed = False
+    loss = checkpoint(lambda x: raises(x.exp()).sin(), leaf(ONE), use_reentrant=False).sum()
+    raises.is_armed = True
+    loss.backward()
+
+
+def in_a_reentrant_checkpoint(raises: Raising) -> None:
+    raises.is_armed = False
+    loss = checkpoint(lambda x: raises(x.exp()).sin(), leaf(ONE), use_reentrant=True).sum()
+    raises.is_armed = True
+    loss.backward()
+
+
+def in_a_function(raises: Raising) -> None:
+    Refusing.raising = raises
+    Refusing.apply(leaf(ONE)).sum().backward()
+
+
+def in_an_operator(raises: Raising) -> None:
+    raises.is_armed, Wrapped.raising = False, raises
+    result = Wrapped(leaf(ONE).detach()).requires_grad_().exp().sin()
+    raises.is_armed = True
+    result.backward(torch.ones(2, device=ONE))
+
+
+def in_a_backward_in_a_hook(raises: Raising) -> None:
+    @torch.enable_grad()
+    def hook(gradient: torch.Tensor) -> None:
+        in_a_hook_of_a_tensor(raises)
+
+    (x := leaf(TWO) * 2).register_hook(hook)
+    x.sum().backward()
+
+
+def with_anomaly_detection(raises: Raising) -> None:
+    with torch.autograd.detect_anomaly(check_nan=False):
+        in_a_hook_of_a_tensor(raises)
+
+
+CALLS = [
+    in_a_hook_of_a_tensor,
+    in_a_hook_of_a_leaf,
+    after_accumulation,
+    after_a_node,
+    before_a_node,
+    after_all_of_several,
+    after_any_of_several,
+    after_a_module,
+    before_a_module,
+    at_the_end_of_a_backward,
+    unpacking,
+    packing_in_a_backward,
+    in_a_checkpoint,
+    in_a_reentrant_checkpoint,
+    in_a_function,
+    in_an_operator,
+    in_a_backward_in_a_hook,
+    with_anomaly_detection,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly:UserWarning", "ignore:Error detected:UserWarning")
+@pytest.mark.parametrize("backward", CALLS)
+@pytest.mark.parametrize("kind", [Refused, SystemError, KeyboardInterrupt])
+def test_what_a_backward_calls_may_raise(backward: Callable[[Raising], None], kind: type[BaseException]) -> None:
+    raises = Raising(kind("a reason"))
+    with pytest.raises(kind, match=r"^a reason$") as caught:
+        backward(raises)
+    assert caught.value is raises.error and caught.value.__context__ is None
+    assert caught.traceback[-1].name == "__call__"
+
+
+def test_an_exception_that_c_raised_in_a_hook_comes_out_as_an_exception() -> None:
+    (x := leaf(ONE) * 2).register_hook({}.pop)
+    with pytest.raises(KeyError, match="tensor"):  # before Python 3.12, a type and a tensor are all that is pending
+        x.sum().backward()
+
+
+def test_a_hook_that_returns_no_gradient_is_refused() -> None:
+    (x := leaf(ONE) * 2).register_hook(lambda gradient: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="hook returned 'int'"):
+        x.sum().backward()
+
+
+def test_a_backward_goes_on_after_an_exception_that_a_hook_has_caught() -> None:
+    @torch.enable_grad()
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(Refused):
+            in_a_hook_of_a_tensor(Raising(Refused()))
+        return gradient * 3
+
+    (x := (w := leaf(ONE)) * 2).register_hook(hook)
+    x.sum().backward()
+    assert w.grad is not None and w.grad.tolist() == [6, 6]
+
+
+def test_nothing_keeps_an_exception_that_came_out() -> None:
+    def refuse() -> weakref.ref[Refused]:
+        error = Refused()
+        handle = (x := leaf(ONE) * 2).register_hook(Raising(error))
+        with pytest.raises(Refused):
+            x.sum().backward()
+        handle.remove()  # through it a tensor would keep itself, in plain PyTorch too
+        return weakref.ref(error)
+
+    refused = refuse()
+    gc.collect()
+    assert refused() is None
+
+
+def test_each_thread_gets_what_was_raised_on_it() -> None:
+    errors = [Refused(index) for index in range(5)]
+    raised: dict[int, BaseException] = {}
+    together = threading.Barrier(len(errors), timeout=60)
+
+    def train(index: int) -> None:
+        def hook(gradient: torch.Tensor) -> None:
+            together.wait()
+            raise errors[index]
+
+        (x := leaf(torch.device("sim", index)) * 2).register_hook(hook)
+        try:
+            x.sum().backward()
+        except Refused as error:
+            raised[index] = error
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(len(errors))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [raised[index] for index in range(len(errors))] == errors
+
+
+@pytest.mark.parametrize("parameters", ["cpu", "sim:1"])
+def test_what_a_hook_raises_in_a_replica_comes_out_of_the_run(parameters: str) -> None:
+    strategy = torchstrategy.CentralStorageStrategy(["sim:0", "sim:1", "sim:2"], parameters)
+    with strategy.scope():
+        layer = nn.Linear(2, 2)
+    error = Refused("a reason")
+
+    def step() -> None:
+        context = torchstrategy.get_replica_context()
+        outputs = layer(torch.ones(1, 2))
+        if context.replica_id_in_sync_group == 2:
+            outputs.register_hook(Raising(error))
+        outputs.sum().backward()
+
+    with pytest.raises(Refused) as caught:
+        strategy.run(step)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("hook", [torch.neg, Raising(Refused())], ids=["and a hook returns", "and a hook raises"])
+def test_an_interruption_comes_out_wherever_it_arrives(hook: Any) -> None:
     # As Ctrl-C does, which Python raises in any of its functions; where C++ cannot let it pass, the process would end.
     model, x = torch.nn.Linear(2, 2, device=ONE), torch.ones(2, 2, device=ONE)
 
@@ -171,9 +441,13 @@ def test_an_interruption_comes_out_wherever_it_arrives() -> None:
 
         sys.setprofile(profile)
         try:
-            model(x).sum().backward()
+            outputs = model(x)
+            outputs.register_hook(hook)
+            outputs.sum().backward()
         except KeyboardInterrupt:
             return True
+        except Refused:
+            pass
         finally:
             sys.setprofile(None)
             torch.autograd.set_multithreading_enabled(True)  # what a block sets, an interruption may leave set
@@ -186,6 +460,9 @@ def test_an_interruption_comes_out_wherever_it_arrives() -> None:
     while interrupted_at(number):
         number += 1
     assert number > 20
+
+
+# Writing
 
 
 def test_a_leaf_is_not_written() -> None:

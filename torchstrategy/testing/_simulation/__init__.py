@@ -11,6 +11,7 @@ on it. Whatever needs a kernel is run by the CPU on the same bytes. What a reade
     _backend       how torch learns of kernels
     _creation, _layers, _sparse, _autocast      the few operators that need more
     _generators, _streams, _storages, _tensors, _accelerator      what torch asks besides operators
+    _pending       how an exception of a hook gets out of torch's C++
     _facades       how a class of torch is replaced
     _module        what `torch.sim` is
     _cuda_alias    code that says "cuda"
@@ -38,6 +39,7 @@ from torchstrategy.testing._simulation._cuda_alias import cuda_alias
 from torchstrategy.testing._simulation._memory import check_byte_order
 from torchstrategy.testing._simulation._module import make_module
 from torchstrategy.testing._simulation._ordinals import NAME, declare, device_count, simulated_devices
+from torchstrategy.testing._simulation._pending import answer_whatever_is_pending
 from torchstrategy.testing._simulation._recorder import record_streams
 
 __all__ = ["cuda_alias", "record_streams", "simulate_devices", "simulated_devices", "why_not_simulated"]
@@ -97,7 +99,9 @@ def simulate_devices(count: int) -> list[torch.device]:
     if reason is not None:
         raise RuntimeError(f"simulate_devices({count}): {reason}")
     check_byte_order()
-    register_python_backend(NAME, backend_module=make_module(), device_guard=make_device_guard())
+    register_python_backend(
+        NAME, backend_module=make_module(), device_guard=make_device_guard(answer_whatever_is_pending)
+    )
     declare(count)
     backend = Backend()
     for part in (_creation, _layers, _sparse, _autocast):

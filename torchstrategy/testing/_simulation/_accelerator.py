@@ -14,6 +14,7 @@ import torch
 from torchstrategy._torch import BROADCAST, BROADCAST_COALESCED, ENGINE, GATHER, SCATTER
 from torchstrategy.testing._simulation import _module, _ordinals, _streams
 from torchstrategy.testing._simulation._ordinals import NAME
+from torchstrategy.testing._simulation._pending import raise_what_was_taken
 
 
 def install() -> None:
@@ -50,7 +51,11 @@ class _Engine:
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
-            return self._engine.run_backward(*args, **kwargs)
+            try:
+                return self._engine.run_backward(*args, **kwargs)
+            except SystemError:  # with which Python notices that it failed and left no exception
+                raise_what_was_taken()
+                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
