@@ -139,16 +139,14 @@ class SingleExtended(_OnOneMachine):
         return _run_alone(self._container_strategy(), self._device, lambda: fn(*args, **kwargs))
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        return value
+        return _own(value)
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        tensor = as_tensor(value)
+        tensor = as_tensor(_own(value))
         return combined_along(op, [tensor], axis, tensor.device)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            check_gatherable([value], axis)  # code that is written with one device should not break on two
-        return value
+        return _gathered_alone(_own(value), axis)
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         if self._device is None:
@@ -321,7 +319,7 @@ class ReplicatedExtended(_OnOneMachine):
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
-            return value
+            return _gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
         check_component_counts([value], self._num_replicas_in_sync)
         return gathered(value.values, as_axis(axis), self._storage.parameter_device)
 
@@ -358,6 +356,20 @@ def _run_alone(strategy: StrategyBase, device: Device | None, call: Callable[[],
             return performed_alone(call)
     finally:
         context._ends()
+
+
+def _own(value: Tree) -> Tree:
+    """The value of a lone replica, wherever it was made."""
+    if not isinstance(value, DistributedValues):
+        return value
+    check_component_counts([value], 1)
+    return value.values[0]
+
+
+def _gathered_alone(value: Tree, axis: int) -> Tree:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        check_gatherable([value], axis)  # code that is written with one device should not break on two
+    return value
 
 
 def _refuse_input_options(options: InputOptions) -> None:
