@@ -101,7 +101,7 @@ class CentralStorage(Storage):
             originals += [*counters, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
-            as_they_are = functools.partial(self._stand_ins.resting, copies.plain_owners(), run)
+            as_they_are = functools.partial(self._stand_ins.resting, copies.plain_owners())
             loan = CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)

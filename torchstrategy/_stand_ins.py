@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 import threading
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -251,13 +251,19 @@ class StandIns:
                 _set_class(thing, _stand_in_class(plain_class(type(thing))))
 
     @contextmanager
-    def resting(self, objects: Sequence[object], run: object) -> Iterator[None]:
-        """For the length of a block, while all replicas stand still, this run needs none."""
-        self.take_down(objects, run)
+    def resting(self, objects: Iterable[object]) -> Iterator[None]:
+        """For the length of a block, while the replicas of the one run that is under way stand still, none are up."""
+        with _lock:
+            resting = [thing for thing in objects if len(self._runs.get(id(thing), ())) == 1]
+            for thing in resting:
+                _set_class(thing, plain_class(type(thing)))
         try:
             yield
         finally:
-            self.put_up(objects, run)
+            with _lock:
+                for thing in resting:
+                    if id(thing) in self._runs:
+                        _set_class(thing, _stand_in_class(plain_class(type(thing))))
 
     def take_down(self, objects: Iterable[object], run: object) -> None:
         """The reverse of `put_up`."""
