@@ -1049,3 +1049,18 @@ def test_a_backward_after_the_run_reaches_the_users_parameters(strategy: Strateg
     strategy.reduce("mean", losses, axis=0).backward()
     n = strategy.num_replicas_in_sync
     close(model.weight.grad, torch.tensor([[(n + 1) / 2]]))
+
+
+def test_what_a_replica_gets_is_on_the_device_of_the_replica(strategy):
+    """A lone replica on an accelerator got it on the CPU: a loss, say, and then a gradient on another device."""
+
+    def step(x: torch.Tensor) -> list[torch.device]:
+        here = torchstrategy.get_replica_context()
+        x = x.clone().requires_grad_()
+        parts = [here.all_reduce("sum", x.sum()), here.all_reduce("mean", x.sum()), here.all_gather(x, axis=0)]
+        parts += [torchstrategy.nn.compute_average_loss(x)]
+        sum(part.sum() for part in parts).backward()
+        return [part.device == x.device for part in (*parts, x.grad)]
+
+    for batch in strategy.experimental_distribute_dataset([torch.ones(8)]):
+        assert all(all(strategy.experimental_local_results(same)) for same in strategy.run(step, args=(batch,)))

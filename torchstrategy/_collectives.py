@@ -31,7 +31,7 @@ class Collective:
         replica: This replica.
         present: The replicas of the run, in order.
         weights: The share of each replica of the strategy in the gradient.
-        devices: The device of each replica of the strategy.
+        devices: The device of each replica of the strategy; None: that of what it brings.
         bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
     """
 
@@ -40,7 +40,7 @@ class Collective:
         replica: Replica,
         present: Sequence[int],
         weights: Sequence[float],
-        devices: Sequence[Device],
+        devices: Sequence[Device | None],
         bytes_per_pack: int = 0,
     ) -> None:
         self._replica = replica
@@ -87,7 +87,7 @@ class Collective:
         def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
             for column in columns:
                 check_addable(column)
-            return in_packs(columns, self._bytes_per_pack, lambda column: added(column, self._devices[r]))
+            return in_packs(columns, self._bytes_per_pack, lambda column: added(column, self._where(r, column)))
 
         outputs, wants_grad = self._exchange(name, tensors, sums, names)
         return self._differentiable(tensors, outputs) if wants_grad else outputs
@@ -111,7 +111,7 @@ class Collective:
             for column in columns:
                 check_gatherable(column, axis)
             there = zip(*(self._sent(tensors, r) for tensors in zip(*columns, strict=True)), strict=True)
-            joined = [concatenated(column, axis, self._devices[r]) for column in there]
+            joined = [concatenated(column, axis, self._where(r, column)) for column in there]
             return [(whole, [t.shape[axis] for t in column]) for whole, column in zip(joined, columns, strict=True)]
 
         pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names)
@@ -133,12 +133,16 @@ class Collective:
         ratios = [self._weights[j] / self._weights[r] for j in self._present]
         # A replica without a share may bring NaN, which zero times does not remove.
         terms = [t if ratio == 1 else t * ratio for t, ratio in zip(column, ratios, strict=True) if ratio]
-        return added(terms, self._devices[r])
+        return added(terms, self._where(r, column))
+
+    def _where(self, r: int, column: Sequence[torch.Tensor]) -> Device:
+        device = self._devices[r]
+        return column[0].device if device is None else device  # only a lone replica is where its caller is
 
     def _sent(self, tensors: Sequence[torch.Tensor], r: int) -> list[torch.Tensor]:
         """The tensors of one replica, on the device of replica `r`."""
         columns = [[tensor] for tensor in tensors]
-        return in_packs(columns, self._bytes_per_pack, lambda column: column[0].to(place(self._devices[r])))
+        return in_packs(columns, self._bytes_per_pack, lambda column: column[0].to(place(self._where(r, column))))
 
     def _exchange(
         self,
@@ -175,7 +179,7 @@ class Collective:
         axis: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
-        here = place(self._replica.device)
+        here = place(self._where(self._replica.index, inputs))
         # Outputs have to require grad also where only another replica's inputs do.
         gate = torch.ones((), device=here, requires_grad=True)
         # The gradients come back to this device; from there each goes to where the step had its tensor.

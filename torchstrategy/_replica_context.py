@@ -267,9 +267,8 @@ class Meetings:
 
 def _alone() -> Meetings:
     """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
-    device = torch.device("cpu", 0)  # only the gradients of collectives among several replicas ask where they are
-    replica = InlineReplica(0, device)
-    return Meetings(replica, Collective(replica, (0,), (1.0,), (device,)), (0,), 1, nullcontext)
+    replica = InlineReplica(0, torch.device("cpu", 0))  # only those of several replicas are asked where they are
+    return Meetings(replica, Collective(replica, (0,), (1.0,), (None,)), (0,), 1, nullcontext)
 
 
 ALONE = _alone()
