@@ -15,10 +15,10 @@ import torchstrategy
 from problems import context, data, deal, mlp, mse, sgd
 from topologies import TOPOLOGIES
 from torchstrategy import _team
-from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._replicas import Replicas
+from torchstrategy._replicated_storage import ReplicatedStorage
 from torchstrategy.testing import count_traffic
 from torchstrategy.testing._counters import Copy, copies_of
 
@@ -28,7 +28,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def central(replicas: int, may_alias: bool = True) -> torchstrategy.Strategy:
     """Some replicas on the one CPU; their parameters share the owner's memory, or are real copies there."""
     devices = [canonical("cpu:0")] * replicas
-    storage = CentralStorage(devices, devices[0], may_alias)
+    storage = ReplicatedStorage(devices, devices[0], may_alias)
     return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, torchstrategy.ReduceOp.MEAN))
 
 

@@ -92,8 +92,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         },
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
         {"_copies"},  # of modules and optimizers, for one run at a time
-        {"_central_loan"},  # that run
-        {"_central_storage", "_strategy_base"},  # who owns a parameter; the noun
+        {"_replicated_loan"},  # that run
+        {"_replicated_storage", "_strategy_base"},  # who owns a parameter; the noun
         {"_extended", "_strategy"},  # the parts, put together; the noun, as version 2 has it
         {"_strategies"},  # the choices
         # facades, and what steps and tests need

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import os
+import shutil
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -601,6 +602,7 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning")  # torch's own, in its compiler
 @pytest.mark.skipif("CI" not in os.environ or bool(SIMULATED), reason="a compiler of C++ takes its time: set CI=1")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler of C++")
 def test_the_kernels_of_inductor_train_replicas_as_they_train_plain_torch() -> None:
     expected = plain("compiled_model")
     torch.manual_seed(0)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 import torchstrategy
-from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
+from torchstrategy._replicated_storage import ReplicatedStorage
 from torchstrategy.testing import simulated_devices
 
 # Where the strategies of these tests run: on the one CPU, or each replica on a simulated device of its own.
@@ -24,7 +24,7 @@ def compute_devices(replicas: int) -> list[torch.device]:
 
 
 def central(replicas: int, **kwargs: object) -> torchstrategy.Strategy:
-    """CentralStorage whose parameters are where replica 0 is; replicas there share the owner's memory."""
+    """CentralStorageStrategy whose parameters are where replica 0 is; replicas there share the owner's memory."""
     devices = compute_devices(replicas)
     return torchstrategy.CentralStorageStrategy(devices, devices[0], **kwargs)  # type: ignore[arg-type]
 
@@ -39,7 +39,7 @@ def central_with_copies(replicas: int) -> torchstrategy.Strategy:
     """The same, but each replica's parameters are real copies of those on another device, or as if on another."""
     devices = [canonical(device) for device in compute_devices(replicas)]
     owner = SIMULATED[4] if SIMULATED else devices[0]
-    storage = CentralStorage(devices, owner, may_alias=False)
+    storage = ReplicatedStorage(devices, owner, may_alias=False)
     return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy._central_storage import CentralStorage
 from torchstrategy._devices import canonical, place
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
+from torchstrategy._replicated_storage import ReplicatedStorage
 from torchstrategy._storage import InPlaceStorage, Storage
 from torchstrategy._strategies._choices import averages, devices_of_replicas
 from torchstrategy._strategy import Strategy
@@ -72,7 +72,7 @@ class CentralStorageStrategy(Strategy):
         storage: Storage = (
             InPlaceStorage(devices, owner)
             if is_in_place
-            else CentralStorage(devices, owner, averages_buffers=averages_buffers)
+            else ReplicatedStorage(devices, owner, averages_buffers=averages_buffers)
         )
         reduction = ReduceOp.of(gradient_reduction)
         super().__init__(ReplicatedExtended(Replicas(devices), storage, reduction, between_graph=True))

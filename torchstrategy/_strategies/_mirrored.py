@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy._central_storage import CentralStorage
 from torchstrategy._cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._extended import ReplicatedExtended
 from torchstrategy._options import ReduceOp
 from torchstrategy._replicas import Replicas
+from torchstrategy._replicated_storage import ReplicatedStorage
 from torchstrategy._storage import InPlaceStorage, Storage
 from torchstrategy._strategies._choices import averages, devices_of_replicas
 from torchstrategy._strategy import Strategy
@@ -74,7 +74,7 @@ class MirroredStrategy(Strategy):
         storage: Storage = (
             InPlaceStorage(on, on[0])
             if len(on) == 1
-            else CentralStorage(
+            else ReplicatedStorage(
                 on,
                 on[0],
                 averages_buffers=averages_buffers,

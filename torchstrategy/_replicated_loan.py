@@ -28,7 +28,7 @@ from torchstrategy._variables import is_variable
 
 
 @final
-class CentralLoan(Loan, Owners):
+class ReplicatedLoan(Loan, Owners):
     """One run on one set of copies."""
 
     def __init__(

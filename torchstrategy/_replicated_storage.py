@@ -1,4 +1,4 @@
-"""Parameters on one device, and copies of them for each replica.
+"""Parameters of the user's, and copies of them for each replica: on one device, or on all.
 
 Each run borrows a set of copies. One set serves all runs that follow one another; runs at the same time, of several
 threads or from a merge function, get sets of their own, so no two runs ever touch one copy.
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._captured import Named, captured
-from torchstrategy._central_loan import CentralLoan
 from torchstrategy._copies import Copies, Layout, parameters_of
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
@@ -28,6 +27,7 @@ from torchstrategy._links import is_in_replica
 from torchstrategy._once import make_ready, refuse_bound_methods
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
+from torchstrategy._replicated_loan import ReplicatedLoan
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import StandIns
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
@@ -37,8 +37,8 @@ from torchstrategy._variables import SharedVariable, Variable
 
 
 @final
-class CentralStorage(Storage):
-    """Parameters live on one device; each replica has copies.
+class ReplicatedStorage(Storage):
+    """The user's parameters live on one device; each replica has copies.
 
     Args:
         devices: The device of each replica.
@@ -102,7 +102,7 @@ class CentralStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
             as_they_are = functools.partial(self._stand_ins.resting, copies.plain_owners())
-            loan = CentralLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
+            loan = ReplicatedLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)
             copies.gradients.begin(shares, outsiders)
@@ -126,7 +126,7 @@ class CentralStorage(Storage):
             variables.clear()
 
     def like(self) -> Storage:
-        return CentralStorage(self.devices, self.parameter_device, *self._settings)
+        return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
