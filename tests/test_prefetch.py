@@ -970,6 +970,8 @@ def test_ctrl_c_ends_the_threads_of_a_loop_that_it_ends(interrupted: Callable[[i
         for _ in central(2).experimental_distribute_dataset(Loader(before=press), AHEAD):
             is_pressed.wait(HANG)
     gc.collect()  # the traceback of the interruption may hold the iterator in a cycle
+    for thread in prefetchers():
+        thread.join(HANG)  # it was told to end when its iterator went, and nobody waited for it
     assert not prefetchers()
 
 
