@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
+from pages import examples_run_on
 from torchstrategy import DistributedValues, ReplicaContext, RunOptions, Strategy, StrategyExtended, get_replica_context
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "custom-strategies.md"
@@ -43,11 +43,7 @@ class Alone(StrategyExtended):
 
 
 def test_the_page_runs() -> None:
-    page = doctest.DocTestParser().get_doctest(TEXT, dict(EXAMPLE), PAGE.name, str(PAGE), 0)
-    said: list[str] = []
-    result = doctest.DocTestRunner(verbose=False).run(page, out=said.append)
-    assert result.attempted == TEXT.count("\n>>> ")
-    assert result.failed == 0, "".join(said)
+    examples_run_on(PAGE, EXAMPLE)
 
 
 def test_the_example_is_short() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
+from pages import examples_run_on
 from torchstrategy import _input
 from torchstrategy._input import InputOptions, _kinds
 from torchstrategy._input._dealing import in_equal_parts
@@ -29,12 +30,7 @@ def rows_of_table(header: str) -> list[list[str]]:
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = re.sub(r"^```\w*$", "", TEXT, flags=re.MULTILINE)  # a fence would be part of what is printed before it
-    page = doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, PAGE.name, str(PAGE), 0)
-    said: list[str] = []
-    result = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(page, out=said.append)
-    assert result.attempted == TEXT.count("\n>>> ")
-    assert result.failed == 0, "".join(said)
+    examples_run_on(PAGE, optionflags=doctest.ELLIPSIS)
 
 
 def test_the_table_of_pieces_is_the_rule() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from features import FEATURES, Training
+from pages import examples_run_on
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "features.md"
 TEXT = PAGE.read_text()
@@ -47,12 +48,7 @@ def rows() -> list[Row]:
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in its forward mode
 def test_the_page_runs() -> None:
-    text = re.sub(r"^```\w*$", "", TEXT, flags=re.MULTILINE)  # a fence would be part of what is printed before it
-    page = doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, PAGE.name, str(PAGE), 0)
-    said: list[str] = []
-    result = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(page, out=said.append)
-    assert result.attempted == TEXT.count("\n>>> ")
-    assert result.failed == 0, "".join(said)
+    examples_run_on(PAGE, optionflags=doctest.ELLIPSIS)
 
 
 def test_every_feature_that_is_trained_is_in_a_row() -> None:

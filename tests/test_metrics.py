@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import gc
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import torchmetrics
 from torchmetrics import classification, wrappers
 
 import torchstrategy
+from pages import examples_run_on
 from problems import deal, replica_id
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 
@@ -101,13 +100,7 @@ def assert_same(ours: Any, plain: Any) -> None:
 
 @pytest.mark.slow
 def test_the_page_runs() -> None:
-    text = PAGE.read_text()
-    bare = re.sub(r"^```\w*$", "", text, flags=re.MULTILINE)  # a fence would be part of what is printed before it
-    page = doctest.DocTestParser().get_doctest(bare, {"__name__": "__main__"}, PAGE.name, str(PAGE), 0)
-    said: list[str] = []
-    result = doctest.DocTestRunner(verbose=False).run(page, out=said.append)
-    assert result.attempted == text.count("\n>>> ") > 20
-    assert result.failed == 0, "".join(said)
+    assert examples_run_on(PAGE) > 20
 
 
 @pytest.mark.parametrize("name", METRICS)

@@ -1,0 +1,28 @@
+"""Pages of the documentation, run from top to bottom as one doctest."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def examples_run_on(page: Path, names: Mapping[str, Any] | None = None, optionflags: int = 0) -> int:
+    """Fails if an example of the page prints something else than the page shows; returns how many there are.
+
+    Args:
+        page: The page.
+        names: What the examples find; None: nothing, as in a new interpreter.
+        optionflags: Those of doctest.
+    """
+    text = page.read_text()
+    bare = re.sub(r"^```\w*$", "", text, flags=re.MULTILINE)  # a fence would be part of what is printed before it
+    globs = {"__name__": "__main__"} if names is None else dict(names)
+    test = doctest.DocTestParser().get_doctest(bare, globs, page.name, str(page), 0)
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False, optionflags=optionflags).run(test, out=said.append)
+    assert result.attempted == text.count("\n>>> ")
+    assert result.failed == 0, "".join(said)
+    return result.attempted
