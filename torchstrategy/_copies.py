@@ -15,7 +15,7 @@ from torchstrategy._caller_state import undisturbed
 from torchstrategy._gradients import AllReduce, Gradients
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
-from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies
+from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies, parameters_of
 from torchstrategy._types import Device
 from torchstrategy._variables import Variable, is_variable
 
@@ -128,11 +128,6 @@ class Copies:
     def _local_of(self, replica: int) -> dict[int, LocalParameter]:
         owners, local = self.mirrors.owners, self.mirrors.parameters(replica)
         return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All that it updates, in order."""
-    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
 
 
 def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[int]]]:

@@ -27,6 +27,11 @@ from torchstrategy._torch import slot, version
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All that it updates, in order, whatever it is here."""
+    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
+
+
 def can_have_copies(optimizer: Optimizer) -> bool:
     """Whether a copy that is given the same gradients takes the same step."""
     cls, inside = plain_class(type(optimizer)), vars(optimizer)
@@ -128,8 +133,7 @@ class _Copy:
 
 
 def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Tensor]:
-    groups = vars(optimizer)["param_groups"]
-    return [owner for group in groups for owner in group["params"] if id(owner) in known]
+    return [owner for owner in parameters_of(optimizer) if id(owner) in known]
 
 
 def _gradient_of(owner: torch.Tensor) -> torch.Tensor:

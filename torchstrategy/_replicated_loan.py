@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._context import current_frame
-from torchstrategy._copies import Copies, parameters_of
+from torchstrategy._copies import Copies
 from torchstrategy._devices import in_use
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._links import is_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._once import OnceAStep
+from torchstrategy._optimizer_copies import parameters_of
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._storage import CrossReplica, Loan

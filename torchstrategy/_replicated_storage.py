@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._captured import Named, captured
-from torchstrategy._copies import Copies, Layout, parameters_of
+from torchstrategy._copies import Copies, Layout
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
 from torchstrategy._gradients import AllReduce
 from torchstrategy._links import is_in_replica
 from torchstrategy._once import make_ready, refuse_bound_methods
+from torchstrategy._optimizer_copies import parameters_of
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
 from torchstrategy._replicated_loan import ReplicatedLoan
@@ -38,7 +39,7 @@ from torchstrategy._variables import SharedVariable, Variable
 
 @final
 class ReplicatedStorage(Storage):
-    """The user's parameters live on one device; each replica has copies.
+    """The user's parameters live on one device, and each replica has copies, which follow them or are updated alike.
 
     Args:
         devices: The device of each replica.
@@ -62,7 +63,6 @@ class ReplicatedStorage(Storage):
     ) -> None:
         super().__init__(devices, parameter_device)
         self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
-        self._is_mirrored = is_mirrored
         aliases = tuple(may_alias and (r == 0 or not is_mirrored) for r in range(len(self.devices)))
         self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -80,7 +80,7 @@ class ReplicatedStorage(Storage):
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        return self.devices if self._is_mirrored else (self.parameter_device,)
+        return self.devices if self._layout.is_mirrored else (self.parameter_device,)
 
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
@@ -235,12 +235,12 @@ class ReplicatedStorage(Storage):
                         yield parameter, f"{name}.{path}"
 
     def _before_any_step(self, optimizer: Optimizer) -> None:
-        if self._is_mirrored and id(optimizer) in self._optimizers:
+        if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.begin_step(optimizer)
 
     def _after_any_step(self, optimizer: Optimizer) -> None:
-        if self._is_mirrored and id(optimizer) in self._optimizers:
+        if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)
         # A fused optimizer writes parameters without counting it, as in-place operations do.

@@ -136,15 +136,12 @@ def _only_outside(optimizer: Any, what: str) -> None:
         )
 
 
-class _ParameterStandIn(_StandIn, nn.Parameter):
-    """An owner that shows, in a replica, the gradient of that replica's own parameter.
-
-    What is computed with an owner is computed with the owner: a graph has no replicas. But a list of parameters that
-    was made outside of the step can be cleared, clipped and logged in it.
-    """
+class ShowsLocalGrad(nn.Parameter):
+    """A parameter whose gradient is, in a replica, that of the replica's own parameter."""
 
     @property
     def grad(self) -> Any:
+        """Its gradient: in a replica as that of any of its parameters."""
         local: Any = local_object(self)
         return slot(self) if local is self else local.grad
 
@@ -159,6 +156,14 @@ class _ParameterStandIn(_StandIn, nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+class _ParameterStandIn(_StandIn, ShowsLocalGrad):
+    """An owner that shows, in a replica, the gradient of that replica's own parameter.
+
+    What is computed with an owner is computed with the owner: a graph has no replicas. But a list of parameters that
+    was made outside of the step can be cleared, clipped and logged in it.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)

@@ -69,7 +69,7 @@ class Structure:
         return changes
 
     def _current(self) -> list[object]:
-        return list(chain.from_iterable(map(VALUES, self._tables)))
+        return list(chain.from_iterable(map(VALUES, filter(None, self._tables))))  # most tables are empty
 
 
 def same(first: Sequence[object], second: Sequence[object]) -> bool:

@@ -31,8 +31,13 @@ class Trainers:
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]], num_replicas: int, present: Sequence[int]) -> None:
-        self._trainers = [_Trainer(thing, num_replicas, present) for _, thing in named if is_all_in_dict(thing)]
-        self._shared = [_Shared(name, thing) for name, thing in named if not is_all_in_dict(thing)]
+        self._trainers: list[_Trainer] = []
+        self._shared: list[_Shared] = []
+        for name, thing in named:
+            if is_all_in_dict(thing):
+                self._trainers.append(_Trainer(thing, num_replicas, present))
+            else:
+                self._shared.append(_Shared(name, thing))
 
     def originals(self) -> list[object]:
         """What stand-ins are needed for."""

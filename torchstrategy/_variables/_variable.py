@@ -26,7 +26,8 @@ from torchstrategy._caller_state import undisturbed
 from torchstrategy._collectives import as_tensor
 from torchstrategy._context import current_frame, is_default, local_object, require_cross_replica
 from torchstrategy._options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._torch import hide_from_compiler, make_parameter, set_slot, slot, version
+from torchstrategy._stand_ins import ShowsLocalGrad
+from torchstrategy._torch import hide_from_compiler, make_parameter, version
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import Device, Tree
 from torchstrategy._values import DistributedValues, Mirrored, PerReplica
@@ -42,7 +43,7 @@ _ADD: _Operation = torch.Tensor.add_
 _SUBTRACT: _Operation = torch.Tensor.sub_
 
 
-class Variable(nn.Parameter):
+class Variable(ShowsLocalGrad):
     """A tensor that all replicas of a strategy share, and that a step may assign.
 
     It is a `torch.nn.Parameter`: torch functions, optimizers and modules take it. Created in a strategy's `scope()`, it
@@ -168,24 +169,6 @@ class Variable(nn.Parameter):
     def assign_sub(self, delta: Tree) -> Self:
         """Subtracts from it, as `assign`."""
         return self._assign(_SUBTRACT, delta)
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Its gradient: in a replica as that of any of its parameters."""
-        local: Any = local_object(self)
-        return slot(self) if local is self else local.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        local: Any = local_object(self)
-        if local is self:
-            set_slot(self, value)
-        else:
-            local.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
     @property
     def data(self) -> torch.Tensor:

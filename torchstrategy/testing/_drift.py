@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchstrategy._conductors import none_in_force
 from torchstrategy._context import current_frame, local_object
 from torchstrategy._errors import plural
+from torchstrategy._optimizer_copies import parameters_of
 from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._team import runs_under_way
 from torchstrategy.testing._refusals import refuse_in_replica
@@ -82,7 +83,7 @@ def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimize
             raise TypeError(f"assert_replicas_agree looks at modules and optimizers; got a {type(thing).__name__}.")
         parts: list[Any] = [thing]
         if isinstance(thing, Optimizer):
-            parts = [parameter for group in thing.param_groups for parameter in group["params"]]
+            parts = list(parameters_of(thing))
         if not any(map(strategy.extended.variable_created_in_scope, parts)):
             raise ValueError(
                 f"assert_replicas_agree: {type(thing).__name__} does not belong to {strategy!r}, which has no copies "

@@ -1,10 +1,12 @@
 """The names of `tf.compat.v1.distribute.experimental`."""
 
-from torchstrategy._communication import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from torchstrategy.compat.v1._central_storage import CentralStorageStrategy
-
-CollectiveCommunication = CommunicationImplementation
-"""The older name."""
+from torchstrategy.experimental import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 
 __all__ = [
     "CentralStorageStrategy",
