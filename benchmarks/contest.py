@@ -1,0 +1,120 @@
+"""How contenders are compared: in turns, in one process, each with its measure in the same round.
+
+A row shows the median of what a contender took, and the median and the middle half of its ratios: how often that is
+what the other took in the same round. So a machine that is busy for a while slows both, and one bad round changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Work = Callable[[], Any]
+Measure = Callable[[], float]
+"""Takes one measurement: the seconds of a step, as a rule."""
+
+UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MB": 1e-6, "GB/s": 1e-9}
+
+
+class Contender(NamedTuple):
+    """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be."""
+
+    measure: Measure
+    against: Sequence[str] = ()
+    bar: float | None = None
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    contest: str
+    name: str
+    amount: float  # seconds, bytes or bytes a second: the median
+    unit: str  # to print it in, one of `UNITS`
+    against: str  # what `ratio` is a ratio to; empty: to nothing
+    ratio: float
+    low: float  # a quarter of the rounds are below
+    high: float  # a quarter of the rounds are above
+    bar: float | None  # that the ratio should not exceed
+
+
+def compared(contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms") -> list[Row]:
+    """Measures all contenders in every round, after one that does not count."""
+    for contender in contenders.values():
+        contender.measure()
+    amounts = [{name: contender.measure() for name, contender in contenders.items()} for _ in range(rounds)]
+    rows = []
+    for name, (_, against, bar) in contenders.items():
+        ratios = [amount[name] / max(amount[other] for other in against or [name]) for amount in amounts]
+        low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        median = statistics.median(amount[name] for amount in amounts)
+        rows.append(Row(contest, name, median, unit, " or ".join(against), middle, low, high, bar))
+    return rows
+
+
+def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_time) -> Measure:
+    """The seconds of one call; by default of this thread's CPU time, which other processes do not touch."""
+
+    def measure() -> float:
+        began = clock()
+        for _ in range(repeats):
+            work()
+        return (clock() - began) / repeats
+
+    return measure
+
+
+HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|"
+
+
+def line(row: Row) -> str:
+    """A row in Markdown."""
+    amount = f"{row.amount * UNITS[row.unit]:,.2f} {row.unit}"
+    if not row.against:
+        return f"| {row.contest} | {row.name} | {amount} | | | | |"
+    bar = "" if row.bar is None else f"{row.bar:.2f}"
+    times, spread = f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"
+    return f"| {row.contest} | {row.name} | {amount} | {times} | {spread} | {row.against} | {bar} |"
+
+
+def machine() -> str:
+    """What the figures are of."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    name = "no accelerator" if device is None else torch.get_device_module(device).get_device_name(0)
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
+        f"{torch.get_num_threads()} thread, {name}"
+    )
+
+
+Contest = Callable[[int], Iterable[Row]]
+"""Compares some contenders over as many rounds as it is told."""
+
+
+def hold(contests: Sequence[Contest], description: str) -> None:
+    """What each script does: holds its contests, prints their rows as one table, and writes them if it is told to."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=15, help="how often each contender has its turn")
+    parser.add_argument("--json", type=Path, help="a file to write the figures to")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection of all that torch has made would fall on one contender
+    print(f"{machine()}\n\n{HEADER}", flush=True)
+    rows: list[Row] = []
+    for contest in contests:
+        for row in contest(arguments.rounds):
+            rows.append(row)
+            print(line(row), flush=True)
+    if arguments.json:
+        figures = {"machine": machine(), "rows": [row._asdict() for row in rows]}
+        arguments.json.write_text(json.dumps(figures, indent=1))
