@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import final
 
 import torch
@@ -29,7 +30,19 @@ from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, Repl
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
-from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot, version
+from torchstrategy._torch import (
+    are_dense,
+    foreach_add_,
+    foreach_mul,
+    has_gradient_hooks,
+    have_gradient_hooks,
+    on_gradient,
+    set_slot,
+    set_slots,
+    slot,
+    slots,
+    version,
+)
 from torchstrategy._variables import is_variable
 
 AllReduce = Callable[
@@ -83,16 +96,18 @@ class Gradients:
             shares: How much each replica counts.
             outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
         """
-        self.owners = [*self._own(), *(owner for owner, _ in outsiders)]
+        own = self._own()
+        self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
-        self._kept = [slot(owner) for owner in self.owners]
+        self._kept = slots(self.owners)
         self._has_updated = False
         self._everywhere.clear()
         self._shares = shares
         self._take()
-        for index, owner in enumerate(self._own()):
-            if has_gradient_hooks(owner):
-                self._count(index)
+        if have_gradient_hooks(own):
+            for index, owner in enumerate(own):
+                if has_gradient_hooks(owner):
+                    self._count(index)
 
     def enter(self, replica: Replica) -> None:
         """The step begins in `replica`."""
@@ -202,15 +217,20 @@ class Gradients:
                 owner itself, which the step used instead of the replica's own parameter.
         """
         assert self._shares is not None
-        for name, owner in zip(self.names, self.owners, strict=True):
-            if slot(owner) is not None and self.is_alone:
-                raise RuntimeError(_stray_gradient(name))
+        if self.is_alone:
+            for name, stray in zip(self.names, slots(self.owners), strict=True):
+                if stray is not None:
+                    raise RuntimeError(_stray_gradient(name))
         self._check_hooks()
         self._settle_views()
         with torch.no_grad():
             combined = self._combined()
+            have_hooks = have_gradient_hooks(self.owners)
             for index, gradient in combined.items():
-                self._add(index, gradient)
+                if have_hooks or self.so_far[index] is not None:
+                    self._add(index, gradient)
+                else:
+                    self.so_far[index] = gradient
         if combined and len(self.ledgers) > 1:
             combined_gradients()
 
@@ -359,15 +379,11 @@ class Gradients:
             ledger.added.clear()
 
     def _take(self) -> None:
-        self.so_far = [slot(owner) for owner in self.owners]
-        for owner, gradient in zip(self.owners, self.so_far, strict=True):
-            if gradient is not None:
-                set_slot(owner, None)
+        self.so_far = slots(self.owners)
+        set_slots(self.owners, repeat(None))
 
     def _give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for owner, gradient in zip(self.owners, gradients, strict=True):
-            if gradient is not slot(owner):
-                set_slot(owner, gradient)
+        set_slots(self.owners, gradients)
 
     def _leave(self) -> None:
         self._shares = None  # first: what is interrupted after this has ended
@@ -428,8 +444,8 @@ def _weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torc
 def _accumulate(total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float) -> None:
     """`total += weight * gradients`, parameter by parameter, in fused loops; `gradients` are not written."""
     fresh = [index for index in gradients if index not in total]
-    known = [index for index in gradients if index in total]
-    if {gradient.layout for gradient in (*gradients.values(), *total.values())} != {torch.strided}:
+    known = [index for index in gradients if index in total] if total else []
+    if not (are_dense(gradients.values()) and are_dense(total.values())):
         for index in known:
             total[index] = total[index] + gradients[index] * weight
         total.update((index, gradients[index] * weight) for index in fresh)

@@ -7,6 +7,8 @@ from itertools import chain
 from operator import is_, methodcaller
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
 VALUES = methodcaller("values")
 MISSING = object()
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -27,18 +29,21 @@ class Change(NamedTuple):
         """What was done to it."""
         return "made" if self.before is MISSING else "taken away" if self.after is MISSING else "replaced"
 
+    def is_value(self) -> bool:
+        """Whether only a buffer has another tensor than it had."""
+        return self.table == "_buffers" and isinstance(self.before, Tensor) and isinstance(self.after, Tensor)
+
 
 @final
 class Structure:
-    """The entries that some tables of modules had when this was made.
+    """The entries that the tables of modules had when this was made.
 
     Args:
         insides: The `__dict__` of each module.
-        tables: The names of the tables.
     """
 
-    def __init__(self, insides: Sequence[dict[str, Any]], tables: Sequence[str]) -> None:
-        self._places = [(position, table) for position in range(len(insides)) for table in tables]
+    def __init__(self, insides: Sequence[dict[str, Any]]) -> None:
+        self._places = [(position, table) for position in range(len(insides)) for table in TABLES]
         self._tables: list[dict[Any, Any]] = [insides[position][table] for position, table in self._places]
         self.is_known()
 
@@ -60,13 +65,6 @@ class Structure:
                 before, after = known.get(name, MISSING), now.get(name, MISSING)
                 if before is not after:
                     yield Change(position, table, name, before, after)
-
-    def take_changes(self) -> list[Change]:
-        """The changes, which are known from here on."""
-        changes = list(self.changes())
-        if changes:
-            self.is_known()
-        return changes
 
     def _current(self) -> list[object]:
         return list(chain.from_iterable(map(VALUES, filter(None, self._tables))))  # most tables are empty
