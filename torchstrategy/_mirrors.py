@@ -127,14 +127,13 @@ class Mirrors:
             self._attribute_values = values
             self._contents = self._current_contents()
         self.refresh_parameters()
-        requires_grad = requires_grad_of(self._parameters.tensors)
+        trained = requires_grad_of(self.owners)
         for replica in self._replicas:
-            replica.bring_requires_grad(requires_grad)
+            replica.bring_requires_grad(trained)
         changed = self._changed_buffers()
         if changed:
             for replica in self._replicas:
                 replica.bring_buffers(changed, self._buffers)
-            self._buffers.are_known()
         return True
 
     def hand_out(self, present: Sequence[int]) -> None:
@@ -143,11 +142,9 @@ class Mirrors:
 
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
-        moved = set(self._parameters.moved())
-        changed = sorted({*self._parameters.written(), *moved})
+        changed, moved = self._parameters.take_changes()
         if changed:
             write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
-            self._parameters.are_known()
         for replica in self._replicas:
             replica.parameters_are_known()
 
@@ -212,7 +209,7 @@ class Mirrors:
         for state in states:
             state.write(self._insides[state.position])
         self._metrics.let_go()
-        trained = requires_grad_of(lead.parameters)
+        trained = lead.trained
         if requires_grad_of(self.owners) != trained:
             for owner, flag in zip(self.owners, trained, strict=True):
                 owner.requires_grad_(flag)
@@ -233,7 +230,7 @@ class Mirrors:
                 lead.return_hook(change, original, back)
 
     def _check_flags(self, shares: Shares) -> None:
-        flags = [requires_grad_of(self._replicas[r].parameters) for r in shares.present]
+        flags = [self._replicas[r].noted_requires_grad() for r in shares.present]
         for r, other in zip(shares.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
@@ -267,7 +264,7 @@ class Mirrors:
         buffers, local = self._buffers, self._replicas[0]  # all agree between runs: the first speaks for them
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
-        return sorted({*buffers.written(), *buffers.moved(), *uncounted})
+        return sorted({*buffers.take_changes()[0], *uncounted})
 
     def _current_contents(self) -> list[tuple[Any, list[object]]]:
         """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""

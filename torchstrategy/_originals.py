@@ -40,11 +40,11 @@ class Originals:
         self.are_running = [original.is_running for original in (*held, *loose)]
         self._held = [original.tensor for original in held]
         self._loose = [weakref.ref(original.tensor) for original in loose]
-        self._versions = [_UNCOUNTED] * len(self)
+        self._versions: list[int] = []
         self._pointers: list[int] = []
         self._layouts: list[object] = []
         self._memory: list[object] = []  # kept, so that nothing else can come to lie there
-        self.are_known()
+        self.take_changes()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -61,22 +61,24 @@ class Originals:
     def written(self) -> list[int]:
         """Those that were written, or lie elsewhere. Whether they mean another part of the same memory is not asked."""
         tensors = self.tensors
-        now = versions(tensors), pointers(tensors)
-        return [] if now == (self._versions, self._pointers) else _differing(now, (self._versions, self._pointers))
+        now, known = (versions(tensors), pointers(tensors)), (self._versions, self._pointers)
+        return [] if now == known else _differing(now, known)
 
-    def moved(self) -> list[int]:
-        """Those that lie elsewhere, or mean another part of the same memory."""
-        tensors = self.tensors
-        now = pointers(tensors), layouts(tensors)
-        return [] if now == (self._pointers, self._layouts) else _differing(now, (self._pointers, self._layouts))
+    def take_changes(self) -> tuple[list[int], set[int]]:
+        """Those that changed since the copies agreed with them, as they do from here on; and those of them that moved.
 
-    def are_known(self) -> None:
-        """The copies agree with them."""
+        A tensor that moved lies elsewhere, or means another part of the same memory.
+        """
         tensors = self.tensors
-        self._versions = versions(tensors)
-        if self.moved():
-            self._pointers, self._layouts = pointers(tensors), layouts(tensors)
+        count, where, how = versions(tensors), pointers(tensors), layouts(tensors)
+        has_moved = (where, how) != (self._pointers, self._layouts)
+        moved = set(_differing((where, how), (self._pointers, self._layouts))) if has_moved else set()
+        written = _differing((count,), (self._versions,)) if count != self._versions else []
+        self._versions = count
+        if has_moved:
+            self._pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
+        return sorted({*written, *moved}) if moved else written, moved
 
     def are_counted(self, indices: Iterable[int]) -> None:
         """The copies agree with some of them."""

@@ -62,6 +62,7 @@ class ReplicaModules:
             for owner, aliased in zip(owners, self._aliased, strict=True)
         ]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
+        self.trained = requires_grad_of(self.parameters)
         # Those that count for themselves what is written on them; of the others, the originals count it.
         self._counting = [index for index, aliased in enumerate(self._aliased) if not aliased]
         self.parameters_are_known()
@@ -142,9 +143,15 @@ class ReplicaModules:
 
     def bring_requires_grad(self, flags: Sequence[bool]) -> None:
         """Brings which parameters are trained."""
-        if requires_grad_of(self.parameters) != flags:
+        if self.trained != flags:
+            self.trained = list(flags)
             for parameter, flag in zip(self.parameters, flags, strict=True):
                 parameter.requires_grad_(flag)
+
+    def noted_requires_grad(self) -> list[bool]:
+        """Which parameters are trained, after a step that may have changed it."""
+        self.trained = requires_grad_of(self.parameters)
+        return self.trained
 
     def bring_buffers(self, indices: Sequence[int], originals: Originals) -> None:
         """Brings the values of buffers."""
