@@ -108,6 +108,7 @@ class ReplicaLedger:
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
         self.views: dict[int, View] = {}
+        self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.seen: set[int] = set()  # read since the last look at all slots, and not local then
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
         self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
@@ -135,6 +136,7 @@ class ReplicaLedger:
                 gradients.settle()
                 return [None] * len(brought)
 
+            self.hand_in()
             self.replica.meet(READING, combine, set(self.seen))
             self.seen.clear()
         self.seen.add(index)
@@ -170,6 +172,11 @@ class ReplicaLedger:
             if self._has_local(index):
                 set_slot(self.parameters[index], None)
 
+    def hand_in(self) -> None:
+        """The replica has come to a meeting that settles gradients: what it has collected can be added up."""
+        assert self.replica is not None
+        self.gradients.hand_in(self.replica.index)
+
     def take_local(self) -> dict[int, torch.Tensor]:
         """The local gradients, by parameter; the slots are empty afterwards."""
         taken = {index: local for index, local in enumerate(slots(self.parameters)) if local is not None}
@@ -202,13 +209,14 @@ class ReplicaLedger:
         """The run has ended."""
         self.replica = None
         self.views.clear()
+        self.handed_in = set()
         self.seen.clear()
         self.with_graph.clear()
         self.added.clear()
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
-        return {index for index, local in enumerate(slots(self.parameters)) if local is not None}
+        return {index for index, local in enumerate(slots(self.parameters)) if local is not None} | self.handed_in
 
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and slot(self.parameters[index]) is not None

@@ -115,6 +115,7 @@ class LocalOptimizer:
             result = self._owners.together(lambda: self._optimizer.step(**kwargs))
             return [result] * len(brought)
 
+        self._ledger.hand_in()
         return self._replica.meet(STEP, combine, None)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:

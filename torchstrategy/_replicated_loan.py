@@ -84,6 +84,9 @@ class ReplicatedLoan(Loan, Owners):
         }
         return local
 
+    def ends(self, replica: Replica) -> None:
+        self._copies.gradients.hand_in(replica.index)
+
     @contextmanager
     def published(self) -> Iterator[None]:
         self._check_unwritten()
