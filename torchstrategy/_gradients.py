@@ -35,6 +35,7 @@ from torchstrategy._sums import accumulate, equal, weighted
 from torchstrategy._torch import (
     has_gradient_hooks,
     have_gradient_hooks,
+    hide_from_compiler,
     on_gradient,
     set_slot,
     set_slots,
@@ -448,3 +449,6 @@ def _counted(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, LocalParameter) and parameter.ledger is not None
     if parameter.ledger.replica is not None:
         parameter.ledger.count(parameter.position)
+
+
+hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too
