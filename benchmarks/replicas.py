@@ -1,12 +1,16 @@
 """Replicas that share one CPU, against the same pieces of the batch one after another by hand.
 
-python benchmarks/replicas.py [--rounds N] [--json FILE]
+    python benchmarks/replicas.py [--rounds N] [--json FILE]
+
+By hand, a model is one and its gradients are added up where backward leaves them; or, as MirroredStrategy has it, each
+piece has a model and an optimizer of its own, and gradients are added up before each takes the same step.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -15,54 +19,82 @@ from torch.nn import functional as F
 import torchstrategy
 from contest import Contender, Row, Work, compared, hold, timed
 
-WIDTH, ROWS, BAR = 64, 256, 1.05
+ROWS, BAR = 256, 1.05
+Batch = tuple[torch.Tensor, torch.Tensor]
+Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def model(modules: int) -> nn.Sequential:
-    """Linear layers and activations in turns."""
+def made(modules: int, width: int) -> Made:
+    """Linear layers and activations in turns, and their optimizer."""
     torch.manual_seed(0)
-    return nn.Sequential(*[m for _ in range(modules // 2) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
+    model = nn.Sequential(*[m for _ in range(modules // 2) for m in (nn.Linear(width, width), nn.ReLU())])
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def by_hand(modules: int, replicas: int, batch: tuple[torch.Tensor, torch.Tensor]) -> Work:
-    """Plain PyTorch: each piece forward and backward, weighed, and one step of the optimizer."""
-    net = model(modules)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+def pieces(batch: Batch, replicas: int) -> list[Batch]:
+    """What each replica is dealt."""
+    x, y = (tensor.chunk(replicas) for tensor in batch)
+    return list(zip(x, y, strict=True))
+
+
+def by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
+    """Each piece forward and backward, weighed, and one step of the optimizer."""
+    model, optimizer = make()
 
     def step() -> None:
         optimizer.zero_grad()
-        for x, y in zip(*(tensor.chunk(replicas) for tensor in batch), strict=True):
-            (F.mse_loss(net(x), y) * (len(x) / ROWS)).backward()
+        for x, y in pieces(batch, replicas):
+            (F.mse_loss(model(x), y) * (len(x) / ROWS)).backward()
         optimizer.step()
 
     return step
 
 
-def in_replicas(strategy: torchstrategy.Strategy, modules: int, batch: tuple[torch.Tensor, torch.Tensor]) -> Work:
+def copies_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
+    """Each piece has a copy of the model and an optimizer; all of them step on the sum of the gradients."""
+    first, _ = make()
+    models = [first, *(copy.deepcopy(first) for _ in range(1, replicas))]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    parameters = [list(model.parameters()) for model in models]
+
+    def step() -> None:
+        for model, optimizer, (x, y) in zip(models, optimizers, pieces(batch, replicas), strict=True):
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) * (len(x) / ROWS)).backward()
+        total = [p.grad for p in parameters[0] if p.grad is not None]
+        for others in parameters[1:]:
+            torch._foreach_add_(total, [p.grad for p in others if p.grad is not None])
+        for others, optimizer in zip(parameters, optimizers, strict=True):
+            for parameter, gradient in zip(others, total, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+    return step
+
+
+def inside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch) -> Work:
     """The whole step in each replica."""
     with strategy.scope():
-        net = model(modules)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        model, optimizer = make()
 
-    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        x, y = batch
+    def step(piece: Batch) -> None:
+        x, y = piece
         optimizer.zero_grad()
-        F.mse_loss(net(x), y).backward()
+        F.mse_loss(model(x), y).backward()
         optimizer.step()
 
     dealt = next(iter(strategy.experimental_distribute_dataset([batch])))
     return lambda: strategy.run(step, args=(dealt,))
 
 
-def outside(strategy: torchstrategy.Strategy, modules: int, batch: tuple[torch.Tensor, torch.Tensor]) -> Work:
+def outside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch) -> Work:
     """Forward and backward in each replica, and the optimizer's step after the run."""
     with strategy.scope():
-        net = model(modules)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        model, optimizer = make()
 
-    def backward(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        x, y = batch
-        F.mse_loss(net(x), y).backward()
+    def backward(piece: Batch) -> None:
+        x, y = piece
+        F.mse_loss(model(x), y).backward()
 
     dealt = next(iter(strategy.experimental_distribute_dataset([batch])))
 
@@ -74,27 +106,53 @@ def outside(strategy: torchstrategy.Strategy, modules: int, batch: tuple[torch.T
     return step
 
 
-def same_batch(rounds: int, modules: int = 100) -> Iterator[Row]:
-    """The same global batch over 2, 4 and 8 replicas."""
-    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    for replicas in (2, 4, 8):
-        devices = ["cpu"] * replicas
-        central, mirrored = torchstrategy.CentralStorageStrategy(devices), torchstrategy.MirroredStrategy(devices)
-        works = {
-            "by hand": by_hand(modules, replicas, batch),
-            "Central, the whole step": in_replicas(central, modules, batch),
-            "Central, the optimizer outside": outside(central, modules, batch),
-            "Mirrored, the whole step": in_replicas(mirrored, modules, batch),
-            "Mirrored, the optimizer outside": outside(mirrored, modules, batch),
-        }
-        contenders = {
-            name: Contender(timed(work, 5, time.process_time), () if name == "by hand" else ("by hand",), BAR)
-            for name, work in works.items()
-        }
-        yield from compared(f"{replicas} replicas, {modules} modules", contenders, rounds)
+def same_batch(rounds: int, replicas: int, width: int, modules: int = 100) -> list[Row]:
+    """The same global batch, by hand and in replicas."""
+    torch.manual_seed(1)
+    batch = torch.randn(ROWS, width), torch.randn(ROWS, width)
+    devices = ["cpu"] * replicas
+    central, mirrored = torchstrategy.CentralStorageStrategy(devices), torchstrategy.MirroredStrategy(devices)
+
+    def make() -> Made:
+        return made(modules, width)
+
+    works = {
+        "by hand": (by_hand(make, replicas, batch), ()),
+        "Central, whole step": (inside(central, make, batch), ("by hand",)),
+        "Central, optimizer outside": (outside(central, make, batch), ("by hand",)),
+        "copies by hand": (copies_by_hand(make, replicas, batch), ()),
+        "Mirrored, whole step": (inside(mirrored, make, batch), ("copies by hand",)),
+        "Mirrored, optimizer outside": (outside(mirrored, make, batch), ("copies by hand",)),
+    }
+    repeats = 1 if rounds == 1 else 3
+    contenders = {
+        name: Contender(timed(work, repeats, time.process_time), against, BAR if against else None)
+        for name, (work, against) in works.items()
+    }
+    return compared(f"{replicas} replicas, {modules} modules of {width}", contenders, rounds)
 
 
-CONTESTS = (same_batch,)
+def overhead(rounds: int) -> Iterator[Row]:
+    """Two, four and eight replicas of layers that take no time, and four of larger ones."""
+    for replicas, width in ((2, 64), (4, 64), (8, 64), (4, 256), (4, 1024)):
+        yield from same_batch(rounds if width < 1024 else min(rounds, 5), replicas, width)
+
+
+def growth(rounds: int) -> list[Row]:
+    """What one more replica costs: a run of a function that does nothing."""
+
+    def empty() -> None:
+        return None
+
+    contenders = {}
+    for replicas in (2, 4, 8, 16, 32, 64):
+        strategy = torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
+        work = timed(lambda strategy=strategy: strategy.run(empty), 3 if rounds == 1 else 30, time.process_time)
+        contenders[f"{replicas} replicas"] = Contender(work, ("2 replicas",) if replicas > 2 else ())
+    return compared("an empty function", contenders, rounds, "µs")
+
+
+CONTESTS = (overhead, growth)
 
 if __name__ == "__main__":
     hold(CONTESTS, __doc__ or "")

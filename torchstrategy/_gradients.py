@@ -105,10 +105,11 @@ class Gradients:
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._kept = slots(self.owners)
+        self.so_far = list(self._kept)
         self._has_updated = False
         self._everywhere.clear()
         self._shares = shares
-        self._take()
+        set_slots(self.owners, repeat(None))
         if have_gradient_hooks(own):
             for index, owner in enumerate(own):
                 if has_gradient_hooks(owner):
@@ -242,7 +243,7 @@ class Gradients:
         self._settle_views()
         with torch.no_grad():
             combined = self._combined()
-            have_hooks = have_gradient_hooks(self.owners)
+            have_hooks = bool(combined) and have_gradient_hooks(self.owners)
             for index, gradient in combined.items():
                 if have_hooks or self.so_far[index] is not None:
                     self._add(index, gradient)
