@@ -1573,7 +1573,7 @@ class _Ones(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_replicas_that_take_turns_hold_the_gradients_of_one_of_them(where):
+def test_replicas_that_take_turns_do_not_each_hold_gradients(where):
     """Four replicas of a model kept four gradients of it until they met: memory that grew with their number."""
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
     with strategy.scope():
@@ -1588,9 +1588,43 @@ def test_replicas_that_take_turns_hold_the_gradients_of_one_of_them(where):
         if where == "inside":
             optimizer.step()
 
-    for _ in range(2):
-        strategy.run(step)
-    assert len(memory) == 8 and held == [0] * 8
+    strategy.run(step)
+    assert len(memory) == 4 and held == [0, 1, 1, 1]  # what is held is the total, which lies where the first one lay
+
+
+class _Added(nn.Module):
+    """Parameters that are added up: backward leaves their gradients in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.rand(2, 3)), nn.Parameter(torch.rand(6))
+        self.rows = nn.ParameterList([torch.rand(1, 3), torch.rand(1, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.first + self.second.view(2, 3) + torch.cat([*self.rows])).t()
+
+
+def test_gradients_that_lie_in_one_piece_of_memory_are_weighed_once(make):
+    strategy, batch = make(3), data(7)
+    (model, _), (twin, _) = built(strategy, lambda: _Added().double(), None)
+    strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, batch),))
+    mse(twin, batch).backward()
+    assert_close(gradients(model), gradients(twin), "once")
+
+
+def test_a_tensor_that_a_step_puts_there_as_a_gradient_is_not_written(make):
+    """The total of several replicas is made in the memory of the first gradient, where that is autograd's own."""
+    strategy = make(3)
+    (model, _), _ = built(strategy, mlp, None)
+    ones = [torch.ones_like(p) for p in model.parameters()]
+
+    def step() -> None:
+        for parameter, one in zip(model.parameters(), ones, strict=True):
+            parameter.grad = one.to(parameter.device)
+
+    strategy.run(step)
+    assert all(bool((one == 1).all()) for one in ones)
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
 
 
 def test_two_topologies_give_the_same_numbers_bit_for_bit():

@@ -339,20 +339,20 @@ class Gradients:
     def _add_up(self, r: int) -> set[int]:
         """Makes the gradients of one more replica a part of the total, and says of which parameters it had any."""
         assert self._shares is not None
-        local, weight = self.ledgers[r].take_local(), self._shares.weights[r]
+        (local, are_ours), weight = self.ledgers[r].take_local(), self._shares.weights[r]
         if self._is_remote[r]:
             local = self._brought(local)
         if weight == 1 and len(self._weighing()) == 1:
             # What came together is in one piece of memory; the owner's gradients are each in its own.
             self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
         else:
-            accumulate(self._total, local, weight)
+            accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
         self._num_handed_in += 1
         return set(local)
 
     def _combined_everywhere(self, weighing: Sequence[int], all_reduce: AllReduce) -> dict[int, torch.Tensor]:
         assert self._shares is not None
-        local = [self.ledgers[r].take_local() for r in weighing]
+        local = [self.ledgers[r].take_local()[0] for r in weighing]
         indices = sorted(set().union(*local))
         sums = all_reduce(
             [[gradients.get(index) for index in indices] for gradients in local],

@@ -110,6 +110,7 @@ class ReplicaLedger:
         self.views: dict[int, View] = {}
         self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.seen: set[int] = set()  # read since the last look at all slots, and not local then
+        self.put: set[int] = set()  # of which the step put a gradient there itself
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
         self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
         self.gradients = gradients
@@ -155,6 +156,8 @@ class ReplicaLedger:
         else:
             self.views[index] = self._cleared(index)
             set_slot(self.parameters[index], value)
+            if value is not None:
+                self.put.add(index)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
@@ -177,15 +180,18 @@ class ReplicaLedger:
         assert self.replica is not None
         self.gradients.hand_in(self.replica.index)
 
-    def take_local(self) -> dict[int, torch.Tensor]:
-        """The local gradients, by parameter; the slots are empty afterwards."""
+    def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
+        """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
+        are_ours = not self.put
+        self.put.clear()
         taken = {index: local for index, local in enumerate(slots(self.parameters)) if local is not None}
         if taken:
             set_slots(self.parameters, repeat(None))
         if any(requires_grad_of(taken.values())):  # of a backward with create_graph=True
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
-        return taken
+            are_ours = False
+        return taken, are_ours
 
     def own(self, index: int) -> torch.Tensor:
         """This replica's parameter; or the owner, if only an optimizer has it: that of a layer that is gone."""
@@ -210,6 +216,7 @@ class ReplicaLedger:
         self.replica = None
         self.views.clear()
         self.handed_in = set()
+        self.put.clear()
         self.seen.clear()
         self.with_graph.clear()
         self.added.clear()

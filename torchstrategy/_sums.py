@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchstrategy._torch import are_dense, foreach_add_, foreach_mul
+from torchstrategy._torch import are_dense, foreach_add_, foreach_mul, foreach_mul_, is_alone_in_memory
 
 
 def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
@@ -27,8 +27,13 @@ def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch
     return total
 
 
-def accumulate(total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float) -> None:
-    """`total += weight * gradients`, parameter by parameter, in fused loops; `gradients` are not written."""
+def accumulate(
+    total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float, are_ours: bool = False
+) -> None:
+    """`total += weight * gradients`, parameter by parameter, in fused loops.
+
+    Gradients that are ours may become the total themselves; others are not written.
+    """
     fresh = [index for index in gradients if index not in total]
     known = [index for index in gradients if index in total] if total else []
     if not (are_dense(gradients.values()) and are_dense(total.values())):
@@ -39,4 +44,9 @@ def accumulate(total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor
     if known:
         foreach_add_([total[index] for index in known], [gradients[index] for index in known], alpha=weight)
     if fresh:
-        total.update(zip(fresh, foreach_mul([gradients[index] for index in fresh], weight), strict=True))
+        new = [gradients[index] for index in fresh]
+        if are_ours and all(map(is_alone_in_memory, new)):  # backward may give one gradient to two parameters
+            foreach_mul_(new, weight)
+        else:
+            new = list(foreach_mul(new, weight))
+        total.update(zip(fresh, new, strict=True))

@@ -65,6 +65,7 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
+    "foreach_mul_",
     "from_dlpack",
     "function_modes",
     "generator_id",
@@ -73,6 +74,7 @@ __all__ = [
     "has_kernel",
     "have_gradient_hooks",
     "hide_from_compiler",
+    "is_alone_in_memory",
     "is_compiling",
     "keep_what_stands_in_for_gpus",
     "keeping_version",
@@ -103,7 +105,6 @@ __all__ = [
     "slots",
     "sparse_indices",
     "sparse_values",
-    "storage_users",
     "swap_tensors",
     "tensor_cuda",
     "tensor_data",
@@ -124,6 +125,7 @@ __all__ = [
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
 
 # Whether `torch.cuda.nccl` can do anything; its own `is_available` asks this, too, and warns.
 HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
@@ -318,10 +320,11 @@ def schema(operator: Any) -> Any:
     return operator._schema
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects refer to a storage."""
+def is_alone_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor has a part of the memory of this one."""
+    storage = tensor.untyped_storage()
     users: int = torch._C._storage_Use_Count(storage._cdata)
-    return users
+    return users <= 2  # the tensor, and the Python object by which it is asked
 
 
 def generator_id(generator: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._torch import storage_users
+from torchstrategy._torch import is_alone_in_memory
 from torchstrategy.testing._simulation._backend import Backend, operator
 from torchstrategy.testing._simulation._kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation._memory import Together, on_cpu, on_device, overlap
@@ -29,7 +29,6 @@ _VIEWS = (
     "is_set_to",
 )
 _PINNED = "_torchstrategy_pinned"
-_TENSOR_AND_STORAGE = 2  # who use a storage that Python looks at and that is one tensor's only
 
 
 def register(backend: Backend) -> None:
@@ -122,7 +121,7 @@ def _resized(tensor: torch.Tensor, size: list[int]) -> None:
     if needed <= storage.nbytes() // tensor.element_size():
         point_at(tensor, storage, offset, size, strides)
         return
-    if storage_users(storage) > _TENSOR_AND_STORAGE:
+    if not is_alone_in_memory(tensor):
         raise NotImplementedError(
             f"resize_ from {tuple(tensor.size())} to {tuple(size)} needs more memory than there is, and other tensors "
             f"share that: views, or what `detach()` gave. On '{NAME}' devices they would be left behind."
