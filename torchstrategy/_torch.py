@@ -14,6 +14,7 @@ import torch
 # Who decides what `torch.compile` makes of a function that is called.
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext
+from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
 
@@ -71,6 +72,8 @@ __all__ = [
     "has_kernel",
     "hide_from_compiler",
     "is_compiling",
+    "is_profiling",
+    "is_profiling_this_thread_only",
     "keep_what_stands_in_for_gpus",
     "keeping_version",
     "list_device_constructors",
@@ -244,6 +247,16 @@ def keep_what_stands_in_for_gpus() -> None:
 def is_compiling() -> bool:
     """Whether this thread is compiling for `torch.compile`; what is being traced it does not tell, and need not."""
     return CompileContext.try_get() is not None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is on, on whichever thread. `record_function` does not ask: it costs the same when none is."""
+    return _profiler._is_profiler_enabled
+
+
+def is_profiling_this_thread_only() -> bool:
+    """Whether a profiler is on that was started on this thread and sees no other one."""
+    return torch.autograd._profiler_enabled()
 
 
 def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
