@@ -261,7 +261,10 @@ class ReplicatedExtended(_OnOneMachine):
 
             def call(replica: Replica) -> Tree:
                 local_args, local_kwargs = select((args, kwargs), replica.index)
-                with traced("run {} [replica {}]", fn, replica.index), self._in_replica(strategy, replica, shares, loan):
+                with (
+                    traced("run {} [replica {}]", fn, replica.index),
+                    self._in_replica(strategy, replica, shares, loan),
+                ):
                     return fn(*local_args, **local_kwargs)
 
             results = self._replicas.run(call, shares.present)

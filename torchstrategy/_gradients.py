@@ -30,6 +30,7 @@ from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot, version
+from torchstrategy._trace import traced
 from torchstrategy._variables import is_variable
 
 AllReduce = Callable[
@@ -207,7 +208,7 @@ class Gradients:
                 raise RuntimeError(_stray_gradient(name))
         self._check_hooks()
         self._settle_views()
-        with torch.no_grad():
+        with torch.no_grad(), traced("settle gradients"):
             combined = self._combined()
             for index, gradient in combined.items():
                 self._add(index, gradient)

@@ -30,6 +30,7 @@ from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
 from torchstrategy._replica_modules import Original, ReplicaModules, differ, uncopyable, values_of
 from torchstrategy._shares import Shares
 from torchstrategy._structure import HOOK_TABLES, MISSING, TABLES, Structure, same
+from torchstrategy._trace import traced
 from torchstrategy._types import Device
 from torchstrategy._variables import SyncOnReadVariable, Variable, is_variable
 
@@ -144,7 +145,8 @@ class Mirrors:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
         changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
         moved = {index for index in changed if self._parameters[index].has_moved()}
-        write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+        with traced("bring parameters"):
+            write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
         for replica in self._replicas:
             replica.parameters_are_known()
         for index in changed:

@@ -254,9 +254,8 @@ def is_profiling() -> bool:
     return _profiler._is_profiler_enabled
 
 
-def is_profiling_this_thread_only() -> bool:
-    """Whether a profiler is on that was started on this thread and sees no other one."""
-    return torch.autograd._profiler_enabled()
+# Whether a profiler is on that was started on this thread and sees no other one.
+is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
 
 def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:

@@ -1,8 +1,9 @@
 """What a trace of torch's profilers shows of a run, in the words of the user.
 
     torchstrategy.run train_step                a call of `Strategy.run`, on the thread that made it
-    torchstrategy.run train_step [replica 1]    the step in one replica, on the replica's thread
-    torchstrategy.wait at optimizer.step()      that replica has come to a meeting, and others not yet
+    torchstrategy.wait for replicas             that thread, while they run on theirs
+    torchstrategy.run train_step [replica 1]    the step in one replica
+    torchstrategy.wait at optimizer.step()      that replica has come to a meeting, and has to go on after it
     torchstrategy.meeting optimizer.step()      all replicas are there
     torchstrategy.settle gradients              the gradients of the replicas become one
     torchstrategy.update [SGD]                  the optimizer's own step
@@ -27,7 +28,7 @@ _UNSEEN: AbstractContextManager[None] = nullcontext()
 
 
 def traced(words: str, *things: object) -> AbstractContextManager[object]:
-    """A block that a profiler shows as `torchstrategy.` and some words, in which `{}` stands for the name of a thing."""
+    """A block that a profiler shows as `torchstrategy.` and some words, with the names of things for each `{}`."""
     if not is_profiling():
         return _UNSEEN
     return record_function(f"torchstrategy.{words.format(*map(_name, things))}")
