@@ -154,7 +154,7 @@ def data_parallel(device: torch.device, net: nn.Module, replicas: int, batch: Ba
     whole = nn.DataParallel(net, device_ids=[device.index or 0] * replicas)
     name, forward = "DataParallel", whole.forward
     try:
-        whole(x)
+        whole(x).sum().backward()
     except (RuntimeError, ValueError) as error:
         print(f"DataParallel refuses one device several times, so its threads are measured alone: {error}")
         name, forward = "parallel_apply", lambda x: torch.cat(parallel_apply([net] * replicas, x.chunk(replicas)))
@@ -376,11 +376,8 @@ def place_of_optimizer(
     with all_cores():
         x = torch.randn(rows, width, device=device)
         here, there = "Adam on the CPU", "Adam on the device"
-        yield from against(
-            "Adam alone",
-            there,
-            {there: adam_alone(net().to(device)), here: adam_alone(in_pinned_memory(net(), device))},
-        )
+        alone = {there: adam_alone(net().to(device)), here: adam_alone(in_pinned_memory(net(), device))}
+        yield from against("Adam alone", there, alone)
         on_cpu = adam_in(torchstrategy.CentralStorageStrategy([device], "cpu"), in_pinned_memory(net(), device), x)
         on_device = adam_in(torchstrategy.OneDeviceStrategy(device), net(), x)
         check_alike({there: on_device, here: on_cpu})
