@@ -6,7 +6,7 @@
     torchstrategy.wait at optimizer.step()      that replica has come to a meeting, and has to go on after it
     torchstrategy.meeting optimizer.step()      all replicas are there
     torchstrategy.settle gradients              the gradients of the replicas become one
-    torchstrategy.update [SGD]                  the optimizer's own step
+    torchstrategy.update [Adam]                 the optimizer's own step
     torchstrategy.bring parameters              what has changed goes to the replicas' copies
     torchstrategy.copy modules                  each replica is given modules of its own, once
     torchstrategy.deal a batch                  a batch is read, cut into pieces, and sent
