@@ -371,7 +371,8 @@ def place_of_optimizer(
     def against(contest: str, name: str, works: Mapping[str, Work]) -> list[Row]:
         measures = {name: timed(work, 3, clock(device)) for name, work in works.items()}
         contenders = {key: Contender(measure, () if key == name else (name,)) for key, measure in measures.items()}
-        return compared(f"{contest}, {layers * width * width * 4 / 1e6:,.0f} MB", contenders, rounds)
+        size = f"{layers * width * width * 4 / 1e6:,.0f} MB, {torch.get_num_threads()} threads"
+        return compared(f"{contest}, {size}", contenders, rounds)
 
     with all_cores():
         x = torch.randn(rows, width, device=device)

@@ -35,11 +35,11 @@ def traced(words: str, *things: object) -> AbstractContextManager[object]:
 
 
 def warn_of_unseen_threads() -> None:
-    """Says that a profiler is on which will not see what is computed on other threads: torch's do not, by default."""
+    """Says that a profiler is on which sees nothing of other threads: by default, those of torch do not."""
     if is_profiling_this_thread_only():
         warnings.warn(
-            "A profiler is on that sees this thread only, and replicas run on threads of their own: what they compute "
-            "will be missing from its trace. Let it see all threads:\n"
+            "A profiler is on that sees this thread only, and replicas run on threads of their own: the operators that "
+            "they call will be missing from its trace. Let it see all threads:\n"
             "    from torch._C._profiler import _ExperimentalConfig\n"
             "    torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))",
             stacklevel=2,
