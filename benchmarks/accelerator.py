@@ -9,6 +9,7 @@ contest can be held on another device, the CPU included, and smaller: its logic 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from contest import Contender, Contest, Row, Work, compared, hold, timed
 SMALL, LARGE = 64, 2048  # widths: the CPU is what a step waits for, or the device
 LAYERS, WIDE = 24, 2048  # a model of 400 MB
 LINK_BAR = 1 / 0.9
-FSDP = "FSDP2, CPUOffloadPolicy"
+LINK, FSDP = "the link, up and down", "FSDP2, CPUOffloadPolicy"
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -53,7 +54,7 @@ def check_alike(trainings: Mapping[str, Training]) -> None:
     for name, found in changes.items():
         error = float((found - expected).norm() / expected.norm())
         if not error < 0.01:
-            print(f"{name} is not the same training as {first}: what two steps change differs by {error:.0%}.")
+            note(f"{name} is not the same training as {first}: what two steps change differs by {error:.0%}.")
 
 
 def change(training: Training) -> torch.Tensor:
@@ -67,6 +68,11 @@ def change(training: Training) -> torch.Tensor:
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All numbers, on the CPU."""
     return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
+
+
+def note(text: str) -> None:
+    """Says something beside the table."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def clock(device: torch.device) -> Callable[[], float]:
@@ -156,7 +162,7 @@ def data_parallel(device: torch.device, net: nn.Module, replicas: int, batch: Ba
     try:
         whole(x).sum().backward()
     except (RuntimeError, ValueError) as error:
-        print(f"DataParallel refuses one device several times, so its threads are measured alone: {error}")
+        note(f"DataParallel refuses one device several times, so its threads are measured alone: {error}")
         name, forward = "parallel_apply", lambda x: torch.cat(parallel_apply([net] * replicas, x.chunk(replicas)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 
@@ -286,13 +292,13 @@ def central_memory(
     """Parameters in the CPU's memory and compute on the device, where the link between them is what limits a step."""
     x = torch.randn(rows, width, device=device)
     works = {
-        "the link, up and down": the_link(device, linears(layers, width)),
+        LINK: the_link(device, linears(layers, width)),
         "by hand, layer by layer": layer_by_layer(device, linears(layers, width), x),
         "Central, parameters on the CPU": central(device, linears(layers, width), x),
         "Central, in pinned memory": central(device, in_pinned_memory(linears(layers, width), device), x),
     }
     contenders = {
-        name: Contender(timed(work, 3, clock(device)), ("the link, up and down",), LINK_BAR)
+        name: Contender(timed(work, 3, clock(device)), () if name == LINK else (LINK,), LINK_BAR)
         for name, work in works.items()
     }
     size = layers * width * width * 4 / 1e6
@@ -389,7 +395,7 @@ def place_of_optimizer(
                 check_alike({here: adam_in(torchstrategy.OneDeviceStrategy(device), net(), x), FSDP: peer})
                 yield from against("a whole step", FSDP, {FSDP: peer.step, here: on_cpu.step})
         except Exception as error:
-            print(f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}")
+            note(f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}")
 
 
 def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
