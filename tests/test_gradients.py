@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1553,6 +1555,42 @@ def test_a_merge_function_reads_changes_and_clears_the_gradients_of_the_whole_ba
 
         for n in (1, 3):
             compare(make, n, step, after=lambda m, o: o.step(), case=change.__name__)
+
+
+class _Ones(torch.autograd.Function):
+    """The sum of a parameter, with a gradient whose memory can be watched."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, memory: list[Any]) -> torch.Tensor:
+        ctx.memory, ctx.shape = memory, parameter.shape
+        return parameter.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ones = np.ones(ctx.shape, dtype=np.float32)
+        ctx.memory.append(weakref.ref(ones))
+        return torch.from_numpy(ones), None
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_replicas_that_take_turns_hold_the_gradients_of_one_of_them(where):
+    """Four replicas of a model kept four gradients of it until they met: memory that grew with their number."""
+    strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = sgd(model)
+    memory: list[Any] = []
+    held = []
+
+    def step() -> None:
+        held.append(sum(array() is not None for array in memory))
+        _Ones.apply(model.weight, memory).backward()
+        if where == "inside":
+            optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    assert len(memory) == 8 and held == [0] * 8
 
 
 def test_two_topologies_give_the_same_numbers_bit_for_bit():

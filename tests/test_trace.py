@@ -64,7 +64,6 @@ def test_a_trace_of_a_step_in_two_replicas_can_be_read() -> None:
     caller, *replicas = by_thread.values()
     assert ranges(caller) == [
         "run train_step",
-        "  bring parameters",
         "  wait for replicas",
         "  meeting optimizer.step()",
         "    settle gradients",
@@ -74,7 +73,13 @@ def test_a_trace_of_a_step_in_two_replicas_can_be_read() -> None:
         "  settle gradients",
     ]
     assert [ranges(events) for events in replicas] == [
-        [f"run train_step [replica {r}]", "  wait at optimizer.step()"] for r in range(2)
+        [
+            f"run train_step [replica {r}]",
+            "  hand in gradients",
+            "  wait at optimizer.step()",
+            "  hand in gradients",
+        ]
+        for r in range(2)
     ]
     for events in replicas:
         assert {"aten::addmm", "AddmmBackward0"} <= {event.name for event in events}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._caller_state import undisturbed
+from torchstrategy._devices import place
 from torchstrategy._gradients import AllReduce, Gradients
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
@@ -92,6 +93,7 @@ class Copies:
             [*self.mirrors.owners, *(p for _, p in loose.values())],
             [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.mirrors.parameters(r) for r in range(self._num_replicas)],
+            len({place(device) for device in self._layout.devices}) == 1,
             self._layout.all_reduce,
         )
         indices = {key: index for index, key in enumerate([*self._index_of, *loose])}

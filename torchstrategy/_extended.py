@@ -265,7 +265,9 @@ class ReplicatedExtended(_OnOneMachine):
                     traced("run {} [replica {}]", fn, replica.index),
                     self._in_replica(strategy, replica, shares, loan),
                 ):
-                    return fn(*local_args, **local_kwargs)
+                    result = fn(*local_args, **local_kwargs)
+                    loan.ends(replica)
+                    return result
 
             results = self._replicas.run(call, shares.present)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):

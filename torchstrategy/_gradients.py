@@ -19,17 +19,30 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import final
 
 import torch
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import added, brought
 from torchstrategy._conductors import combined_gradients
 from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
-from torchstrategy._torch import foreach_add_, foreach_mul, has_gradient_hooks, on_gradient, set_slot, slot, version
+from torchstrategy._sums import accumulate, equal, weighted
+from torchstrategy._torch import (
+    has_gradient_hooks,
+    have_gradient_hooks,
+    hide_from_compiler,
+    on_gradient,
+    set_slot,
+    set_slots,
+    slot,
+    slots,
+    version,
+)
 from torchstrategy._trace import traced
 from torchstrategy._variables import is_variable
 
@@ -50,6 +63,7 @@ class Gradients:
         owners: The parameters that the gradients are of.
         names: What to call each of them in a message.
         parameters: For each replica its own parameters, in the order of the owners.
+        take_turns: Whether no two replicas ever run at once.
         all_reduce: What adds up gradients for all replicas at once; None: they are added up where the owners are.
     """
 
@@ -58,6 +72,7 @@ class Gradients:
         owners: Sequence[torch.Tensor],
         names: Sequence[str],
         parameters: Sequence[Sequence[LocalParameter]],
+        take_turns: bool,
         all_reduce: AllReduce | None = None,
     ) -> None:
         # Between runs a variable is not held: it lives as long as the user has it.
@@ -72,6 +87,9 @@ class Gradients:
             any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
         ]
         self._all_reduce = all_reduce
+        self._take_turns = take_turns
+        self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
+        self._num_handed_in = 0
         self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
@@ -84,20 +102,34 @@ class Gradients:
             shares: How much each replica counts.
             outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
         """
-        self.owners = [*self._own(), *(owner for owner, _ in outsiders)]
+        own = self._own()
+        self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
-        self._kept = [slot(owner) for owner in self.owners]
+        self._kept = slots(self.owners)
         self._has_updated = False
         self._everywhere.clear()
         self._shares = shares
         self._take()
-        for index, owner in enumerate(self._own()):
-            if has_gradient_hooks(owner):
-                self._count(index)
+        if have_gradient_hooks(own):
+            for index, owner in enumerate(own):
+                if has_gradient_hooks(owner):
+                    self._count(index)
 
     def enter(self, replica: Replica) -> None:
         """The step begins in `replica`."""
         self.ledgers[replica.index].replica = replica
+
+    def hand_in(self, replica: int) -> None:
+        """Called on the replica's thread, where it has come to what settles gradients, or to its end.
+
+        If it is its turn to be added up, in replica order, and no other replica runs, its gradients become a part of
+        the total here, where they are in the processor's caches, and their memory is free for the next replica.
+        """
+        weighing = self._weighing()
+        is_next = self._num_handed_in < len(weighing) and weighing[self._num_handed_in] == replica
+        if self._take_turns and self._all_reduce is None and is_next:
+            with undisturbed(), traced("hand in gradients"):
+                self.ledgers[replica].handed_in = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
         """From here on to the end of the run, backward may not reach one more tensor of which replicas have no own."""
@@ -203,15 +235,20 @@ class Gradients:
                 owner itself, which the step used instead of the replica's own parameter.
         """
         assert self._shares is not None
-        for name, owner in zip(self.names, self.owners, strict=True):
-            if slot(owner) is not None and self.is_alone:
-                raise RuntimeError(_stray_gradient(name))
+        if self.is_alone:
+            for name, stray in zip(self.names, slots(self.owners), strict=True):
+                if stray is not None:
+                    raise RuntimeError(_stray_gradient(name))
         self._check_hooks()
         self._settle_views()
         with torch.no_grad(), traced("settle gradients"):
             combined = self._combined()
+            have_hooks = have_gradient_hooks(self.owners)
             for index, gradient in combined.items():
-                self._add(index, gradient)
+                if have_hooks or self.so_far[index] is not None:
+                    self._add(index, gradient)
+                else:
+                    self.so_far[index] = gradient
         if combined and len(self.ledgers) > 1:
             combined_gradients()
 
@@ -252,6 +289,7 @@ class Gradients:
         for ledger in self.ledgers:
             ledger.views.clear()
             ledger.seen.clear()
+            ledger.handed_in = set()
 
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of the gradient so far."""
@@ -261,7 +299,7 @@ class Gradients:
             return None
         shown = [None if view is None or view.gradient is None else view.gradient.detach().to(device) for view in views]
         # A step may write on what it was shown through `.data`, which counts no version: the numbers tell.
-        has_changed = any(gradient is not None and not _equal(gradient, so_far) for gradient in shown)
+        has_changed = any(gradient is not None and not equal(gradient, so_far) for gradient in shown)
         has_cleared = any(view is CLEARED for view in views)
         if not has_cleared and not has_changed:
             return so_far
@@ -273,7 +311,7 @@ class Gradients:
                 f"The replicas disagree about the gradient of {self.names[index]}: some cleared or changed what was "
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
-        if all(_equal(tensor, tensors[0]) for tensor in tensors[1:]):
+        if all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
             return tensors[0]  # all did the same to the gradient of the whole step, such as clipping it
         return self._merged(so_far, tensors)  # each put its own there
 
@@ -281,9 +319,9 @@ class Gradients:
         assert self._shares is not None
         weights = [self._shares.weights[r] for r in self._weighing()]
         if self._shares.reduction is ReduceOp.MEAN:
-            return _weighted(tensors, weights)
+            return weighted(tensors, weights)
         start = torch.zeros_like(tensors[0]) if so_far is None else so_far
-        return start + _weighted([tensor - start for tensor in tensors], weights)
+        return start + weighted([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
         """The local gradients of all replicas, weighted and added up on their owners' devices."""
@@ -293,17 +331,24 @@ class Gradients:
             self.ledgers[r].take_local()  # of no rows: dropped, since zero times NaN would be NaN
         if self._all_reduce is not None:
             return self._combined_everywhere(weighing, self._all_reduce)
-        total: dict[int, torch.Tensor] = {}
-        for r in weighing:
-            weight = self._shares.weights[r]
-            local = self.ledgers[r].take_local()
-            if self._is_remote[r]:
-                local = self._brought(local)
-            if len(weighing) == 1 and weight == 1:
-                # What came together is in one piece of memory; the owner's gradients are each in its own.
-                return {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
-            _accumulate(total, local, weight)
+        for r in weighing[self._num_handed_in :]:
+            self._add_up(r)
+        total, self._total, self._num_handed_in = self._total, {}, 0
         return total
+
+    def _add_up(self, r: int) -> set[int]:
+        """Makes the gradients of one more replica a part of the total, and says of which parameters it had any."""
+        assert self._shares is not None
+        local, weight = self.ledgers[r].take_local(), self._shares.weights[r]
+        if self._is_remote[r]:
+            local = self._brought(local)
+        if weight == 1 and len(self._weighing()) == 1:
+            # What came together is in one piece of memory; the owner's gradients are each in its own.
+            self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
+        else:
+            accumulate(self._total, local, weight)
+        self._num_handed_in += 1
+        return set(local)
 
     def _combined_everywhere(self, weighing: Sequence[int], all_reduce: AllReduce) -> dict[int, torch.Tensor]:
         assert self._shares is not None
@@ -360,19 +405,16 @@ class Gradients:
             ledger.added.clear()
 
     def _take(self) -> None:
-        self.so_far = [slot(owner) for owner in self.owners]
-        for owner, gradient in zip(self.owners, self.so_far, strict=True):
-            if gradient is not None:
-                set_slot(owner, None)
+        self.so_far = slots(self.owners)
+        set_slots(self.owners, repeat(None))
 
     def _give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for owner, gradient in zip(self.owners, gradients, strict=True):
-            if gradient is not slot(owner):
-                set_slot(owner, gradient)
+        set_slots(self.owners, gradients)
 
     def _leave(self) -> None:
         self._shares = None  # first: what is interrupted after this has ended
         self.so_far, self._kept = [], []
+        self._total, self._num_handed_in = {}, 0
         self.owners = []
         for ledger in self.ledgers:
             ledger.leave()
@@ -410,32 +452,4 @@ def _counted(parameter: torch.Tensor) -> None:
         parameter.ledger.count(parameter.position)
 
 
-def _equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
-    if second is None or first.layout != second.layout or first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if first.layout is torch.sparse_coo:
-        one, other = first.coalesce(), second.coalesce()
-        return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
-    return torch.equal(first, second)
-
-
-def _weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    total = tensors[0] * weights[0]
-    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total = total + tensor * weight
-    return total
-
-
-def _accumulate(total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float) -> None:
-    """`total += weight * gradients`, parameter by parameter, in fused loops; `gradients` are not written."""
-    fresh = [index for index in gradients if index not in total]
-    known = [index for index in gradients if index in total]
-    if {gradient.layout for gradient in (*gradients.values(), *total.values())} != {torch.strided}:
-        for index in known:
-            total[index] = total[index] + gradients[index] * weight
-        total.update((index, gradients[index] * weight) for index in fresh)
-        return
-    if known:
-        foreach_add_([total[index] for index in known], [gradients[index] for index in known], alpha=weight)
-    if fresh:
-        total.update(zip(fresh, foreach_mul([gradients[index] for index in fresh], weight), strict=True))
+hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too

@@ -8,12 +8,13 @@ its place, is kept as its view until the replicas settle. See `_gradients`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
 from torchstrategy._replica import Replica
-from torchstrategy._torch import is_compiling, make_parameter, set_slot, slot
+from torchstrategy._torch import is_compiling, make_parameter, requires_grad_of, set_slot, set_slots, slot, slots
 
 if TYPE_CHECKING:
     from torchstrategy._gradients import Gradients
@@ -107,6 +108,7 @@ class ReplicaLedger:
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
         self.views: dict[int, View] = {}
+        self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.seen: set[int] = set()  # read since the last look at all slots, and not local then
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
         self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
@@ -125,7 +127,7 @@ class ReplicaLedger:
         has_local = slot(self.parameters[index]) is not None
         if not has_local and (index in self.seen or not self.seen):
             self.seen.clear()
-            has_local = any(slot(parameter) is not None for parameter in self.parameters)
+            has_local = bool(self.local_indices())
         if has_local:
             gradients = self.gradients
 
@@ -134,6 +136,7 @@ class ReplicaLedger:
                 gradients.settle()
                 return [None] * len(brought)
 
+            self.hand_in()
             self.replica.meet(READING, combine, set(self.seen))
             self.seen.clear()
         self.seen.add(index)
@@ -155,6 +158,11 @@ class ReplicaLedger:
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
+        if set_to_none and not self.views and not self.local_indices():  # as at the beginning of most steps
+            so_far = self.gradients.so_far
+            self.views = {index: CLEARED_NOTHING if so_far[index] is None else CLEARED for index in indices}
+            self.with_graph.difference_update(indices)
+            return
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
             zeros = {i: torch.zeros_like(self.own(i)) for i, view in cleared.items() if view is CLEARED}
@@ -164,15 +172,19 @@ class ReplicaLedger:
             if self._has_local(index):
                 set_slot(self.parameters[index], None)
 
+    def hand_in(self) -> None:
+        """The replica has come to a meeting that settles gradients: what it has collected can be added up."""
+        assert self.replica is not None
+        self.gradients.hand_in(self.replica.index)
+
     def take_local(self) -> dict[int, torch.Tensor]:
         """The local gradients, by parameter; the slots are empty afterwards."""
-        slots = [slot(parameter) for parameter in self.parameters]
-        taken = {index: local for index, local in enumerate(slots) if local is not None}
-        for index, local in taken.items():
-            set_slot(self.parameters[index], None)
-            if local.requires_grad:
-                self.with_graph.add(index)
-                taken[index] = local.detach()
+        taken = {index: local for index, local in enumerate(slots(self.parameters)) if local is not None}
+        if taken:
+            set_slots(self.parameters, repeat(None))
+        if any(requires_grad_of(taken.values())):  # of a backward with create_graph=True
+            self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
+            taken = {index: local.detach() for index, local in taken.items()}
         return taken
 
     def own(self, index: int) -> torch.Tensor:
@@ -197,13 +209,14 @@ class ReplicaLedger:
         """The run has ended."""
         self.replica = None
         self.views.clear()
+        self.handed_in = set()
         self.seen.clear()
         self.with_graph.clear()
         self.added.clear()
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
-        return {index for index, parameter in enumerate(self.parameters) if slot(parameter) is not None}
+        return {index for index, local in enumerate(slots(self.parameters)) if local is not None} | self.handed_in
 
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and slot(self.parameters[index]) is not None

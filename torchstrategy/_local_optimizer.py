@@ -116,6 +116,7 @@ class LocalOptimizer:
             result = self._owners.together(lambda: self._update(**kwargs))
             return [result] * len(brought)
 
+        self._ledger.hand_in()
         return self._replica.meet(STEP, combine, None)
 
     def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
@@ -223,6 +224,7 @@ def refuse_once_per_step_callers() -> None:
         )
 
 
-# A compiler that followed a step to the meeting would find locks and threads.
+# A compiler that followed a step to the meeting would find locks and threads, and to the gradients graphs of nothing.
 hide_from_compiler(refuse_once_per_step_callers)
 hide_from_compiler(LocalOptimizer._step)
+hide_from_compiler(LocalOptimizer.zero_grad)

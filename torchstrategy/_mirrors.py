@@ -12,9 +12,11 @@ own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the o
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Sequence, Set
+from itertools import chain
 from operator import is_
 from typing import Any, final
 
@@ -26,10 +28,12 @@ from torchstrategy._copyable import refuse_lazy, refuse_trainable, refuse_uncopy
 from torchstrategy._devices import place
 from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._metrics import Metrics
+from torchstrategy._originals import Original, Originals
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
-from torchstrategy._replica_modules import Original, ReplicaModules, differ, uncopyable, values_of
+from torchstrategy._replica_modules import ReplicaModules, differ, uncopyable, values_of
 from torchstrategy._shares import Shares
-from torchstrategy._structure import HOOK_TABLES, MISSING, TABLES, Structure, same
+from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Structure, same
+from torchstrategy._torch import requires_grad_of
 from torchstrategy._trace import traced
 from torchstrategy._types import Device
 from torchstrategy._variables import SyncOnReadVariable, Variable, is_variable
@@ -73,19 +77,17 @@ class Mirrors:
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
-        self._parameters = _originals(modules, paths, "_parameters")
-        self._parameters += [Original(variable.name, weakref.ref(variable)) for variable in loose]
-        self._buffers = _originals(modules, paths, "_buffers")
+        by_name = [Original(variable.name, variable) for variable in loose]
+        self._parameters = Originals(_originals(modules, paths, "_parameters"), by_name)
+        self._buffers = Originals(_originals(modules, paths, "_buffers"))
         self._replicas = [
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
-        for original in (*self._parameters, *self._buffers):
-            original.is_known()
-        self._index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
-        self._structure = Structure(self._insides, TABLES)
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
+        self._structure = Structure(self._insides)
         self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
         self._attributes = [dict(inside) for inside in self._insides]
         self._attribute_values = values_of(self._insides)
@@ -94,12 +96,12 @@ class Mirrors:
     @property
     def owners(self) -> list[torch.Tensor]:
         """The parameters of the originals."""
-        return [original.tensor for original in self._parameters]
+        return self._parameters.tensors
 
     @property
     def names(self) -> list[str]:
         """What the user calls each of the owners: `Net.layers.0.weight`."""
-        return [original.name for original in self._parameters]
+        return self._parameters.names
 
     def parameters(self, replica: int) -> list[LocalParameter]:
         """The parameters of one replica, in the order of `owners`."""
@@ -126,15 +128,13 @@ class Mirrors:
             self._attribute_values = values
             self._contents = self._current_contents()
         self.refresh_parameters()
-        requires_grad = [parameter.tensor.requires_grad for parameter in self._parameters]
+        trained = requires_grad_of(self.owners)
         for replica in self._replicas:
-            replica.bring_requires_grad(requires_grad)
-        changed = [index for index, buffer in enumerate(self._buffers) if self._has_changed(index, buffer)]
+            replica.bring_requires_grad(trained)
+        changed = self._changed_buffers()
         if changed:
             for replica in self._replicas:
                 replica.bring_buffers(changed, self._buffers)
-            for index in changed:
-                self._buffers[index].is_known()
         return True
 
     def hand_out(self, present: Sequence[int]) -> None:
@@ -143,14 +143,12 @@ class Mirrors:
 
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
-        changed = [index for index, parameter in enumerate(self._parameters) if parameter.has_changed()]
-        moved = {index for index in changed if self._parameters[index].has_moved()}
-        with traced("bring parameters"):
-            write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+        changed, moved = self._parameters.take_changes()
+        if changed:
+            with traced("bring parameters"):
+                write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
         for replica in self._replicas:
             replica.parameters_are_known()
-        for index in changed:
-            self._parameters[index].is_known()
 
     def those_of_the_first(self, owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of some originals those that are, themselves, the parameters of the first replica."""
@@ -161,14 +159,12 @@ class Mirrors:
         """Says that originals, and all copies that have memory of their own, were written alike."""
         for replica in self._replicas:
             replica.parameters_are_known()
-        for owner in owners:
-            self._parameters[self._index_of[id(owner)]].is_known()
+        self._parameters.are_counted(self._index_of[id(owner)] for owner in owners)
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Says that originals were written in a way that torch does not count."""
-        for parameter in parameters:
-            if id(parameter) in self._index_of:
-                self._parameters[self._index_of[id(parameter)]].is_written()
+        index_of = self._index_of
+        self._parameters.are_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def check_unwritten(self, present: Sequence[int]) -> None:
         """Refuses that the step of a replica wrote on parameters, which every replica would do once.
@@ -176,24 +172,29 @@ class Mirrors:
         Raises:
             RuntimeError: Naming the parameter.
         """
-        for index, original in enumerate(self._parameters):
-            if original.has_changed() or any(self._replicas[r].has_written(index) for r in present):
-                raise RuntimeError(written_in_replica(original.name))
+        written = [*self._parameters.written(), *(i for r in present for i in self._replicas[r].written_parameters())]
+        if written:
+            raise RuntimeError(written_in_replica(self.names[min(written)]))
 
-    def check_structure(self, present: Sequence[int]) -> None:
+    def check_structure(self, present: Sequence[int]) -> list[list[Change]]:
         """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
+
+        Returns:
+            For each of the replicas, what it did to buffers and hooks.
 
         Raises:
             RuntimeError: Naming it.
         """
-        for r in present:
-            for change in self._replicas[r].changed_parts():
-                where = self._paths[change.position]
-                if change.table in HOOK_TABLES:
-                    raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
+        changes = [self._replicas[r].changes() for r in present]
+        for change in chain.from_iterable(changes):
+            where = self._paths[change.position]
+            if change.table in ("_parameters", "_modules"):
                 raise RuntimeError(_REBUILT.format(name=f"{where}.{change.name}", verb=change.verb()))
+            if change.table in HOOK_TABLES and not (change.after is MISSING or isinstance(change.after, _FUNCTIONS)):
+                raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
+        return changes
 
-    def return_to_originals(self, shares: Shares) -> None:
+    def return_to_originals(self, shares: Shares, changes: Sequence[Sequence[Change]]) -> None:
         """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
 
         The running statistics of normalisation layers are averaged by share, if they are to be; all else is that of
@@ -204,37 +205,34 @@ class Mirrors:
         values = self._buffer_values(shares)
         states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
-        self._return_hooks(shares)
         lead.return_attributes(self._insides)
-        self._return_new_buffers(shares)
+        if any(changes):
+            self._return_changes(shares, changes[0])
         for state in states:
             state.write(self._insides[state.position])
         self._metrics.let_go()
-        for original, local in zip(self._parameters, lead.parameters, strict=True):
-            if original.tensor.requires_grad is not local.requires_grad:
-                original.tensor.requires_grad_(local.requires_grad)
+        trained = lead.trained
+        if requires_grad_of(self.owners) != trained:
+            for owner, flag in zip(self.owners, trained, strict=True):
+                owner.requires_grad_(flag)
         for index, value in values.items():
-            self._buffers[index].take(value)
+            self._buffers.take(index, value)
 
-    def _return_hooks(self, shares: Shares) -> None:
-        lead, changes = self._replicas[shares.present[0]], [self._replicas[r].changed_hooks() for r in shares.present]
-        if not any(changes):
-            return
+    def _return_changes(self, shares: Shares, changes: Sequence[Change]) -> None:
+        """Makes, or takes away, the hooks and buffers of the originals, as the first replica did with its own."""
         self._is_outdated = True
+        lead = self._replicas[shares.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
-        for change in changes[0]:
-            lead.return_hook(change, self._insides[change.position], back)
-
-    def _return_new_buffers(self, shares: Shares) -> None:
-        changes = [self._replicas[r].changed_buffers() for r in shares.present]
-        if any(changes):
-            self._is_outdated = True
-        for change in changes[0]:
-            self._replicas[shares.present[0]].return_buffer(change, self._insides[change.position], self._device)
+        for change in changes:
+            original = self._insides[change.position]
+            if change.table == "_buffers":
+                lead.return_buffer(change, original, self._device)
+            else:
+                lead.return_hook(change, original, back)
 
     def _check_flags(self, shares: Shares) -> None:
-        flags = [[parameter.requires_grad for parameter in self._replicas[r].parameters] for r in shares.present]
+        flags = [self._replicas[r].noted_requires_grad() for r in shares.present]
         for r, other in zip(shares.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
@@ -253,20 +251,22 @@ class Mirrors:
         present = [self._replicas[r] for r in shares.present]
         combined = {}
         for index in set().union(*(replica.written_buffers(self._buffers) for replica in present)):
-            original = self._buffers[index]
+            original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
-                _check_fits(original, value)
+                _check_fits(self._buffers.names[index], original, value)
             combined[index] = values[0]
-            if original.is_running and self._averages_buffers:
+            if self._buffers.are_running[index] and self._averages_buffers:
                 fractions = [shares.fractions[r] for r in shares.present]
-                here = [v.to(original.tensor.device) * f for v, f in zip(values, fractions, strict=True) if f]
+                here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
         return combined
 
-    def _has_changed(self, index: int, buffer: Original) -> bool:
-        # All replicas agree between runs, so that the first speaks for them.
-        return buffer.has_changed() or (buffer.is_running and differ(self._replicas[0].buffer(index), buffer.tensor))
+    def _changed_buffers(self) -> list[int]:
+        buffers, local = self._buffers, self._replicas[0]  # all agree between runs: the first speaks for them
+        running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
+        uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
+        return sorted({*buffers.take_changes()[0], *uncounted})
 
     def _current_contents(self) -> list[tuple[Any, list[object]]]:
         """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""
@@ -338,14 +338,16 @@ def _contents(value: Any) -> list[object]:
     return [*value, *value.values()] if type(value) is dict else list(vars(value).values())
 
 
-def _check_fits(original: Original, value: torch.Tensor) -> None:
-    if original.tensor.shape != value.shape or original.tensor.dtype != value.dtype:
+def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:
+    if original.shape != value.shape or original.dtype != value.dtype:
         raise RuntimeError(
-            f"A replica replaced the buffer {original.name}, of shape {tuple(original.tensor.shape)} and "
-            f"{original.tensor.dtype}, by one of shape {tuple(value.shape)} and {value.dtype}. Write the buffer in "
-            "place, or keep such a value in a plain attribute."
+            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of "
+            f"shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a plain "
+            "attribute."
         )
 
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 _REBUILT = (
     "{name} was {verb} in a replica: each replica would have one of its own, and the model and its optimizer none. Do "

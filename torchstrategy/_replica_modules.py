@@ -7,12 +7,8 @@ buffers.
 from __future__ import annotations
 
 import copy
-import functools
 import types
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
 
@@ -24,57 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._ledger import LocalParameter
+from torchstrategy._originals import Originals, write_value
 from torchstrategy._parts import TORCHS_OWN, held_plainly
 from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, VALUES, Change, Structure, same
-from torchstrategy._torch import compile_alike, keeping_version, version
+from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
 from torchstrategy._variables import LocalVariable, Variable, is_variable
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-@final
-@dataclass(slots=True)
-class Original:
-    """A tensor of the user's, and what it was when the copies last agreed with it."""
-
-    name: str
-    held: torch.Tensor | weakref.ref[torch.Tensor]  # a variable in no module lives as long as the user has it
-    is_running: bool = False  # a running statistic, which torch's kernels write without counting it
-    version: int = -1
-    place: tuple[object, ...] = ()
-    memory: torch.UntypedStorage | None = None  # kept, so that nothing else can come to lie at that place
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor itself."""
-        tensor = self.held() if isinstance(self.held, weakref.ref) else self.held
-        assert tensor is not None, "copies are given up when a variable dies"
-        return tensor
-
-    def has_changed(self) -> bool:
-        """Whether it was written, or lies elsewhere."""
-        return version(self.tensor) != self.version or self.has_moved()
-
-    def has_moved(self) -> bool:
-        """Whether it lies elsewhere, or means another part of the same memory."""
-        return _place(self.tensor) != self.place
-
-    def is_known(self) -> None:
-        """The copies agree with it."""
-        self.version = version(self.tensor)
-        if self.has_moved():
-            self.place = _place(self.tensor)
-            self.memory = self.tensor.untyped_storage() if self.tensor.layout is torch.strided else None
-
-    def is_written(self) -> None:
-        """It was written in a way that counts no version."""
-        self.version = -1
-
-    def take(self, value: torch.Tensor) -> None:
-        """Writes it; the copies do not agree with it any more."""
-        _write(self.tensor, value, self.is_running)
-        self.is_written()
 
 
 @final
@@ -97,23 +50,25 @@ class ReplicaModules:
         self,
         roots: Sequence[nn.Module],
         modules: Sequence[nn.Module],
-        parameters: Sequence[Original],
-        buffers: Sequence[Original],
+        parameters: Originals,
+        buffers: Originals,
         device: Device,
         may_alias: bool,
     ) -> None:
-        owners = [original.tensor for original in parameters]
+        owners = parameters.tensors
         self._aliased = [may_alias and owner.device == device for owner in owners]
         data = [
             owner.detach() if aliased else sent_to([owner], [device])[0][0]
             for owner, aliased in zip(owners, self._aliased, strict=True)
         ]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
-        self._versions = [-1] * len(owners)  # of those with memory of their own, when they were last brought
+        self.trained = requires_grad_of(self.parameters)
+        # Those that count for themselves what is written on them; of the others, the originals count it.
+        self._counting = [index for index, aliased in enumerate(self._aliased) if not aliased]
         self.parameters_are_known()
-        own = sent_to([original.tensor for original in buffers], [device])[0]
+        own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
-        self._memo.update((id(original.tensor), tensor) for original, tensor in zip(buffers, own, strict=True))
+        self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
         for module in modules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(vars(module))))
             for _, held in held_plainly(module):
@@ -134,12 +89,10 @@ class ReplicaModules:
         self._close_over_own()
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
-        self._slots = [_slot_of(original.tensor, modules, pairs) for original in buffers]
+        self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._attribute_values = values_of(self.insides)
-        self._parts = Structure(self.insides, ("_parameters", "_modules"))
-        self._hooks = Structure(self.insides, HOOK_TABLES)
-        self._buffer_slots = Structure(self.insides, ("_buffers",))
+        self._structure = Structure(self.insides)
 
     def _close_over_own(self) -> None:
         """Functions that the modules hold close over this replica's, where the user's close over the originals."""
@@ -150,21 +103,23 @@ class ReplicaModules:
             for table in HOOK_TABLES:
                 inside[table].update({key: rebinding.of(hook) for key, hook in inside[table].items()})
 
-    def bring_parameters(self, originals: Sequence[Original], changed: Sequence[int], moved: set[int]) -> Write:
+    def bring_parameters(self, originals: Originals, changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
-        targets, sources = [], []
-        for index in moved if all(self._aliased) else changed:
+        targets, sources, owners = [], [], originals.tensors
+        for index in changed if self._counting else moved:
             if self._aliased[index] and index not in moved:
                 continue
-            local, owner = self.parameters[index], originals[index].tensor.detach()
+            local, owner = self.parameters[index], owners[index].detach()
             if self._aliased[index] and owner.device == local.device:
                 local.data = owner
+                self._counting = sorted({*self._counting, index})
             elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 local.data = owner.to(local.device, copy=True)
                 self._aliased[index] = False
+                self._counting = sorted({*self._counting, index})
             else:
                 targets.append(local.detach())
-                sources.append(originals[index].tensor)  # the very same for each replica: `write` may broadcast it
+                sources.append(owners[index])  # the very same for each replica: `write` may broadcast it
         return Write(targets, sources)
 
     def shares(self, index: int) -> bool:
@@ -173,28 +128,39 @@ class ReplicaModules:
 
     def parameters_are_known(self) -> None:
         """The parameters agree with the originals: whatever is written on them from here on, the step writes."""
-        if not all(self._aliased):
-            pairs = zip(self.parameters, self._aliased, strict=True)
-            self._versions = [-1 if aliased else version(parameter) for parameter, aliased in pairs]
+        self._versions = self._counted()
 
-    def has_written(self, index: int) -> bool:
-        """Whether the step wrote on a parameter that has memory of its own; where it is shared, the original tells."""
-        return self._versions[index] not in (-1, version(self.parameters[index]))
+    def written_parameters(self) -> list[int]:
+        """Those on which the step wrote, as far as they count it themselves."""
+        counted = self._counted()
+        if counted == self._versions:
+            return []
+        triples = zip(self._counting, self._versions, counted, strict=True)
+        return [index for index, before, after in triples if before != after]
+
+    def _counted(self) -> list[int]:
+        return versions([self.parameters[index] for index in self._counting]) if self._counting else []
 
     def bring_requires_grad(self, flags: Sequence[bool]) -> None:
         """Brings which parameters are trained."""
-        if [parameter.requires_grad for parameter in self.parameters] != flags:
+        if self.trained != flags:
+            self.trained = list(flags)
             for parameter, flag in zip(self.parameters, flags, strict=True):
                 parameter.requires_grad_(flag)
 
-    def bring_buffers(self, indices: Sequence[int], originals: Sequence[Original]) -> None:
+    def noted_requires_grad(self) -> list[bool]:
+        """Which parameters are trained, after a step that may have changed it."""
+        self.trained = requires_grad_of(self.parameters)
+        return self.trained
+
+    def bring_buffers(self, indices: Sequence[int], originals: Originals) -> None:
         """Brings the values of buffers."""
         for index in indices:
-            own, original = self._agreed[index][0], originals[index].tensor
+            own, original = self._agreed[index][0], originals.tensors[index]
             if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
                 own = original.detach().to(own.device, copy=True)
             else:
-                _write(own, original, originals[index].is_running)
+                write_value(own, original, originals.are_running[index])
             table, name = self._slots[index]
             table[name] = own
             self._agreed[index] = (own, version(own))
@@ -211,22 +177,13 @@ class ReplicaModules:
             inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
         self._attribute_values = values_of(self.insides)
 
-    def changed_parts(self) -> Iterator[Change]:
-        """Which parameters and layers the step made, replaced or took away; and the hooks that no original can have."""
-        yield from self._parts.changes()
-        functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-        for change in self._hooks.changes():
-            if change.after is not MISSING and not isinstance(change.after, functions):
-                yield change
-
-    def changed_hooks(self) -> list[Change]:
-        """Which hooks the step registered or removed."""
-        return self._hooks.take_changes()
-
-    def changed_buffers(self) -> list[Change]:
-        """Which buffers the step made or took away; None in the place of one is one that was taken away."""
-        changes = self._buffer_slots.take_changes()
-        return [c for c in changes if not (isinstance(c.before, torch.Tensor) and isinstance(c.after, torch.Tensor))]
+    def changes(self) -> list[Change]:
+        """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
+        found = list(self._structure.changes())
+        made = [change for change in found if not change.is_value()]
+        if found and not made:
+            self._structure.is_known()
+        return made
 
     def has(self, position: int, name: str, value: object) -> bool:
         """Whether it holds the very object in a plain attribute, and no copy."""
@@ -275,12 +232,12 @@ class ReplicaModules:
         value = table.get(name)
         return self._agreed[index][0] if value is None else value
 
-    def written_buffers(self, originals: Sequence[Original]) -> set[int]:
+    def written_buffers(self, originals: Originals) -> set[int]:
         """The buffers that the step wrote, or put another tensor in the place of."""
         written = set()
         for index, (own, agreed) in enumerate(self._agreed):
             buffer = self.buffer(index)
-            is_uncounted = originals[index].is_running and differ(own, originals[index].tensor)
+            is_uncounted = originals.are_running[index] and differ(own, originals.tensors[index])
             if is_uncounted or buffer is not own or version(own) != agreed:
                 written.add(index)
         return written
@@ -300,19 +257,6 @@ def _local(owner: torch.Tensor, data: torch.Tensor) -> LocalParameter:
     if isinstance(owner, Variable):
         return LocalVariable.of(owner, data, owner.requires_grad)
     return LocalParameter.over(data, owner.requires_grad)
-
-
-def _write(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:
-    # torch's kernels do not count what they write on running statistics: an earlier forward of the module, which saved
-    # them, may still run backward.
-    with keeping_version(buffer) if is_running else nullcontext():
-        buffer.copy_(value.detach())
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _slot_of(

@@ -84,6 +84,9 @@ class ReplicatedLoan(Loan, Owners):
         }
         return local
 
+    def ends(self, replica: Replica) -> None:
+        self._copies.gradients.hand_in(replica.index)
+
     @contextmanager
     def published(self) -> Iterator[None]:
         self._check_unwritten()
@@ -122,11 +125,11 @@ class ReplicatedLoan(Loan, Owners):
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
         self._check_unwritten()
-        self._copies.mirrors.check_structure(self._shares.present)
+        changes = self._copies.mirrors.check_structure(self._shares.present)
         with undisturbed():
             self._copies.gradients.settle()
             written = self._trainers.put_together()
-            self._copies.mirrors.return_to_originals(self._shares)
+            self._copies.mirrors.return_to_originals(self._shares, changes)
         for change in written:
             change.apply()
         if any(change.requires_grad() for change in written):

@@ -30,7 +30,7 @@ from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_befor
 from torchstrategy._parts import parts_of
 from torchstrategy._replicated_loan import ReplicatedLoan
 from torchstrategy._shares import Shares
-from torchstrategy._stand_ins import StandIns
+from torchstrategy._stand_ins import put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._trace import traced
 from torchstrategy._trainers import Trainers
@@ -74,7 +74,6 @@ class ReplicatedStorage(Storage):
         self._in_use: list[Copies] = []
         self._new: set[int] = set()  # modules and variables of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
-        self._stand_ins = StandIns()
         self._lock = threading.RLock()
         self._is_copying = False  # in which case new modules are copies, not the user's
         tell_always(self._before_any_step, self._after_any_step)
@@ -102,18 +101,18 @@ class ReplicatedStorage(Storage):
             originals += [*counters, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
-            as_they_are = functools.partial(self._stand_ins.resting, copies.plain_owners())
+            as_they_are = functools.partial(resting, copies.plain_owners(), run)
             loan = ReplicatedLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)
             copies.gradients.begin(shares, outsiders)
-            self._stand_ins.put_up(originals, run)
+            put_up(originals, run)
             yield loan
-            self._stand_ins.take_down(originals, run)
+            take_down(originals, run)
             loan.end()
         except BaseException:
             copies.generation = -1  # a step that failed has written who knows what on them
-            self._stand_ins.take_down(originals, run)
+            take_down(originals, run)
             if loan is not None:
                 loan.take_back()
             copies.gradients.abort()

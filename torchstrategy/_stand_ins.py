@@ -11,7 +11,8 @@ from __future__ import annotations
 import copyreg
 import threading
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -23,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._context import local_object
 from torchstrategy._torch import set_slot, slot
 
-_classes: dict[type, type] = {}  # the user's class -> its stand-in
 _lock = threading.Lock()
 
 
@@ -237,56 +237,53 @@ _KINDS = {
 }  # all else is a trainer
 
 
-@final
-class StandIns:
-    """Counts the runs that are under way with each object, and exchanges its class at the first and after the last.
+_under_way: dict[object, Sequence[object]] = {}  # the runs, and what each has stand-ins of
 
-    Both methods may be called again for the same run: what is done is not done twice. A run that is interrupted while
-    it puts its stand-ins up takes them down as if it had put up all of them.
+
+def put_up(objects: Sequence[object], run: object) -> None:
+    """From here on, until `take_down`, the objects answer in a replica as that replica's. May be called again.
+
+    A run that is interrupted in this takes its stand-ins down as if it had put up all of them.
     """
+    with _lock:
+        _under_way[run] = objects
+        _exchange_classes(objects, _STAND_INS)
 
-    def __init__(self) -> None:
-        self._runs: dict[int, set[object]] = {}
 
-    def put_up(self, objects: Iterable[object], run: object) -> None:
-        """From here on the objects answer, in a replica, as that replica's."""
+def take_down(objects: Sequence[object], run: object) -> None:
+    """The reverse of `put_up`; what another run has stand-ins of stays as it is. May be called again."""
+    with _lock:
+        _exchange_classes(_of_no_other(objects, run), _PLAIN)
+        _under_way.pop(run, None)
+
+
+@contextmanager
+def resting(objects: Sequence[object], run: object) -> Iterator[None]:
+    """For the length of a block, while the replicas of a run stand still, its stand-ins of some objects are not up."""
+    with _lock:
+        at_rest = _of_no_other(objects, run)
+        _exchange_classes(at_rest, _PLAIN)
+    try:
+        yield
+    finally:
         with _lock:
-            for thing in objects:
-                self._runs.setdefault(id(thing), set()).add(run)
-                _set_class(thing, _stand_in_class(plain_class(type(thing))))
-
-    @contextmanager
-    def resting(self, objects: Iterable[object]) -> Iterator[None]:
-        """For the length of a block, while the replicas of the one run that is under way stand still, none are up."""
-        with _lock:
-            resting = [thing for thing in objects if len(self._runs.get(id(thing), ())) == 1]
-            for thing in resting:
-                _set_class(thing, plain_class(type(thing)))
-        try:
-            yield
-        finally:
-            with _lock:
-                for thing in resting:
-                    if id(thing) in self._runs:
-                        _set_class(thing, _stand_in_class(plain_class(type(thing))))
-
-    def take_down(self, objects: Iterable[object], run: object) -> None:
-        """The reverse of `put_up`."""
-        with _lock:
-            for thing in objects:
-                runs = self._runs.get(id(thing), set())
-                runs.discard(run)
-                if not runs:
-                    _set_class(thing, plain_class(type(thing)))
-                    self._runs.pop(id(thing), None)
+            if run in _under_way:
+                _exchange_classes(at_rest, _STAND_INS)
 
 
-def _set_class(thing: object, cls: type) -> None:
-    if type(thing) is not cls:
-        vars(object)["__class__"].__set__(thing, cls)  # as an assignment does, where no property is in the way
+def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
+    others = {id(thing) for other, things in _under_way.items() if other is not run for thing in things}
+    return [thing for thing in objects if id(thing) not in others] if others else objects
 
 
-class _Plain:
+def _exchange_classes(objects: Sequence[object], classes: Mapping[type, type]) -> None:
+    deque(map(_set_class, objects, map(classes.__getitem__, map(type, objects))), maxlen=0)
+
+
+_set_class = vars(object)["__class__"].__set__  # as an assignment does, where no property is in the way
+
+
+class _Ordinary:
     """A class as people write them."""
 
 
@@ -296,25 +293,43 @@ _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__
 def is_all_in_dict(thing: object) -> bool:
     """Whether a thing is all in its `__dict__`, as a dict, or an object of a class with slots, is not."""
     cls = plain_class(type(thing))
-    alike = all(getattr(cls, name) == getattr(_Plain, name) for name in _LAYOUT)
+    alike = all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT)
     return alike and type(cls) in (type, ABCMeta) and cls.__module__ != "types"
 
 
 def plain_class(cls: type) -> type:
     """The user's class, of which `cls` may be the stand-in."""
-    if cls is _ParameterStandIn:
-        return nn.Parameter
-    return cls.__bases__[1] if issubclass(cls, _StandIn) else cls
+    return _PLAIN[cls]
 
 
-def _stand_in_class(cls: type) -> type:
-    if cls is nn.Parameter:
-        return _ParameterStandIn
-    known = _classes.get(cls)
-    if known is None:
+@final
+class _PlainClasses(dict[type, type]):
+    """The user's class, by itself and by its stand-in."""
+
+    def __missing__(self, cls: type) -> type:
+        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[1] if issubclass(cls, _StandIn) else cls
+        self[cls] = plain
+        return plain
+
+
+@final
+class _StandInClasses(dict[type, type]):
+    """The stand-in, by itself and by the user's class."""
+
+    def __missing__(self, cls: type) -> type:
+        stand_in = cls if issubclass(cls, _StandIn) else self._made(cls)
+        self[cls] = stand_in
+        return stand_in
+
+    def _made(self, cls: type) -> type:
+        if cls is nn.Parameter:
+            return _ParameterStandIn
         bases = next(
             ((kind, cls) for base, kind in _KINDS.items() if issubclass(cls, base)), (_StandIn, cls, _Attributes)
         )
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        known = _classes[cls] = type(cls.__name__, bases, body)
-    return known
+        return type(cls)(cls.__name__, bases, body)
+
+
+_PLAIN = _PlainClasses()
+_STAND_INS = _StandInClasses()

@@ -39,6 +39,10 @@ class Loan(ABC):
         """What the user's objects are in `replica`, by their id. Called on its thread, when the step begins there."""
 
     @abstractmethod
+    def ends(self, replica: Replica) -> None:
+        """Called on the thread of `replica`, when the step has ended there."""
+
+    @abstractmethod
     def published(self) -> AbstractContextManager[None]:
         """For the length of the block, the user's own parameters have the gradients of the run so far."""
 
@@ -167,6 +171,9 @@ class InPlaceStorage(Storage):
 class _InPlaceLoan(Loan):
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         return {}
+
+    def ends(self, replica: Replica) -> None:
+        pass
 
     def published(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -7,11 +7,14 @@ from itertools import chain
 from operator import is_, methodcaller
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
 VALUES = methodcaller("values")
 MISSING = object()
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
+PART_TABLES = ("_parameters", "_modules", "_buffers")
 
 
 class Change(NamedTuple):
@@ -27,29 +30,42 @@ class Change(NamedTuple):
         """What was done to it."""
         return "made" if self.before is MISSING else "taken away" if self.after is MISSING else "replaced"
 
+    def is_value(self) -> bool:
+        """Whether only a buffer has another tensor than it had."""
+        return self.table == "_buffers" and isinstance(self.before, Tensor) and isinstance(self.after, Tensor)
+
 
 @final
 class Structure:
-    """The entries that some tables of modules had when this was made.
+    """The entries that the tables of modules had when this was made.
 
     Args:
         insides: The `__dict__` of each module.
-        tables: The names of the tables.
     """
 
-    def __init__(self, insides: Sequence[dict[str, Any]], tables: Sequence[str]) -> None:
-        self._places = [(position, table) for position in range(len(insides)) for table in tables]
+    def __init__(self, insides: Sequence[dict[str, Any]]) -> None:
+        kinds = (PART_TABLES, HOOK_TABLES)
+        self._places = [(position, table) for kind in kinds for position in range(len(insides)) for table in kind]
         self._tables: list[dict[Any, Any]] = [insides[position][table] for position, table in self._places]
+        self._num_parts = len(insides) * len(PART_TABLES)
         self.is_known()
 
     def is_known(self) -> None:
         """From here on, what the tables hold now is what they had."""
         self._known = [dict(table) for table in self._tables]
-        self._values = self._current()
+        self._without_empty_hooks = [*self._tables[: self._num_parts], *filter(None, self._tables[self._num_parts :])]
+        self._next_hook = RemovableHandle.next_id
+        self._values = self._current(self._tables)
 
     def is_same(self) -> bool:
         """Whether the tables hold the very same objects in the same order."""
-        return same(self._values, self._current())
+        # Most tables are of hooks and empty, and stay so as long as nobody registers any. torch counts that.
+        next_hook = RemovableHandle.next_id
+        has_new_hooks = next_hook != self._next_hook
+        is_same = same(self._values, self._current(self._tables if has_new_hooks else self._without_empty_hooks))
+        if is_same:
+            self._next_hook = next_hook
+        return is_same
 
     def changes(self) -> Iterator[Change]:
         """Where the tables differ from what they had; in what order they have it counts for nothing."""
@@ -61,15 +77,9 @@ class Structure:
                 if before is not after:
                     yield Change(position, table, name, before, after)
 
-    def take_changes(self) -> list[Change]:
-        """The changes, which are known from here on."""
-        changes = list(self.changes())
-        if changes:
-            self.is_known()
-        return changes
-
-    def _current(self) -> list[object]:
-        return list(chain.from_iterable(map(VALUES, filter(None, self._tables))))  # most tables are empty
+    @staticmethod
+    def _current(tables: Sequence[dict[Any, Any]]) -> list[object]:
+        return list(chain.from_iterable(map(VALUES, filter(None, tables))))
 
 
 def same(first: Sequence[object], second: Sequence[object]) -> bool:

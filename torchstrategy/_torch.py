@@ -6,7 +6,8 @@ When torch moves one of them, this file changes and no other does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,6 +60,7 @@ __all__ = [
     "DispatchKeySet",
     "TorchDispatchMode",
     "TreeSpec",
+    "are_dense",
     "compile_alike",
     "conjugate_view",
     "dispatch_modes",
@@ -71,12 +73,14 @@ __all__ = [
     "global_hooks",
     "has_gradient_hooks",
     "has_kernel",
+    "have_gradient_hooks",
     "hide_from_compiler",
     "is_compiling",
     "is_profiling",
     "is_profiling_this_thread_only",
     "keep_what_stands_in_for_gpus",
     "keeping_version",
+    "layouts",
     "list_device_constructors",
     "make_device_guard",
     "make_parameter",
@@ -84,6 +88,7 @@ __all__ = [
     "negative_view",
     "on_gradient",
     "operator_names",
+    "pointers",
     "pop_dispatch_mode",
     "pop_function_mode",
     "pop_saved_tensors_hooks",
@@ -93,10 +98,13 @@ __all__ = [
     "push_saved_tensors_hooks",
     "register_hooks_again",
     "register_python_backend",
+    "requires_grad_of",
     "saved_tensors_hooks",
     "schema",
     "set_slot",
+    "set_slots",
     "slot",
+    "slots",
     "sparse_indices",
     "sparse_values",
     "storage_users",
@@ -112,6 +120,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "version",
+    "versions",
     "without_keys",
 ]
 
@@ -133,9 +142,64 @@ pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 privateuse1_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 # The slot of a tensor that autograd itself writes, below whatever a subclass makes of `grad`.
-_grad: Any = torch.Tensor.grad
-slot: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
-set_slot: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
+_of_tensor: Any = torch.Tensor
+slot: Callable[[torch.Tensor], torch.Tensor | None] = _of_tensor.grad.__get__
+set_slot: Callable[[torch.Tensor, torch.Tensor | None], None] = _of_tensor.grad.__set__
+
+# How often a tensor was written in place: the autograd engine's own count.
+version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
+
+# A run looks at all parameters several times. What follows does so without a call of ours for each of them.
+_requires_grad: Callable[[torch.Tensor], bool] = _of_tensor.requires_grad.__get__
+_hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
+_late_hooks: Callable[[torch.Tensor], object] = _of_tensor._post_accumulate_grad_hooks.__get__
+_layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
+_dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
+_shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
+
+
+def slots(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What autograd has written for each of some tensors."""
+    return list(map(slot, tensors))
+
+
+def set_slots(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Writes what autograd writes."""
+    deque(map(set_slot, tensors, gradients), maxlen=0)
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each of some tensors was written in place."""
+    return list(map(version, tensors))
+
+
+def requires_grad_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Whether each of some tensors requires grad."""
+    return list(map(_requires_grad, tensors))
+
+
+def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether each of some tensors is in one piece of memory, and not sparse."""
+    return {torch.strided}.issuperset(map(_layout, tensors))
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each of some tensors begins in memory; of what is sparse, its id."""
+    if are_dense(tensors):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in tensors]
+
+
+def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """What each of some tensors makes of its memory."""
+    if are_dense(tensors):
+        return list(zip(map(_dtype, tensors), map(_shape, tensors), map(torch.Tensor.stride, tensors), strict=True))
+    return [(t.dtype, t.shape, t.stride() if t.layout is torch.strided else t.layout) for t in tensors]
+
+
+def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether hooks of the user wait for the gradient of any of some leaves."""
+    return any(map(_hooks, leaves)) or any(map(_late_hooks, leaves))
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -150,11 +214,6 @@ def make_parameter(cls: type[torch.nn.Parameter], data: torch.Tensor, requires_g
     this is the constructor that it ends in.
     """
     return torch.Tensor._make_subclass(cls, data, requires_grad)
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place. The autograd engine's own count; no public name."""
-    return tensor._version
 
 
 # For the length of a block, writing on a tensor is not counted, as torch's own kernels do not count some of it.

@@ -3,6 +3,7 @@
     torchstrategy.run train_step                a call of `Strategy.run`, on the thread that made it
     torchstrategy.wait for replicas             that thread, while they run on theirs
     torchstrategy.run train_step [replica 1]    the step in one replica
+    torchstrategy.hand in gradients             it adds what it has collected to the total, if it is its turn
     torchstrategy.wait at optimizer.step()      that replica has come to a meeting, and has to go on after it
     torchstrategy.meeting optimizer.step()      all replicas are there
     torchstrategy.settle gradients              the gradients of the replicas become one
