@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from pages import examples_run_on
 from torchstrategy import _trace
 
@@ -12,6 +14,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 TEXT = PAGE.read_text()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # by torch before 2.13
 def test_the_page_runs() -> None:
     assert examples_run_on(PAGE) > 10
 

@@ -16,6 +16,9 @@ import torchstrategy
 from torchstrategy import _trace
 from torchstrategy._trace import traced
 
+# What torch before 2.13 says of each first profile.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+
 
 def trace(call: Callable[[], object]) -> list[Any]:
     """What is recorded of a call, on all threads, in order."""
