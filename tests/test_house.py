@@ -60,7 +60,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_torch",
             "_types",
         },  # words
-        {"_captured", "_devices", "_originals", "_records", "_stand_ins", "_sums", "_tree"},  # what there is
+        {"_captured", "_devices", "_originals", "_records", "_stand_ins", "_sums", "_trace", "_tree"},  # what there is
         {"_replica"},  # who runs
         # what goes from place to place
         {"_caller_state", "_comm", "_once", "_packs", "_randomness", "_values"},

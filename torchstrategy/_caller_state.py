@@ -29,6 +29,7 @@ from torchstrategy._torch import (
     push_saved_tensors_hooks,
     saved_tensors_hooks,
 )
+from torchstrategy._trace import warn_of_unseen_threads
 from torchstrategy._types import Device, Tree
 
 
@@ -51,6 +52,7 @@ class CallerState:
     @classmethod
     def take(cls, devices: tuple[Device, ...]) -> CallerState:
         """The state of the current thread, as far as replicas on `devices` are concerned."""
+        warn_of_unseen_threads()  # of what a thread wears, the one thing that cannot be put on in another
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),

@@ -35,6 +35,7 @@ from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, is_nobodys
 from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._strategy_extended import StrategyExtended
+from torchstrategy._trace import traced
 from torchstrategy._tree import map_leaves, tree_flatten, unflatten_like
 from torchstrategy._types import Device, ReplicaFn, Tree
 from torchstrategy._values import (
@@ -260,7 +261,10 @@ class ReplicatedExtended(_OnOneMachine):
 
             def call(replica: Replica) -> Tree:
                 local_args, local_kwargs = select((args, kwargs), replica.index)
-                with self._in_replica(strategy, replica, shares, loan):
+                with (
+                    traced("run {} [replica {}]", fn, replica.index),
+                    self._in_replica(strategy, replica, shares, loan),
+                ):
                     result = fn(*local_args, **local_kwargs)
                     loan.ends(replica)
                     return result

@@ -43,6 +43,7 @@ from torchstrategy._torch import (
     slots,
     version,
 )
+from torchstrategy._trace import traced
 from torchstrategy._variables import is_variable
 
 AllReduce = Callable[
@@ -128,7 +129,7 @@ class Gradients:
         weighing = self._weighing()
         is_next = self._num_handed_in < len(weighing) and weighing[self._num_handed_in] == replica
         if self._take_turns and self._all_reduce is None and is_next:
-            with undisturbed():
+            with undisturbed(), traced("hand in gradients"):
                 self.ledgers[replica].handed_in = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
@@ -241,7 +242,7 @@ class Gradients:
                     raise RuntimeError(_stray_gradient(name))
         self._check_hooks()
         self._settle_views()
-        with torch.no_grad():
+        with torch.no_grad(), traced("settle gradients"):
             combined = self._combined()
             have_hooks = bool(combined) and have_gradient_hooks(self.owners)
             for index, gradient in combined.items():

@@ -19,6 +19,7 @@ from torchstrategy._devices import in_use
 from torchstrategy._ledger import ReplicaLedger
 from torchstrategy._replica import Replica
 from torchstrategy._torch import hide_from_compiler
+from torchstrategy._trace import traced
 from torchstrategy._types import Tree
 
 
@@ -112,7 +113,7 @@ class LocalOptimizer:
             return self._step_with(closure, kwargs)
 
         def combine(brought: Sequence[None]) -> list[Any]:
-            result = self._owners.together(lambda: self._optimizer.step(**kwargs))
+            result = self._owners.together(lambda: self._update(**kwargs))
             return [result] * len(brought)
 
         self._ledger.hand_in()
@@ -149,11 +150,15 @@ class LocalOptimizer:
         self._replica.meet(STEP, lambda brought: [owners.show()] * len(brought), None)
         if self._leads:
             with owners.cross_replica():
-                result = self._optimizer.step(asked, **kwargs)
+                result = self._update(asked, **kwargs)
             return self._replica.meet(STEP, taken_back, result)
         while (result := self._replica.meet(STEP, taken_back, None)) is _EVALUATE:
             evaluate()
         return result
+
+    def _update(self, *args: Any, **kwargs: Any) -> Any:
+        with traced("update [{}]", self._optimizer):
+            return self._optimizer.step(*args, **kwargs)
 
     def forget_settings(self) -> None:
         """The optimizer's settings may have changed; the step is shown them as they are when it asks again."""

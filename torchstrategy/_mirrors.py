@@ -34,6 +34,7 @@ from torchstrategy._replica_modules import ReplicaModules, differ, uncopyable, v
 from torchstrategy._shares import Shares
 from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Structure, same
 from torchstrategy._torch import requires_grad_of
+from torchstrategy._trace import traced
 from torchstrategy._types import Device
 from torchstrategy._variables import SyncOnReadVariable, Variable, is_variable
 
@@ -144,7 +145,8 @@ class Mirrors:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
         changed, moved = self._parameters.take_changes()
         if changed:
-            write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+            with traced("bring parameters"):
+                write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
         for replica in self._replicas:
             replica.parameters_are_known()
 

@@ -23,6 +23,7 @@ from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._stand_ins import plain_class
 from torchstrategy._torch import slot, version
+from torchstrategy._trace import traced
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
@@ -76,7 +77,8 @@ class OptimizerCopies:
         """
         trained = [owner for owner in owners if slot(owner) is not None]
         for replica, copied in enumerate(self._copies, start=1):
-            copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
+            with traced("update [{}] [replica {}]", optimizer, replica):
+                copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
         self._known = list(_versions(optimizer))
 
 

@@ -13,6 +13,7 @@ from typing import final
 from torchstrategy._conductors import held, reached
 from torchstrategy._context import nowhere
 from torchstrategy._devices import in_use
+from torchstrategy._trace import traced
 from torchstrategy._types import Device, Tree
 
 Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
@@ -72,5 +73,5 @@ class InlineReplica(Replica):
 
     def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
         held(name)
-        with nowhere(), in_use(self._callers_device):  # as it is where several meet
+        with nowhere(), in_use(self._callers_device), traced("meeting {}", name):  # as it is where several meet
             return combine([brought])[0]

@@ -32,6 +32,7 @@ from torchstrategy._replicated_loan import ReplicatedLoan
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
+from torchstrategy._trace import traced
 from torchstrategy._trainers import Trainers
 from torchstrategy._types import Device
 from torchstrategy._variables import SharedVariable, Variable
@@ -200,7 +201,8 @@ class ReplicatedStorage(Storage):
             self.claim(part)
         self._is_copying = True
         try:
-            return Copies(_roots(parts), variables, optimizers, self._layout, generation)
+            with traced("copy modules"):
+                return Copies(_roots(parts), variables, optimizers, self._layout, generation)
         finally:
             self._is_copying = False
 

@@ -29,6 +29,8 @@ from torchstrategy._input import (
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._scope import StrategyScope
 from torchstrategy._strategy_extended import StrategyExtended
+from torchstrategy._torch import is_profiling
+from torchstrategy._trace import traced
 from torchstrategy._tree import map_leaves
 from torchstrategy._types import ReplicaFn, Tree
 
@@ -167,7 +169,11 @@ class StrategyBase:
         if not isinstance(kwargs, (Mapping, type(None))):
             raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
         require_cross_replica(self, "Strategy.run")
-        return self._extended._run(fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS)
+        call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS
+        if not is_profiling():
+            return self._extended._run(*call)
+        with traced("run {}", fn):
+            return self._extended._run(*call)
 
     def experimental_run_v2(
         self,

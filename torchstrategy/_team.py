@@ -29,6 +29,7 @@ from torchstrategy._errors import add_note, described
 from torchstrategy._randomness import RandomStreams
 from torchstrategy._replica import Combine, Replica, ReplicaStopped
 from torchstrategy._torch import keep_what_stands_in_for_gpus
+from torchstrategy._trace import traced
 from torchstrategy._types import Device, Tree
 
 
@@ -60,7 +61,8 @@ class _ThreadReplica(Replica):
                 "thread than that of its step, and would wait for them for ever. Call backward in the step, on the "
                 "thread of the step; or detach what the step returns."
             )
-        return self._stand_still(_Met(self.index, name, combine, brought))
+        with traced("wait at {}", name):
+            return self._stand_still(_Met(self.index, name, combine, brought))
 
     def _stand_still(self, report: _Report) -> Tree:
         self._reports.put(report)
@@ -268,7 +270,8 @@ class _Run:
         _here.depth += 1
         try:
             while self._to_send and not self._errors:
-                self._let_run()
+                with traced("wait for replicas"):
+                    self._let_run()
                 if self._met and not self._errors:
                     self._hold_meeting()
             if self._errors:
@@ -334,7 +337,8 @@ class _Run:
             raise RuntimeError(self._unequal())
         self._streams.put_callers_in_force()
         held(meetings[0].name)
-        answers = meetings[0].combine([meeting.brought for meeting in meetings])
+        with traced("meeting {}", meetings[0].name):
+            answers = meetings[0].combine([meeting.brought for meeting in meetings])
         self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
         self._met.clear()
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 from torchstrategy._input._dealing import Dealt, Pieces
 from torchstrategy._input._steps import Mark, Steps
 from torchstrategy._input._transfer import Cargo, Route
+from torchstrategy._trace import traced
 from torchstrategy._types import Tree
 
 
@@ -36,9 +37,10 @@ def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
     Raises:
         StopIteration: If there is none.
     """
-    dealt, marks = next(steps)
-    pieces = [leaf for leaf in dealt.leaves if type(leaf) is Pieces]
-    return Shipment(dealt, marks, [route.depart([leaf[r] for leaf in pieces]) for r, route in enumerate(routes)])
+    with traced("deal a batch"):
+        dealt, marks = next(steps)
+        pieces = [leaf for leaf in dealt.leaves if type(leaf) is Pieces]
+        return Shipment(dealt, marks, [route.depart([leaf[r] for leaf in pieces]) for r, route in enumerate(routes)])
 
 
 class Reading(ABC):

@@ -1,0 +1,417 @@
+"""On one GPU: one device against plain PyTorch, replicas that share it, and parameters and optimizers on the CPU.
+
+python benchmarks/accelerator.py [--rounds N] [--json FILE]
+
+Times are wall clock, with all that was queued on the device done. Where there is no GPU, it says so and ends. Each
+contest can be held on another device, the CPU included, and smaller: its logic is the same there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import parallel_apply
+
+import torchstrategy
+from contest import Contender, Contest, Row, Work, compared, hold, timed
+
+SMALL, LARGE = 64, 2048  # widths: the CPU is what a step waits for, or the device
+LAYERS, WIDE = 24, 2048  # a model of 400 MB
+LINK_BAR = 1 / 0.9
+LINK, FSDP = "the link, up and down", "FSDP2, CPUOffloadPolicy"
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Training(NamedTuple):
+    """A step, and the parameters that it trains."""
+
+    step: Work
+    parameters: Sequence[torch.Tensor]
+
+
+def model(width: int, layers: int = 5) -> nn.Sequential:
+    """Linear layers and activations in turns."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
+
+
+def check_alike(trainings: Mapping[str, Training]) -> None:
+    """Says which trainings change their parameters in another way than the first does, if there are any."""
+    changes = {name: change(training) for name, training in trainings.items()}
+    first, expected = next(iter(changes.items()))
+    for name, found in changes.items():
+        error = float((found - expected).norm() / expected.norm())
+        if not error < 0.01:
+            note(f"{name} is not the same training as {first}: what two steps change differs by {error:.0%}.")
+
+
+def change(training: Training) -> torch.Tensor:
+    """What two steps make of the parameters."""
+    before = flat(training.parameters)
+    training.step()
+    training.step()
+    return flat(training.parameters) - before
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All numbers, on the CPU."""
+    return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
+
+
+def note(text: str) -> None:
+    """Says something beside the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """A wall clock that waits for what is queued on a device before it is read."""
+    module = torch.get_device_module(device)
+
+    def read() -> float:
+        module.synchronize()
+        return time.perf_counter()
+
+    return read
+
+
+# One device
+
+
+def plain(device: torch.device, net: nn.Module, batch: Batch) -> Training:
+    """The loop as anybody writes it."""
+    net.to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    x, y = batch
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+    return Training(step, list(net.parameters()))
+
+
+def run_by(strategy: torchstrategy.Strategy, net: nn.Module, batch: Batch) -> Training:
+    """The same step, run by a strategy."""
+    strategy.distribute_module(net)
+    optimizer = strategy.distribute_optimizer(torch.optim.SGD(net.parameters(), lr=0.5))
+
+    def step(batch: Batch) -> None:
+        x, y = batch
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+    (dealt,) = strategy.experimental_distribute_dataset([batch])
+    return Training(lambda: strategy.run(step, args=(dealt,)), list(net.parameters()))
+
+
+def one_device(device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)) -> Iterator[Row]:
+    """OneDeviceStrategy against the plain loop, batches already on the device."""
+    for width in sizes:
+        batch = torch.randn(width, width, device=device), torch.randn(width, width, device=device)
+        trainings = {
+            "plain": plain(device, model(width), batch),
+            "OneDevice": run_by(torchstrategy.OneDeviceStrategy(device), model(width), batch),
+        }
+        check_alike(trainings)
+        measures = {name: timed(training.step, 50, clock(device)) for name, training in trainings.items()}
+        contenders = {
+            "plain": Contender(measures["plain"]),
+            "OneDevice": Contender(measures["OneDevice"], ("plain",), 1.02),
+        }
+        yield from compared(f"one device, 5 layers of {width}", contenders, rounds)
+
+
+# Replicas that share it
+
+
+def piece_by_piece(device: torch.device, net: nn.Module, replicas: int, batch: Batch) -> Training:
+    """Each piece forward and backward, weighed, one after another."""
+    net.to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    pieces = list(zip(*(tensor.chunk(replicas) for tensor in batch), strict=True))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for x, y in pieces:
+            (F.mse_loss(net(x), y) * (len(x) / len(batch[0]))).backward()
+        optimizer.step()
+
+    return Training(step, list(net.parameters()))
+
+
+def data_parallel(device: torch.device, net: nn.Module, replicas: int, batch: Batch) -> tuple[str, Training]:
+    """`nn.DataParallel` with the device listed several times; if torch refuses that, the part of it that it allows."""
+    net.to(device)
+    x, y = batch
+    whole = nn.DataParallel(net, device_ids=[device.index or 0] * replicas)
+    name, forward = "DataParallel", whole.forward
+    try:
+        whole(x).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        note(f"DataParallel refuses one device several times, so its threads are measured alone: {error}")
+        name, forward = "parallel_apply", lambda x: torch.cat(parallel_apply([net] * replicas, x.chunk(replicas)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.mse_loss(forward(x), y).backward()
+        optimizer.step()
+
+    return name, Training(step, list(net.parameters()))
+
+
+def sharing(device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)) -> Iterator[Row]:
+    """CentralStorage with several replicas on the one device, against `nn.DataParallel` on it."""
+    for width in sizes:
+        batch = torch.randn(width, width, device=device), torch.randn(width, width, device=device)
+        for replicas in (2, 4):
+            strategy = torchstrategy.CentralStorageStrategy([device] * replicas, device)
+            peer, trained_by_peer = data_parallel(device, model(width), replicas, batch)
+            trainings = {
+                "by hand": piece_by_piece(device, model(width), replicas, batch),
+                peer: trained_by_peer,
+                "Central": run_by(strategy, model(width), batch),
+            }
+            check_alike(trainings)
+            measures = {name: timed(training.step, 10, clock(device)) for name, training in trainings.items()}
+            contenders = {
+                "by hand": Contender(measures["by hand"]),
+                peer: Contender(measures[peer]),
+                "Central": Contender(measures["Central"], (peer,), 1.0),
+            }
+            yield from compared(f"{replicas} replicas, 5 layers of {width}", contenders, rounds)
+
+
+# Parameters in the CPU's memory
+
+
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in memory that the device copies from without waiting for the CPU."""
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def linears(layers: int, width: int) -> nn.Sequential:
+    """Layers that are large for what they compute, and keep numbers at the size that they have."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=width**-0.5)
+    return net
+
+
+def the_link(device: torch.device, net: nn.Module) -> Work:
+    """All parameters to the device and as many bytes back, between pinned memory and the device's, and no more."""
+    here = [pinned(parameter.detach().clone(), device) for parameter in net.parameters()]
+    there = [torch.empty_like(tensor, device=device) for tensor in here]
+
+    def copy() -> None:
+        for target, source in (*zip(there, here, strict=True), *zip(here, there, strict=True)):
+            target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) -> Work:
+    """By hand: a layer computes when its parameters are there, and each gradient leaves when it is."""
+    lanes: Any = torch.get_device_module(device)
+    here = [pinned(parameter.detach().clone(), device) for parameter in net.parameters()]
+    gradients = [pinned(torch.empty_like(tensor), device) for tensor in here]
+    net.to(device)
+    up, down = lanes.Stream(), lanes.Stream()
+
+    def leave(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        down.wait_stream(lanes.current_stream())
+        with lanes.stream(down):
+            gradient.copy_(parameter.grad, non_blocking=True)
+        if device.type != "cpu":
+            parameter.grad.record_stream(down)
+        parameter.grad = None
+
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        parameter.register_post_accumulate_grad_hook(lambda p, gradient=gradient: leave(p, gradient))
+
+    def step() -> None:
+        current, arrived = lanes.current_stream(), []
+        up.wait_stream(current)
+        with lanes.stream(up):
+            for parameter, source in zip(net.parameters(), here, strict=True):
+                parameter.data.copy_(source, non_blocking=True)
+                arrived.append(lanes.Event())
+                arrived[-1].record(up)
+        result = x
+        for layer, is_there in zip(net, arrived, strict=True):
+            is_there.wait(current)
+            result = layer(result)
+        result.square().mean().backward()
+
+    return step
+
+
+def central(device: torch.device, net: nn.Module, x: torch.Tensor) -> Work:
+    """CentralStorage: parameters, which have changed, to the device, and their gradients back."""
+    strategy = torchstrategy.CentralStorageStrategy([device], "cpu")
+    strategy.distribute_module(net)
+    parameters = list(net.parameters())
+
+    def backward() -> None:
+        net(x).square().mean().backward()
+
+    def step() -> None:
+        net.zero_grad()
+        increment_version(parameters)  # as an optimizer does
+        strategy.run(backward)
+
+    return step
+
+
+def in_pinned_memory(net: nn.Module, device: torch.device) -> nn.Module:
+    """The same module, its parameters where a device copies from without waiting for the CPU."""
+    for parameter in net.parameters():
+        parameter.data = pinned(parameter.data, device)
+    return net
+
+
+def central_memory(
+    device: torch.device, rounds: int, layers: int = LAYERS, width: int = WIDE, rows: int = 256
+) -> Iterator[Row]:
+    """Parameters in the CPU's memory and compute on the device, where the link between them is what limits a step."""
+    x = torch.randn(rows, width, device=device)
+    works = {
+        LINK: the_link(device, linears(layers, width)),
+        "by hand, layer by layer": layer_by_layer(device, linears(layers, width), x),
+        "Central, parameters on the CPU": central(device, linears(layers, width), x),
+        "Central, in pinned memory": central(device, in_pinned_memory(linears(layers, width), device), x),
+    }
+    contenders = {
+        name: Contender(timed(work, 3, clock(device)), () if name == LINK else (LINK,), LINK_BAR)
+        for name, work in works.items()
+    }
+    size = layers * width * width * 4 / 1e6
+    yield from compared(f"parameters of {size:,.0f} MB in the CPU's memory", contenders, rounds)
+
+
+# Where the optimizer runs
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """A block in which an operation on the CPU uses all cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def adam_in(strategy: torchstrategy.Strategy, net: nn.Module, x: torch.Tensor) -> Training:
+    """A whole step with Adam, which runs where the strategy has the parameters."""
+    strategy.distribute_module(net)
+    optimizer = strategy.distribute_optimizer(torch.optim.Adam(net.parameters(), lr=1e-3, fused=True))
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return Training(lambda: strategy.run(train_step), list(net.parameters()))
+
+
+def adam_alone(net: nn.Module) -> Work:
+    """Adam where the parameters are, on gradients that are there."""
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return torch.optim.Adam(net.parameters(), lr=1e-3, fused=True).step
+
+
+def offloaded_by_fsdp(device: torch.device, net: nn.Sequential, x: torch.Tensor) -> Training:
+    """A whole step with FSDP2 on one rank, which keeps parameters and gradients on the CPU, and Adam there."""
+    mesh = init_device_mesh(device.type, (1,))
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    for part in (*net, net):
+        fully_shard(part, mesh=mesh, offload_policy=offload)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return Training(step, [parameter.to_local() for parameter in net.parameters()])  # type: ignore[attr-defined]
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process."""
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def place_of_optimizer(
+    device: torch.device, rounds: int, layers: int = LAYERS, width: int = WIDE, rows: int = 256
+) -> Iterator[Row]:
+    """Adam on the CPU, with all cores, against Adam on the device, and against what FSDP2 does."""
+
+    def net() -> nn.Sequential:
+        return linears(layers, width)
+
+    def against(contest: str, name: str, works: Mapping[str, Work]) -> list[Row]:
+        measures = {name: timed(work, 3, clock(device)) for name, work in works.items()}
+        contenders = {key: Contender(measure, () if key == name else (name,)) for key, measure in measures.items()}
+        size = f"{layers * width * width * 4 / 1e6:,.0f} MB, {torch.get_num_threads()} threads"
+        return compared(f"{contest}, {size}", contenders, rounds)
+
+    with all_cores():
+        x = torch.randn(rows, width, device=device)
+        here, there = "Adam on the CPU", "Adam on the device"
+        alone = {there: adam_alone(net().to(device)), here: adam_alone(in_pinned_memory(net(), device))}
+        yield from against("Adam alone", there, alone)
+        on_cpu = adam_in(torchstrategy.CentralStorageStrategy([device], "cpu"), in_pinned_memory(net(), device), x)
+        on_device = adam_in(torchstrategy.OneDeviceStrategy(device), net(), x)
+        check_alike({there: on_device, here: on_cpu})
+        yield from against("a whole step", there, {there: on_device.step, here: on_cpu.step})
+        try:
+            with one_rank(device):
+                peer = offloaded_by_fsdp(device, net(), x)
+                check_alike({here: adam_in(torchstrategy.OneDeviceStrategy(device), net(), x), FSDP: peer})
+                yield from against("a whole step", FSDP, {FSDP: peer.step, here: on_cpu.step})
+        except Exception as error:
+            note(f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}")
+
+
+def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
+    """A contest that is held on the GPU; where there is none, it has no rows."""
+
+    def held(rounds: int) -> Iterator[Row]:
+        if torch.cuda.is_available():
+            yield from contest(torch.device("cuda", 0), rounds)
+
+    return held
+
+
+CONTESTS = tuple(map(on_gpu, (one_device, sharing, central_memory, place_of_optimizer)))
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        hold(CONTESTS, __doc__ or "")
+    else:
+        print("There is no GPU here, so nothing is measured on one.")
