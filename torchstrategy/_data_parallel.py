@@ -136,7 +136,7 @@ class DataParallel(nn.Module):
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
         owners = dict(self.module.named_parameters())
-        outputs = self._strategy.run(_call, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
+        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
         present = [r for r in range(len(self._devices)) if component(pieces, r) is not ABSENT]
         assert self._output is not None
         return put_together([select(outputs, r) for r in present], self.dim, self._output)
@@ -169,7 +169,7 @@ def _callers_device(replicas_device: Device) -> Device | None:
     return None if device.type == replicas_device.type else device
 
 
-def _call(module: nn.Module, owners: dict[str, torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
+def forward(module: nn.Module, owners: dict[str, torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
     """What runs in each replica."""
     inputs, kwargs = arguments
     with in_use(callers_device):
