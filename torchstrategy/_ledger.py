@@ -8,7 +8,7 @@ its place, is kept as its view until the replicas settle. See `_gradients`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -95,6 +95,12 @@ CLEARED = View(None)
 CLEARED_NOTHING = View(None, had_none=True)
 
 
+# The C library gives what is free at the end of a thread's heap back to the kernel, which makes it anew, page by page, for
+# the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held back
+# until then, so that the end of the heap is not free.
+_FEW = 4
+
+
 @final
 class ReplicaLedger:
     """The gradients of one replica. Used on that replica's thread, and by `Gradients` while it stands still.
@@ -110,6 +116,7 @@ class ReplicaLedger:
         self.views: dict[int, View] = {}
         self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.seen: set[int] = set()  # read since the last look at all slots, and not local then
+        self._held_back: torch.Tensor | None = None  # see `_FEW`
         self.put: set[int] = set()  # of which the step put a gradient there itself
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
         self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
@@ -191,6 +198,8 @@ class ReplicaLedger:
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
+        if len(taken) > _FEW:
+            self._held_back = min(islice(taken.values(), _FEW), key=torch.Tensor.numel)
         return taken, are_ours
 
     def own(self, index: int) -> torch.Tensor:
@@ -210,6 +219,7 @@ class ReplicaLedger:
         for parameter in self.parameters:
             parameter.ledger = None
         self.parameters = []
+        self._held_back = None
 
     def leave(self) -> None:
         """The run has ended."""
