@@ -95,9 +95,9 @@ CLEARED = View(None)
 CLEARED_NOTHING = View(None, had_none=True)
 
 
-# The C library gives what is free at the end of a thread's heap back to the kernel, which makes it anew, page by page, for
-# the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held back
-# until then, so that the end of the heap is not free.
+# The C library gives what is free at the end of a thread's heap back to the kernel, which makes it anew, page by page,
+# for the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held
+# back until then, so that the end of the heap is not free.
 _FEW = 4
 
 

@@ -144,9 +144,13 @@ class Mirrors:
     def refresh_parameters(self) -> None:
         """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
         changed, moved = self._parameters.take_changes()
-        if changed:
-            with traced("bring parameters"):
-                write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+        try:
+            if changed:
+                with traced("bring parameters"):
+                    write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+        except BaseException:
+            self._parameters.are_uncounted(changed)  # some copies may not have them
+            raise
         for replica in self._replicas:
             replica.parameters_are_known()
 

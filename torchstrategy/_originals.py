@@ -46,9 +46,6 @@ class Originals:
         self._memory: list[object] = []  # kept, so that nothing else can come to lie there
         self.take_changes()
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors themselves."""
