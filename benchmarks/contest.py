@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,10 @@ UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MB": 1e-6, "GB/s": 1e-9}
 
 
 class Contender(NamedTuple):
-    """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be."""
+    """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be.
+
+    The bar of one that is compared with nothing is an amount.
+    """
 
     measure: Measure
     against: Sequence[str] = ()
@@ -45,14 +49,16 @@ class Row(NamedTuple):
     ratio: float
     low: float  # a quarter of the rounds are below
     high: float  # a quarter of the rounds are above
-    bar: float | None  # that the ratio should not exceed
+    bar: float | None  # that the ratio should not exceed; or the amount, where there is no ratio
 
 
 def compared(contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms") -> list[Row]:
-    """Measures all contenders in every round, after one that does not count."""
+    """Measures all contenders in every round, each time in another order, after one that does not count."""
     for contender in contenders.values():
         contender.measure()
-    amounts = [{name: contender.measure() for name, contender in contenders.items()} for _ in range(rounds)]
+    shuffled = random.Random(0)  # torch's generators and Python's own are those of the contenders
+    orders = [shuffled.sample(list(contenders), len(contenders)) for _ in range(rounds)]
+    amounts = [{name: contenders[name].measure() for name in order} for order in orders]
     rows = []
     for name, (_, against, bar) in contenders.items():
         ratios = [amount[name] / max(amount[other] for other in against or [name]) for amount in amounts]
@@ -79,9 +85,11 @@ HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|
 
 def line(row: Row) -> str:
     """A row in Markdown."""
-    amount = f"{row.amount * UNITS[row.unit]:,.2f} {row.unit}"
+    scale = UNITS[row.unit]
+    amount = f"{row.amount * scale:,.2f} {row.unit}"
     if not row.against:
-        return f"| {row.contest} | {row.name} | {amount} | | | | |"
+        bar = "" if row.bar is None else f"{row.bar * scale:,.2f} {row.unit}"
+        return f"| {row.contest} | {row.name} | {amount} | | | | {bar} |"
     bar = "" if row.bar is None else f"{row.bar:.2f}"
     times, spread = f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"
     return f"| {row.contest} | {row.name} | {amount} | {times} | {spread} | {row.against} | {bar} |"

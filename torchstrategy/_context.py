@@ -51,15 +51,20 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else _here.set_frame
 
 
-@contextmanager
-def entered(frame: Frame) -> Iterator[None]:
+class entered:  # noqa: N801  a block, and not a generator: every run enters one
     """Runs a block with `frame` on top."""
-    frames = _here.frames
-    frames.append(frame)
-    try:
-        yield
-    finally:
-        frames.pop()
+
+    __slots__ = ("_frame", "_frames")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        self._frames = _here.frames
+        self._frames.append(self._frame)
+
+    def __exit__(self, *exception: object) -> None:
+        self._frames.pop()
 
 
 @contextmanager

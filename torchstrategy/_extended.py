@@ -17,7 +17,7 @@ from torchstrategy._communication import CommunicationOptions, check_usable
 from torchstrategy._conductors import performed_alone
 from torchstrategy._context import Frame, entered
 from torchstrategy._cross_device_ops import CrossDeviceOps
-from torchstrategy._devices import canonical, in_use, place
+from torchstrategy._devices import canonical, in_use, needs_device_context, place
 from torchstrategy._input import (
     DatasetFn,
     InputContext,
@@ -43,7 +43,7 @@ from torchstrategy._values import (
     Mirrored,
     PerReplica,
     check_component_counts,
-    distributed_within,
+    is_undistributed,
     local_results,
     regroup,
     select,
@@ -130,13 +130,9 @@ class SingleExtended(_OnOneMachine):
         return 1
 
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        distributed = list(distributed_within((args, kwargs)))
-        if distributed:
-            check_component_counts(distributed, 1)
-            args, kwargs = select((args, kwargs), 0)
         if options.examples is not None:
             Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        return _run_alone(self._container_strategy(), self._device, lambda: fn(*args, **kwargs))
+        return _run_alone(self._container_strategy(), self._device, fn, args, kwargs)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return _own(value)
@@ -249,10 +245,8 @@ class ReplicatedExtended(_OnOneMachine):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
-        if count == 1 and isinstance(self._storage, InPlaceStorage) and options is NO_OPTIONS:
-            check_component_counts(list(distributed_within((args, kwargs))), 1)
-            args, kwargs = select((args, kwargs), 0)
-            return _run_alone(strategy, self._replicas.devices[0], lambda: fn(*args, **kwargs))
+        if count == 1 and type(self._storage) is InPlaceStorage and options is NO_OPTIONS:
+            return _run_alone(strategy, self._replicas.devices[0], fn, args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
@@ -348,12 +342,20 @@ class ReplicatedExtended(_OnOneMachine):
         return ReplicatedExtended(replicas, storage, *settings)
 
 
-def _run_alone(strategy: StrategyBase, device: Device | None, call: Callable[[], Tree]) -> Tree:
-    """Calls the step in a lone replica on the user's own objects."""
+def _run_alone(
+    strategy: StrategyBase, device: Device | None, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> Tree:
+    """Calls the step in a lone replica on the user's own objects. There is as little between as can be."""
+    if not is_undistributed(args) or (kwargs and not is_undistributed(kwargs)):
+        check_component_counts(tree_flatten((args, kwargs))[0], 1)
+        args, kwargs = select((args, kwargs), 0)
     context = running_context(strategy, ALONE)
     try:
-        with entered(Frame(strategy, context)), in_use(device):
-            return performed_alone(call)
+        with entered(Frame(strategy, context)):
+            if device is None or not needs_device_context(device):
+                return performed_alone(fn, args, kwargs)
+            with in_use(device):
+                return performed_alone(fn, args, kwargs)
     finally:
         context._ends()
 
