@@ -5,7 +5,6 @@ python benchmarks/one_device.py [--rounds N] [--json FILE]
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import sys

@@ -15,7 +15,7 @@ from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gat
 from torchstrategy._comm import sent_to
 from torchstrategy._communication import CommunicationOptions, check_usable
 from torchstrategy._conductors import performed_alone
-from torchstrategy._context import Frame, entered
+from torchstrategy._context import Frame
 from torchstrategy._cross_device_ops import CrossDeviceOps
 from torchstrategy._devices import canonical, in_use, needs_device_context, place
 from torchstrategy._input import (
@@ -29,7 +29,7 @@ from torchstrategy._input import (
 from torchstrategy._options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._reductions import combined, combined_along, combined_in_packs, gathered
 from torchstrategy._replica import Replica
-from torchstrategy._replica_context import ALONE, Meetings, running_context
+from torchstrategy._replica_context import LoneFrame, Meetings, running_context
 from torchstrategy._replicas import Replicas
 from torchstrategy._shares import Shares
 from torchstrategy._storage import InPlaceStorage, Loan, Storage, is_nobodys
@@ -246,11 +246,11 @@ class ReplicatedExtended(_OnOneMachine):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
         if count == 1 and type(self._storage) is InPlaceStorage and options is NO_OPTIONS:
-            return _run_alone(strategy, self._replicas.devices[0], fn, args, kwargs)
+            return _run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, own_containers=True)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
-        with self._storage.lend(shares, (fn, leaves), lambda: entered(Frame(strategy, None))) as loan:
+        with self._storage.lend(shares, (fn, leaves), lambda: Frame(strategy)) as loan:
 
             def call(replica: Replica) -> Tree:
                 local_args, local_kwargs = select((args, kwargs), replica.index)
@@ -271,7 +271,7 @@ class ReplicatedExtended(_OnOneMachine):
         context = running_context(strategy, meetings)
         stack = ExitStack()
         stack.enter_context(in_use(replica.device))
-        stack.enter_context(entered(Frame(strategy, context, loan.local_objects(replica))))
+        stack.enter_context(Frame(strategy, context, loan.local_objects(replica)))
         stack.callback(context._ends)
         return stack
 
@@ -343,21 +343,24 @@ class ReplicatedExtended(_OnOneMachine):
 
 
 def _run_alone(
-    strategy: StrategyBase, device: Device | None, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    strategy: StrategyBase,
+    device: Device | None,
+    fn: ReplicaFn,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    own_containers: bool = False,
 ) -> Tree:
     """Calls the step in a lone replica on the user's own objects. There is as little between as can be."""
-    if not is_undistributed(args) or (kwargs and not is_undistributed(kwargs)):
+    is_distributed = not is_undistributed(args) or (bool(kwargs) and not is_undistributed(kwargs))
+    if is_distributed:
         check_component_counts(tree_flatten((args, kwargs))[0], 1)
-        args, kwargs = select((args, kwargs), 0)
-    context = running_context(strategy, ALONE)
-    try:
-        with entered(Frame(strategy, context)):
-            if device is None or not needs_device_context(device):
-                return performed_alone(fn, args, kwargs)
-            with in_use(device):
-                return performed_alone(fn, args, kwargs)
-    finally:
-        context._ends()
+    if is_distributed or own_containers:
+        args, kwargs = select(args, 0), select(kwargs, 0) if kwargs else kwargs
+    with LoneFrame(strategy):
+        if device is None or not needs_device_context(device):
+            return performed_alone(fn, args, kwargs)
+        with in_use(device):
+            return performed_alone(fn, args, kwargs)
 
 
 def _own(value: Tree) -> Tree:

@@ -196,7 +196,7 @@ def select(tree: Tree, replica: int) -> Tree:
     """`tree` as replica `replica` sees it, in new containers: with its component of every distributed value."""
     kind = type(tree)  # what arguments are as a rule is quicker to walk than to flatten
     if kind is list or kind is tuple:
-        return kind([select(item, replica) for item in tree])
+        return kind([item if type(item) in _LEAVES else select(item, replica) for item in tree])
     if kind is dict:
         return {key: select(item, replica) for key, item in tree.items()}
     if kind in _LEAVES:
