@@ -13,6 +13,7 @@ import json
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -78,6 +79,11 @@ def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_tim
         return (clock() - began) / repeats
 
     return measure
+
+
+def left_out(what: str, why: object) -> None:
+    """Says that something cannot be measured here."""
+    print(f"{what}: left out, {why}", file=sys.stderr, flush=True)
 
 
 HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy
-from contest import Contender, Measure, Row, Work, compared, hold, timed
+from contest import Contender, Measure, Row, Work, compared, hold, left_out, timed
 
 WIDTH, ROWS, LAYERS, STEPS, TURN = 64, 64, 5, 100, 10
 BAR, CALL_BAR = 1.02, 15e-6
@@ -111,7 +110,7 @@ def trainers() -> dict[str, Trainer]:
         try:
             found[name] = way()
         except ModuleNotFoundError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            left_out(name, error)
             continue
         found[name].train(found[name].loader)
         for one, other in zip(found["plain"].net.parameters(), found[name].net.parameters(), strict=True):

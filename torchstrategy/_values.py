@@ -174,17 +174,20 @@ def local_results(value: Tree) -> tuple[Tree, ...]:
     return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
 
 
-def is_undistributed(tree: Tree) -> bool:
-    """Whether there is surely no distributed value in a tree: quicker than to flatten it."""
+def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
+    """The distributed values in a tree. To find none in lists, tuples and dicts is quicker than to flatten them."""
     kind = type(tree)
     if kind is dict:
         tree = tree.values()
     elif kind is not tuple and kind is not list:
-        return kind in _LEAVES or not (isinstance(tree, DistributedValues) or is_container(tree))
-    for item in tree:  # noqa: SIM110  `all` of a generator takes twice as long
-        if type(item) not in _LEAVES and not is_undistributed(item):
-            return False
-    return True
+        if kind not in _LEAVES and is_container(tree):
+            return distributed_within(tree_flatten(tree)[0])
+        return (tree,) if kind not in _LEAVES and isinstance(tree, DistributedValues) else ()
+    found: tuple[DistributedValues, ...] = ()
+    for item in tree:
+        if type(item) not in _LEAVES:
+            found += distributed_within(item)
+    return found
 
 
 def component(value: Tree, replica: int) -> Tree:
