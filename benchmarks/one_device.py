@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import statistics
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +71,9 @@ def plain(context: AbstractContextManager[Any] = nullcontext()) -> Trainer:  # n
     return Trainer(net, loader, stepping(net, optimizer), context)
 
 
-def under(strategy: torchstrategy.Strategy) -> Trainer:
+def under(make: Callable[[], torchstrategy.Strategy]) -> Trainer:
     """The same under a strategy."""
+    strategy = make()
     with strategy.scope():
         net, optimizer, loader = made()
     step = stepping(net, optimizer)
@@ -92,11 +96,14 @@ def of_fabric() -> Trainer:
     return Trainer(net, fabric.setup_dataloaders(loader), stepping(net, optimizer, fabric.backward))
 
 
+STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
+    "OneDevice": lambda: torchstrategy.OneDeviceStrategy("cpu"),
+    "Central, one replica": lambda: torchstrategy.CentralStorageStrategy(["cpu"]),
+}
 WAYS: dict[str, Callable[[], Trainer]] = {
     "plain": plain,
     "plain, once more": plain,
-    "OneDevice": lambda: under(torchstrategy.OneDeviceStrategy("cpu")),
-    "Central, one replica": lambda: under(torchstrategy.CentralStorageStrategy(["cpu"])),
+    **{name: partial(under, make) for name, make in STRATEGIES.items()},
     "Accelerate": of_accelerate,
     "Fabric": of_fabric,
     '`with torch.device("cpu")`': lambda: plain(torch.device("cpu")),
@@ -123,40 +130,77 @@ def training(rounds: int) -> Iterator[Row]:
     found = trainers()
     at_hand = list(found["plain"].loader)
     for contest, batches in {"a step": at_hand, "a step and its `DataLoader`": None}.items():
-        contenders = {}
-        for name, trainer in found.items():
-            epochs = itertools.chain.from_iterable(itertools.repeat(batches or trainer.loader))
-            measure = per_step(lambda trainer=trainer, epochs=epochs: trainer.train(itertools.islice(epochs, TURN)))
-            is_ours = name in ("OneDevice", "Central, one replica")
-            contenders[name] = Contender(measure, () if name == "plain" else ("plain",), BAR if is_ours else None)
+        contenders = {
+            name: Contender(
+                per_step(trainer, batches or trainer.loader),
+                () if name == "plain" else ("plain",),
+                BAR if name in STRATEGIES else None,
+            )
+            for name, trainer in found.items()
+        }
         yield from compared(contest, contenders, 40 * rounds)  # the turns are short, and a percent is looked for
 
 
-def per_step(turn: Work) -> Measure:
-    """The seconds of a step."""
-    measure = timed(turn, 1)
+def per_step(trainer: Trainer, batches: Iterable[Batch]) -> Measure:
+    """The seconds of a step, without end."""
+    epochs = itertools.chain.from_iterable(itertools.repeat(batches))
+    measure = timed(lambda: trainer.train(itertools.islice(epochs, TURN)), 1)
     return lambda: measure() / TURN
 
 
 def calls() -> dict[str, Work]:
     """`run` of a function that does nothing."""
     works: dict[str, Work] = {}
-    for strategy in (torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.CentralStorageStrategy(["cpu"])):
-        make = strategy.experimental_distribute_values_from_function
-        batch = make(lambda _: torch.ones(ROWS, WIDTH)), make(lambda _: torch.ones(ROWS, WIDTH))
-        name = type(strategy).__name__.removesuffix("Strategy")
-        works[f"{name}, no argument"] = lambda strategy=strategy: strategy.run(lambda: None)
-        works[f"{name}, a batch"] = lambda strategy=strategy, batch=batch: strategy.run(lambda batch: None, (batch,))
+    for name, make in STRATEGIES.items():
+        strategy = make()
+        value = strategy.experimental_distribute_values_from_function(lambda _: torch.ones(ROWS, WIDTH))
+        works[f"{name}, no argument"] = partial(strategy.run, nothing)
+        works[f"{name}, a per-replica batch"] = partial(strategy.run, nothing, ((value, value),))
     return works
 
 
+def nothing(batch: object = None) -> None:
+    """Does nothing."""
+
+
 def call(rounds: int) -> Iterator[Row]:
-    """What a call of `run` takes."""
-    contenders = {name: Contender(timed(work, 1000), bar=CALL_BAR) for name, work in calls().items()}
-    yield from compared("`run` of an empty function", contenders, rounds, "µs")
+    """What a call of `run` takes: again and again, and between steps, when no cache holds its code any more."""
+    trainer = plain()
+    (batch, *_) = trainer.loader
+
+    def between_steps(work: Work) -> Measure:
+        measure = timed(work, 1)
+
+        def of_some() -> float:
+            return statistics.median([(trainer.step(batch), measure())[1] for _ in range(TURN)])
+
+        return of_some
+
+    works = calls()
+    again = {name: Contender(timed(work, 1000), bar=CALL_BAR) for name, work in works.items()}
+    yield from compared("`run` of an empty function", again, rounds, "µs")
+    between = {name: Contender(between_steps(work)) for name, work in {"no run": nothing, **works}.items()}
+    yield from compared("the same, between steps", between, 4 * rounds, "µs")
 
 
-CONTESTS = (training, call)
+def allocated(rounds: int) -> Iterator[Row]:
+    """The most memory that a call of `run` holds."""
+
+    def at_most(work: Work) -> float:
+        tracemalloc.start()
+        work()
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        work()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak - before
+
+    contenders = {name: Contender(partial(at_most, work)) for name, work in calls().items()}
+    yield from compared("memory of such a call", contenders, 1, "B")
+
+
+CONTESTS = (training, call, allocated)
 
 if __name__ == "__main__":
     hold(CONTESTS, __doc__ or "")
