@@ -244,9 +244,10 @@ class ReplicatedExtended(_OnOneMachine):
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
-        strategy, count = self._container_strategy(), self._num_replicas_in_sync
-        if count == 1 and type(self._storage) is InPlaceStorage and options is NO_OPTIONS:
+        strategy = self._container_strategy()
+        if type(self._storage) is InPlaceStorage and options is NO_OPTIONS:  # that is the storage of a lone replica
             return _run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, own_containers=True)
+        count = self._num_replicas_in_sync
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         shares = Shares.of(leaves, count, options, self._gradient_reduction)
@@ -354,13 +355,12 @@ def _run_alone(
 
     It is called between steps, when no cache holds it: each function that it calls takes half a microsecond or more.
     """
-    distributed = distributed_within(args)
-    if kwargs:
-        distributed += distributed_within(kwargs)
-    if distributed:
-        check_component_counts(distributed, 1)
-    if distributed or own_containers:
-        args, kwargs = select(args, 0), select(kwargs, 0) if kwargs else kwargs
+    if args or kwargs:
+        distributed = distributed_within(args) + distributed_within(kwargs)
+        if distributed:
+            check_component_counts(distributed, 1)
+        if distributed or own_containers:
+            args, kwargs = select(args, 0), select(kwargs, 0)
     with LoneFrame(strategy):
         if device is None or not needs_device_context(device):
             return performed_alone(fn, args, kwargs)

@@ -294,6 +294,6 @@ class LoneFrame(Frame):
         return self._replica_context
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__()
+        Frame.__exit__(self)
         if self._replica_context is not None:
             self._replica_context._ends()
