@@ -36,12 +36,13 @@ UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "B": 1.0, "MB": 1e-6, "GB/s": 1e-9}
 class Contender(NamedTuple):
     """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be.
 
-    The bar of one that is compared with nothing is an amount.
+    One that is compared with nothing may have a limit, in seconds or bytes.
     """
 
     measure: Measure
     against: Sequence[str] = ()
     bar: float | None = None
+    limit: float | None = None
 
 
 class Row(NamedTuple):
@@ -73,11 +74,12 @@ def rows_of(
 ) -> list[Row]:
     """The rows of what was measured of each contender in each round."""
     made = []
-    for name, (_, against, bar) in contenders.items():
+    for name, (_, against, bar, limit) in contenders.items():
+        allowed = bar if against else limit
         ratios = [amount[name] / max(amount[other] for other in against or [name]) for amount in amounts]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         median = statistics.median(amount[name] for amount in amounts)
-        made.append(Row(contest, name, median, unit, " or ".join(against), middle, low, high, bar))
+        made.append(Row(contest, name, median, unit, " or ".join(against), middle, low, high, allowed))
     return made
 
 

@@ -23,7 +23,7 @@ import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, left_out, timed
 
 WIDTH, ROWS, LAYERS, STEPS, TURN = 64, 64, 5, 100, 10
-BAR, CALL_BAR = 1.02, 15e-6
+BAR, CALL_LIMIT = 1.02, 15e-6
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -177,7 +177,7 @@ def call(rounds: int) -> Iterator[Row]:
         return of_some
 
     works = calls()
-    again = {name: Contender(timed(work, 1000), bar=CALL_BAR) for name, work in works.items()}
+    again = {name: Contender(timed(work, 1000), limit=CALL_LIMIT) for name, work in works.items()}
     yield from compared("`run` of an empty function", again, rounds, "µs")
     between = {name: Contender(between_steps(work)) for name, work in {"no run": nothing, **works}.items()}
     yield from compared("the same, between steps", between, 4 * rounds, "µs")

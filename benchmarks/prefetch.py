@@ -155,12 +155,13 @@ def double_buffered(batches: Iterable[torch.Tensor], device: torch.device) -> It
     yield arrive(*following)
 
 
-def of_another_library(module: str, loader: DataLoader[Any]) -> Iterable[torch.Tensor] | None:
+def of_another_library(module: str, loader: DataLoader[Any]) -> Any:
     """The loader as Accelerate or Fabric makes it, if they are there."""
     try:
         library = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        return left_out(module, error)
+        left_out(module, error)
+        return None
     if module == "accelerate":
         return library.Accelerator().prepare(loader)
     fabric = library.Fabric(accelerator="auto", devices=1)
