@@ -356,7 +356,7 @@ def _run_alone(
     It is called between steps, when no cache holds it: each function that it calls takes half a microsecond or more.
     """
     if args or kwargs:
-        distributed = distributed_within(args) + distributed_within(kwargs)
+        distributed = distributed_within((*args, *kwargs.values()))
         if distributed:
             check_component_counts(distributed, 1)
         if distributed or own_containers:
