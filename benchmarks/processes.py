@@ -173,7 +173,7 @@ def against_processes(rounds: int) -> Iterator[Row]:
         left_out("processes", "gloo and /proc are not both here")
         return
     for title, (task, names) in list(TASKS.items())[rounds == 1 :]:
-        seen = [{name: measured(name, task) for name in names} for _ in range(max(1, rounds // 5))]
+        seen = [{name: measured(name, task) for name in names} for _ in range(max(1, rounds // 7))]
         for figures in seen:
             same = [figure["checksum"] for figure in figures.values()]
             assert max(same) - min(same) < 1e-3 * max(same), same
