@@ -11,7 +11,10 @@ import argparse
 import gc
 import json
 import platform
+import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,15 +26,23 @@ Work = Callable[[], Any]
 Measure = Callable[[], float]
 """Takes one measurement: the seconds of a step, as a rule."""
 
-UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "MB": 1e-6, "GB/s": 1e-9}
+WORKER = "worker"
+Amounts = dict[str, float]
+"""What each contender took in one round."""
+
+UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "B": 1.0, "MB": 1e-6, "GB/s": 1e-9}
 
 
 class Contender(NamedTuple):
-    """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be."""
+    """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be.
+
+    One that is compared with nothing may have a limit, in seconds or bytes.
+    """
 
     measure: Measure
     against: Sequence[str] = ()
     bar: float | None = None
+    limit: float | None = None
 
 
 class Row(NamedTuple):
@@ -45,21 +56,31 @@ class Row(NamedTuple):
     ratio: float
     low: float  # a quarter of the rounds are below
     high: float  # a quarter of the rounds are above
-    bar: float | None  # that the ratio should not exceed
+    bar: float | None  # that the ratio should not exceed; or the amount, where there is no ratio
 
 
 def compared(contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms") -> list[Row]:
-    """Measures all contenders in every round, after one that does not count."""
+    """Measures all contenders in every round, each time in another order, after one that does not count."""
     for contender in contenders.values():
         contender.measure()
-    amounts = [{name: contender.measure() for name, contender in contenders.items()} for _ in range(rounds)]
-    rows = []
-    for name, (_, against, bar) in contenders.items():
+    shuffled = random.Random(0)  # torch's generators and Python's own are those of the contenders
+    orders = [shuffled.sample(list(contenders), len(contenders)) for _ in range(rounds)]
+    amounts = [{name: contenders[name].measure() for name in order} for order in orders]
+    return rows_of(contest, contenders, amounts, unit)
+
+
+def rows_of(
+    contest: str, contenders: dict[str, Contender], amounts: Sequence[dict[str, float]], unit: str
+) -> list[Row]:
+    """The rows of what was measured of each contender in each round."""
+    made = []
+    for name, (_, against, bar, limit) in contenders.items():
+        allowed = bar if against else limit
         ratios = [amount[name] / max(amount[other] for other in against or [name]) for amount in amounts]
-        low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         median = statistics.median(amount[name] for amount in amounts)
-        rows.append(Row(contest, name, median, unit, " or ".join(against), middle, low, high, bar))
-    return rows
+        made.append(Row(contest, name, median, unit, " or ".join(against), middle, low, high, allowed))
+    return made
 
 
 def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_time) -> Measure:
@@ -74,14 +95,46 @@ def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_tim
     return measure
 
 
+def in_fresh_processes(script: str, arguments: Sequence[Any], timeout: float = 120) -> list[Any]:
+    """What a script's `worker` returns for each argument: each in an interpreter of its own, all at the same time.
+
+    A script calls `work` first thing under `__main__`.
+
+    Raises:
+        subprocess.TimeoutExpired: If one takes longer. None is left behind.
+    """
+    commands = [[sys.executable, script, WORKER, json.dumps(argument)] for argument in arguments]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    try:
+        return [json.loads(process.communicate(timeout=timeout)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def work(worker: Callable[[Any], Any]) -> None:
+    """In a process of `in_fresh_processes`: prints what `worker` returns, and ends. Elsewhere: nothing."""
+    if sys.argv[1:2] == [WORKER]:
+        print(json.dumps(worker(json.loads(sys.argv[2]))))
+        raise SystemExit
+
+
+def left_out(what: str, why: object) -> None:
+    """Says that something cannot be measured here."""
+    print(f"{what}: left out, {why}", file=sys.stderr, flush=True)
+
+
 HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|"
 
 
 def line(row: Row) -> str:
     """A row in Markdown."""
-    amount = f"{row.amount * UNITS[row.unit]:,.2f} {row.unit}"
+    scale = UNITS[row.unit]
+    amount = f"{row.amount * scale:,.2f} {row.unit}"
     if not row.against:
-        return f"| {row.contest} | {row.name} | {amount} | | | | |"
+        bar = "" if row.bar is None else f"{row.bar * scale:,.2f} {row.unit}"
+        return f"| {row.contest} | {row.name} | {amount} | | | | {bar} |"
     bar = "" if row.bar is None else f"{row.bar:.2f}"
     times, spread = f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"
     return f"| {row.contest} | {row.name} | {amount} | {times} | {spread} | {row.against} | {bar} |"
@@ -101,20 +154,29 @@ Contest = Callable[[int], Iterable[Row]]
 """Compares some contenders over as many rounds as it is told."""
 
 
-def hold(contests: Sequence[Contest], description: str) -> None:
-    """What each script does: holds its contests, prints their rows as one table, and writes them if it is told to."""
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What every script takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=15, help="how often each contender has its turn")
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
-    arguments = parser.parse_args()
+    return parser
+
+
+def hold(contests: Sequence[Contest], description: str) -> None:
+    """What each script does: holds its contests, prints their rows as one table, and writes them if it is told to."""
+    told = arguments(description).parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # a collection of all that torch has made would fall on one contender
     print(f"{machine()}\n\n{HEADER}", flush=True)
     rows: list[Row] = []
     for contest in contests:
-        for row in contest(arguments.rounds):
+        for row in contest(told.rounds):
             rows.append(row)
             print(line(row), flush=True)
-    if arguments.json:
-        figures = {"machine": machine(), "rows": [row._asdict() for row in rows]}
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    if told.json:
+        write(told.json, machine(), [row._asdict() for row in rows])
+
+
+def write(path: Path, where: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes figures, and the machine that they are of."""
+    path.write_text(json.dumps({"machine": where, "rows": rows}, indent=1))

@@ -1,59 +1,26 @@
 """What reading ahead gains, and what dealing out costs: distributed loops against the same in plain PyTorch.
 
-    python benchmarks/prefetch.py [--json FILE]
-
-The contenders of a table take turns, and each is compared with its measure in the same round: the medians of these
-ratios are shown, with the quarter of the rounds below and above. It prints tables in Markdown.
+python benchmarks/prefetch.py [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import importlib
 import itertools
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchstrategy
+from contest import Contender, Measure, Row, compared, hold, left_out, timed
 
 REPLICAS = 4
 AHEAD = torchstrategy.InputOptions(load_ahead=True)
 ON_DEMAND = torchstrategy.InputOptions(load_ahead=False)
-
-Measure = Callable[[], float]
-"""Seconds, of one step or batch."""
-
-
-class Row(NamedTuple):
-    """One line of a table: what it is, seconds, and how often that is the seconds that it is compared with."""
-
-    name: str
-    seconds: float
-    ratio: float
-    low: float
-    high: float
-
-
-def compared(contenders: dict[str, tuple[Measure, Sequence[str]]], rounds: int) -> list[Row]:
-    """Measures all contenders in every round, each against the largest of those that it names."""
-    for measure, _ in contenders.values():
-        measure()
-    times = [{name: measure() for name, (measure, _) in contenders.items()} for _ in range(rounds)]
-    rows = []
-    for name, (_, against) in contenders.items():
-        ratios = [seconds[name] / max(seconds[other] for other in against or [name]) for seconds in times]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        rows.append(Row(name, statistics.median(seconds[name] for seconds in times), middle, low, high))
-    return rows
 
 
 def central(dataset: Any, options: torchstrategy.InputOptions | None = None, replicas: int = REPLICAS) -> Any:
@@ -89,7 +56,7 @@ def loop(batches: Iterable[Any], step: Callable[[Any], Any]) -> float:
     return (time.perf_counter() - began) / STEPS
 
 
-def overlap() -> list[Row]:
+def overlap(rounds: int) -> Iterator[Row]:
     """Reading ahead hides the smaller of loader and step; reading on demand takes their sum."""
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * REPLICAS)
 
@@ -101,16 +68,16 @@ def overlap() -> list[Row]:
 
     alone, (some,) = DataLoader(Waits(), batch_size=None), central([torch.ones(8, 4)])
     with_worker = DataLoader(Waits(), batch_size=None, num_workers=1)
-    here, there = ("the loader alone", "the step alone"), ("the loader alone, num_workers=1", "the step alone")
-    contenders: dict[str, tuple[Measure, Sequence[str]]] = {
-        "the loader alone": (lambda: loop(alone, lambda batch: None), ()),
-        "the loader alone, num_workers=1": (lambda: loop(with_worker, lambda batch: None), ()),
-        "the step alone": (lambda: loop([some] * (STEPS + 1), step), ()),
-        "both, `num_workers=1`": (distributed(with_worker), there),
-        "both, `load_ahead=True`": (distributed(alone, AHEAD), here),
-        "both, on demand": (distributed(alone), here),
+    here, there = ("the loader", "the step"), ("the loader, `num_workers=1`", "the step")
+    contenders = {
+        "the loader": Contender(lambda: loop(alone, lambda batch: None)),
+        "the loader, `num_workers=1`": Contender(lambda: loop(with_worker, lambda batch: None)),
+        "the step": Contender(lambda: loop([some] * (STEPS + 1), step)),
+        "both, `num_workers=1`": Contender(distributed(with_worker), there, 1.1),
+        "both, `load_ahead=True`": Contender(distributed(alone, AHEAD), here, 1.1),
+        "both, on demand": Contender(distributed(alone), here),
     }
-    return compared(contenders, rounds=15)
+    yield from compared("20 ms of waiting each, wall time", contenders, rounds)
 
 
 # Neither waits
@@ -118,53 +85,52 @@ def overlap() -> list[Row]:
 BATCHES = 16
 
 
-def reading(batches: Iterable[Any], clock: Callable[[], float], count: int = BATCHES) -> Measure:
-    """CPU seconds of a batch that nothing is done with."""
+def reading(batches: Iterable[Any], count: int = BATCHES) -> Measure:
+    """CPU seconds, of all threads, of a batch that nothing is done with; the start of the loader is left out."""
 
     def measure() -> float:
         iterator = iter(batches)
-        began = clock()
-        for _ in itertools.islice(iterator, count):
-            pass
-        return (clock() - began) / count
+        return timed(lambda: next(iterator), count, time.process_time)()
 
     return measure
 
 
-def throughput() -> list[Row]:
+def throughput(rounds: int) -> Iterator[Row]:
     """Batches of 1 MB through 4 replicas, over iterating the plain loader; also the threads' CPU time counts."""
     rows = TensorDataset(torch.rand(BATCHES * 1024, 256))
-    collates = DataLoader(rows, batch_size=1024)
-    ready = DataLoader([torch.rand(1024, 256) for _ in range(BATCHES)], batch_size=None)
-    contenders: dict[str, tuple[Measure, Sequence[str]]] = {}
-    for name, loader in {"a loader that collates": collates, "a loader of ready batches": ready}.items():
-        contenders[name] = (reading(loader, time.process_time), ())
-        contenders[f"{name}, on demand"] = (reading(central(loader), time.process_time), (name,))
-        contenders[f"{name}, `load_ahead=True`"] = (reading(central(loader, AHEAD), time.process_time), (name,))
-    return compared(contenders, rounds=41)
+    loaders: dict[str, DataLoader[Any]] = {
+        "a loader that collates": DataLoader(rows, batch_size=1024),
+        "a loader of ready batches": DataLoader([torch.rand(1024, 256) for _ in range(BATCHES)], batch_size=None),  # type: ignore[arg-type]
+    }
+    for name, loader in loaders.items():
+        bar = 1.1 if "collates" in name else None
+        contenders = {
+            name: Contender(reading(loader)),
+            "on demand": Contender(reading(central(loader)), (name,), bar),
+            "`load_ahead=True`": Contender(reading(central(loader, AHEAD)), (name,)),
+        }
+        yield from compared("batches of 1 MB, 4 replicas", contenders, 3 * rounds)
 
 
-def next_batch() -> list[Row]:
+def next_batch(rounds: int) -> Iterator[Row]:
     """What `next` costs where the loader costs nothing: a list of one batch."""
     count = 1000
-    contenders: dict[str, tuple[Measure, Sequence[str]]] = {}
-    for name, batch in {
+    batches: dict[str, Any] = {
         "a tensor": torch.rand(1024, 256),
         "a dict of 4": {key: torch.rand(256, 256) for key in "abcd"},
-    }.items():
-        for replicas, options in itertools.product((1, REPLICAS), (ON_DEMAND, AHEAD)):
-            how = "`load_ahead=True`" if options is AHEAD else "on demand"
-            dataset = central([batch] * count, options, replicas)
-            contenders[f"{name}, {replicas} replica{'s' * (replicas > 1)}, {how}"] = (
-                reading(dataset, time.process_time, count),
-                (),
-            )
-    return compared(contenders, rounds=9)
+    }
+    contenders = {}
+    for (name, batch), replicas, options in itertools.product(batches.items(), (1, REPLICAS), (ON_DEMAND, AHEAD)):
+        how = "`load_ahead=True`" if options is AHEAD else "on demand"
+        dataset = central([batch] * count, options, replicas)
+        contenders[f"{name}, replicas: {replicas}, {how}"] = Contender(reading(dataset, count))
+    yield from compared("`next`", contenders, rounds, "µs")
 
 
 # Copies to an accelerator
 
 BATCH_BYTES, STEP_SECONDS, DEVICE_STEPS, WARM_UP = 64 << 20, 0.02, 40, 5
+BARRED = ("on demand, pinned", "`load_ahead=True`, pinned")
 
 
 def double_buffered(batches: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
@@ -189,11 +155,12 @@ def double_buffered(batches: Iterable[torch.Tensor], device: torch.device) -> It
     yield arrive(*following)
 
 
-def of_another_library(module: str, loader: DataLoader[Any]) -> Iterable[torch.Tensor] | None:
+def of_another_library(module: str, loader: DataLoader[Any]) -> Any:
     """The loader as Accelerate or Fabric makes it, if they are there."""
     try:
         library = importlib.import_module(module)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        left_out(module, error)
         return None
     if module == "accelerate":
         return library.Accelerator().prepare(loader)
@@ -239,17 +206,22 @@ def device_loop(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], 
     return (time.perf_counter() - began) / DEVICE_STEPS
 
 
-def copies(device: torch.device) -> list[Row]:
+def copies(rounds: int) -> Iterator[Row]:
     """Batches of 64 MB that are copied to an accelerator, over computing alone."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        left_out("copies to an accelerator", "there is none here")
+        return
+    device = torch.device(accelerator.type, 0)
     step = device_step(device)
     strategy = torchstrategy.OneDeviceStrategy(device)
     host = [torch.rand(BATCH_BYTES // 4) for _ in range(4)]
     pinned = [batch.pin_memory() for batch in host]
     count = DEVICE_STEPS + WARM_UP
 
-    def loader(batches: Sequence[torch.Tensor], **kwargs: Any) -> DataLoader[Any]:
-        rounds: Any = [batches[k % len(batches)] for k in range(count)]
-        return DataLoader(rounds, batch_size=None, **kwargs)
+    def loader(batches: Sequence[torch.Tensor]) -> DataLoader[Any]:
+        turns: Any = [batches[k % len(batches)] for k in range(count)]
+        return DataLoader(turns, batch_size=None)
 
     def distributed(batches: Sequence[torch.Tensor], options: torchstrategy.InputOptions) -> Any:
         return strategy.experimental_distribute_dataset(loader(batches), options)
@@ -270,43 +242,17 @@ def copies(device: torch.device) -> list[Row]:
     def measured(batches: Any) -> float:
         return device_loop(batches() if callable(batches) else batches, step, device)
 
-    contenders: dict[str, tuple[Measure, Sequence[str]]] = {
-        name: (partial(measured, batches), ("compute alone",)) for name, batches in ways.items() if batches is not None
-    }
-    return compared(contenders, rounds=5)
-
-
-def printed(title: str, rows: Sequence[Row], unit: str = "ms") -> None:
-    """Prints a table."""
-    factor = {"ms": 1e3, "µs": 1e6}[unit]
-    print(f"\n| {title} | {unit} | times | spread |\n|---|---:|---:|---:|")
-    for name, seconds, ratio, low, high in rows:
-        times = f"{ratio:.3f} | {low:.3f} to {high:.3f}" if low < high else "|"
-        print(f"| {name} | {factor * seconds:,.2f} | {times} |", flush=True)
-
-
-def main() -> None:
-    """Prints the tables, and writes them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path, help="a file to write the figures to")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    gc.freeze()  # a collection of all that torch has made falls on one contender, and takes as long as 40 batches
-    tables = {"overlap": overlap(), "throughput": throughput(), "next": next_batch()}
-    printed("a loader of 20 ms and a step of 20 ms", tables["overlap"])
-    printed("batches of 1 MB", tables["throughput"])
-    printed("`next`", tables["next"], "µs")
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        print("\nThere is no accelerator here, so nothing is copied to one.")
-    else:
-        tables["copies"] = copies(torch.device(device.type, 0))
-        printed("batches of 64 MB to a device, steps of 20 ms", tables["copies"])
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({name: [row._asdict() for row in rows] for name, rows in tables.items()}, indent=1)
+    contenders = {
+        name: Contender(
+            partial(measured, batches), ("compute alone",), 1.03 if name.endswith("ead=True`, pinned") else None
         )
+        for name, batches in ways.items()
+        if batches is not None
+    }
+    yield from compared("copies of 64 MB, steps of 20 ms", contenders, max(1, rounds // 3))
 
+
+CONTESTS = (overlap, throughput, next_batch, copies)
 
 if __name__ == "__main__":
-    main()
+    hold(CONTESTS, __doc__ or "")

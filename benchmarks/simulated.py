@@ -1,27 +1,19 @@
 """What a simulated device costs: the time of operations and steps on `sim:0`, against the same on the CPU.
 
-    python benchmarks/simulated.py
-
-Time is that of this thread, so that other processes do not count. The two run in turns, and medians are compared. It
-prints a table in Markdown.
+python benchmarks/simulated.py [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 import torchstrategy.testing
+from contest import Contender, Row, Work, compared, hold, timed
 
-ROUNDS = 15
 SECONDS = 0.02  # of one round on the CPU, about
-
-Work = Callable[[], Any]
 
 
 def add(size: int, device: str) -> Work:
@@ -111,37 +103,21 @@ WORK: dict[str, Callable[[str], Work]] = {
 }
 
 
-def seconds(work: Work, repeats: int) -> float:
-    """The time of one repeat."""
-    began = time.thread_time()
-    for _ in range(repeats):
-        work()
-    return (time.thread_time() - began) / repeats
-
-
-def compare(make: Callable[[str], Work]) -> tuple[float, float]:
-    """The median time on the CPU and on a simulated device."""
-    works = [make("cpu"), make("sim:0")]
-    for work in works:
-        seconds(work, 3)
-    repeats = max(1, int(SECONDS / max(seconds(works[0], 3), 1e-7)))
-    rounds = [[seconds(work, repeats) for work in works] for _ in range(ROUNDS)]
-    cpu, simulated = (statistics.median(times) for times in zip(*rounds, strict=True))
-    return cpu, simulated
-
-
-def main() -> None:
-    """Prints the table."""
-    torch.set_num_threads(1)
+def simulated(rounds: int) -> Iterator[Row]:
+    """Each operation and step, on the CPU and on a simulated device."""
     torchstrategy.testing.simulate_devices(1)
-    print("| | CPU, µs | simulated, µs | more, µs | times |")
-    print("|---|---:|---:|---:|---:|")
     for name, make in WORK.items():
-        cpu, simulated = (1e6 * value for value in compare(make))
-        print(
-            f"| {name} | {cpu:,.1f} | {simulated:,.1f} | {simulated - cpu:,.1f} | {simulated / cpu:.2g} |", flush=True
-        )
+        on_cpu, on_sim = make("cpu"), make("sim:0")
+        timed(on_cpu, 3)()
+        repeats = max(1, int(SECONDS / max(timed(on_cpu, 3)(), 1e-7)))
+        contenders = {
+            "CPU": Contender(timed(on_cpu, repeats)),
+            "simulated": Contender(timed(on_sim, repeats), ("CPU",)),
+        }
+        yield from compared(name, contenders, rounds, "µs")
 
+
+CONTESTS = (simulated,)
 
 if __name__ == "__main__":
-    main()
+    hold(CONTESTS, __doc__ or "")

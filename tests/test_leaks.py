@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchstrategy
 from problems import data, deal, mlp, mse, sgd
 from torchstrategy import _optimizer_steps
-from torchstrategy._context import Frame, entered
+from torchstrategy._context import Frame
 from torchstrategy._team import Team
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
 
@@ -183,7 +183,7 @@ def test_a_replica_that_ends_in_the_scope_of_another_strategy_is_found() -> None
             pytest.raises(AssertionError, match=r"was in replica [01] of .*Central.*, and is in the scope of .*One"),
             no_scope_leaks(),
         ):
-            later.enter_context(entered(Frame(other_strategy, None)))
+            later.enter_context(Frame(other_strategy))
 
     torchstrategy.CentralStorageStrategy(["cpu"] * 2).run(step)
 

@@ -12,10 +12,10 @@ threads of replicas inherit from the caller. Where none is, nothing happens and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -115,7 +115,9 @@ def performed(replica: int, call: Callable[[], T]) -> T:
     return result
 
 
-def performed_alone(call: Callable[[], T]) -> T:
+def performed_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
     """A run of a lone replica, on the caller's thread."""
+    if not _in_force.get():
+        return fn(*args, **kwargs)
     begins(1)
-    return performed(0, call)
+    return performed(0, lambda: fn(*args, **kwargs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchstrategy._replica_context import ReplicaContext
@@ -19,12 +19,37 @@ if TYPE_CHECKING:
 _NOTHING: Mapping[int, object] = {}
 
 
-class Frame(NamedTuple):
-    """One entry of a thread's stack."""
+class Frame:
+    """One entry of a thread's stack. It is a block, for whose length it is on top.
 
-    strategy: StrategyBase
-    replica_context: ReplicaContext | None  # None: cross-replica
-    local_objects: Mapping[int, object] = _NOTHING  # what a distributed object, by id, is in this replica
+    Args:
+        strategy: Whose.
+        replica_context: None: cross-replica.
+        local_objects: What a distributed object, by id, is in this replica.
+    """
+
+    __slots__ = ("_replica_context", "local_objects", "strategy")
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        replica_context: ReplicaContext | None = None,
+        local_objects: Mapping[int, object] = _NOTHING,
+    ) -> None:
+        self.strategy = strategy
+        self._replica_context = replica_context
+        self.local_objects = local_objects
+
+    @property
+    def replica_context(self) -> ReplicaContext | None:
+        """The replica that runs; None: cross-replica."""
+        return self._replica_context
+
+    def __enter__(self) -> None:
+        _here.frames.append(self)
+
+    def __exit__(self, *exception: object) -> None:
+        _here.frames.pop()
 
 
 class _Here(threading.local):
@@ -49,17 +74,6 @@ def current_frame() -> Frame | None:
     """The top of this thread's stack; None outside everything."""
     frames = _here.frames
     return frames[-1] if frames else _here.set_frame
-
-
-@contextmanager
-def entered(frame: Frame) -> Iterator[None]:
-    """Runs a block with `frame` on top."""
-    frames = _here.frames
-    frames.append(frame)
-    try:
-        yield
-    finally:
-        frames.pop()
 
 
 @contextmanager
@@ -171,7 +185,7 @@ def experimental_set_strategy(strategy: StrategyBase | None) -> None:
     _here.set_frame = None
     if strategy is not None and strategy is not _default[0]:
         _here.set_scope.enter_context(strategy.extended._creation_scope())
-        _here.set_frame = Frame(strategy, None)
+        _here.set_frame = Frame(strategy)
 
 
 def require_cross_replica(strategy: StrategyBase, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
@@ -185,9 +199,10 @@ def require_cross_replica(strategy: StrategyBase, what: str, instead: str = "mer
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
-    frame = current_frame()
-    if frame is None:
+    if not _here.frames and _here.set_frame is None:  # as a rule
         return
+    frame = current_frame()
+    assert frame is not None
     if frame.strategy is strategy:
         if frame.replica_context is not None:
             raise RuntimeError(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
+from torchstrategy._torch import count_function_modes
 from torchstrategy._types import Device, DeviceLike
 
 _KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # whose absence is worth another answer than "no such device"
@@ -81,6 +82,8 @@ def needs_device_context(device: Device) -> bool:
     A `torch.device` context costs about 2 us on every torch call, so it is entered only when this is so. A caller who
     builds on `meta` keeps doing so.
     """
+    if not count_function_modes():  # a default device is one; to look for it among them takes ten times as long
+        return device.type != "cpu"
     default = torch.get_default_device()
     return default.type != "meta" and place(default) != place(device)
 

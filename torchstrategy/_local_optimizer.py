@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy import _stand_ins
-from torchstrategy._context import current_frame, entered
+from torchstrategy._context import current_frame
 from torchstrategy._devices import in_use
 from torchstrategy._ledger import ReplicaLedger
 from torchstrategy._replica import Replica
@@ -144,7 +144,7 @@ class LocalOptimizer:
 
         def asked() -> Any:
             self._replica.meet(STEP, taken_back, _EVALUATE)
-            with entered(frame), in_use(self._replica.device):
+            with frame, in_use(self._replica.device):
                 return evaluate()
 
         self._replica.meet(STEP, lambda brought: [owners.show()] * len(brought), None)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from torchstrategy._collectives import Collective, as_axis, as_tensor
 from torchstrategy._communication import CommunicationOptions, as_options, check_usable
-from torchstrategy._context import Frame, current_frame, entered, get_replica_context
+from torchstrategy._context import Frame, current_frame, get_replica_context
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import InlineReplica, Replica
 from torchstrategy._tree import by_name, tree_flatten
@@ -65,7 +65,7 @@ class ReplicaContext:
         self._strategy = strategy
         self._meetings: Meetings | None = None
         self._is_over = False
-        self._entries: list[AbstractContextManager[None]] = []
+        self._entries: list[Frame] = []
 
     @property
     def strategy(self) -> Strategy:
@@ -122,7 +122,7 @@ class ReplicaContext:
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
             merged_args, merged_kwargs = meetings.regroup(brought)
-            with entered(Frame(self._strategy, None)), meetings.published():
+            with Frame(self._strategy), meetings.published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
             return [select(result, r) for r in meetings.present]
@@ -200,7 +200,7 @@ class ReplicaContext:
         return put_back(collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
 
     def __enter__(self) -> Self:
-        entry = entered(Frame(self._strategy, self))
+        entry = Frame(self._strategy, self)
         entry.__enter__()
         self._entries.append(entry)
         return self
@@ -279,3 +279,21 @@ def running_context(strategy: StrategyBase, meetings: Meetings) -> ReplicaContex
     context = ReplicaContext(strategy, meetings.replica.index)
     context._meetings = meetings
     return context
+
+
+@final
+class LoneFrame(Frame):
+    """That of a lone replica on the user's own objects. Its context is made when somebody asks, which few steps do."""
+
+    __slots__ = ()
+
+    @property
+    def replica_context(self) -> ReplicaContext:
+        if self._replica_context is None:
+            self._replica_context = running_context(self.strategy, ALONE)
+        return self._replica_context
+
+    def __exit__(self, *exception: object) -> None:
+        Frame.__exit__(self)
+        if self._replica_context is not None:
+            self._replica_context._ends()

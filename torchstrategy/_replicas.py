@@ -32,7 +32,7 @@ class Replicas:
         """Calls `call` for each of the replicas `present`, and returns what each returned; see `Team.run`."""
         if len(self.devices) == 1:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
-            return {0: performed_alone(lambda: call(replica))}
+            return {0: performed_alone(call, (replica,), {})}
         team = self._borrow()
         try:
             return team.run(call, present)

@@ -6,7 +6,7 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
-from torchstrategy._context import Frame, current_frame, entered, is_default, mixing, require_cross_replica
+from torchstrategy._context import Frame, current_frame, is_default, mixing, require_cross_replica
 
 if TYPE_CHECKING:
     from torchstrategy._strategy_base import StrategyBase
@@ -41,7 +41,7 @@ class StrategyScope(Generic[S]):
         with ExitStack() as stack:
             if not is_default(strategy):  # whose scope is what holds without it: entering it changes nothing
                 require_cross_replica(strategy, "Strategy.scope")
-                stack.enter_context(entered(Frame(strategy, None)))
+                stack.enter_context(Frame(strategy))
                 stack.enter_context(strategy.extended._creation_scope())
             self._here.entries.append((current_frame(), stack.pop_all()))
         return strategy

@@ -164,9 +164,9 @@ class StrategyBase:
             raise ValueError(
                 f"positional args must be a list or tuple, as in args=(batch,); got a {type(args).__name__}."
             )
-        if not isinstance(options, (RunOptions, type(None))):
+        if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
-        if not isinstance(kwargs, (Mapping, type(None))):
+        if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
         require_cross_replica(self, "Strategy.run")
         call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS

@@ -63,6 +63,7 @@ __all__ = [
     "are_dense",
     "compile_alike",
     "conjugate_view",
+    "count_function_modes",
     "dispatch_modes",
     "foreach_add_",
     "foreach_copy_",
@@ -139,6 +140,9 @@ HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
+
+# How many function modes there are, without a list of them: asked in every run.
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 # What a device type of one's own is called.
 privateuse1_name: Callable[[], str] = torch._C._get_privateuse1_backend_name

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import operator
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 
 from torchstrategy._context import get_replica_context
 from torchstrategy._errors import plural
-from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._tree import first_unlike, is_container, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
 
 
@@ -174,15 +174,20 @@ def local_results(value: Tree) -> tuple[Tree, ...]:
     return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
 
 
-def distributed_within(tree: Tree) -> Iterator[DistributedValues]:
-    """The distributed values in a tree of lists, tuples and dicts; to find none is quicker than to flatten it."""
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from distributed_within(item)
-    elif isinstance(tree, dict):
-        yield from distributed_within(list(tree.values()))
-    elif type(tree) not in _LEAVES and isinstance(tree, DistributedValues):
-        yield tree
+def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
+    """The distributed values in a tree. To find none in lists, tuples and dicts is quicker than to flatten them."""
+    kind = type(tree)
+    if kind is dict:
+        tree = tree.values()
+    elif kind is not tuple and kind is not list:
+        if kind not in _LEAVES and is_container(tree):
+            return distributed_within(tree_flatten(tree)[0])
+        return (tree,) if kind not in _LEAVES and isinstance(tree, DistributedValues) else ()
+    found: tuple[DistributedValues, ...] = ()
+    for item in tree:
+        if type(item) not in _LEAVES:
+            found += distributed_within(item)
+    return found
 
 
 def component(value: Tree, replica: int) -> Tree:
@@ -194,11 +199,13 @@ def select(tree: Tree, replica: int) -> Tree:
     """`tree` as replica `replica` sees it, in new containers: with its component of every distributed value."""
     kind = type(tree)  # what arguments are as a rule is quicker to walk than to flatten
     if kind is list or kind is tuple:
-        return kind([select(item, replica) for item in tree])
+        return kind([item if type(item) in _LEAVES else select(item, replica) for item in tree])
     if kind is dict:
         return {key: select(item, replica) for key, item in tree.items()}
     if kind in _LEAVES:
         return tree
+    if isinstance(tree, DistributedValues):
+        return tree._in_replica(replica)
     return map_leaves(lambda leaf: component(leaf, replica), tree)
 
 

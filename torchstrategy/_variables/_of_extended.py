@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchstrategy._context import Frame, current_frame, entered, is_default, require_cross_replica
+from torchstrategy._context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._tree import tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
 from torchstrategy._values import PerReplica, regroup, select
@@ -67,7 +67,7 @@ class VariablesOfExtended(ABC):
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
                 "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
             )
-        with entered(Frame(self._container_strategy(), None)):
+        with Frame(self._container_strategy()):
             results = _updated(var, fn, args, kwargs)
         return regroup(results) if group else _side_by_side(results)
 
