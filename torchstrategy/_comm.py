@@ -109,9 +109,13 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
         total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
         return total.to(target)
     total = tensors[0].to(target)
-    for tensor in tensors[1:]:
-        total = total + tensor.to(target)
-    return total.clone() if total is tensors[0] else total
+    if len(tensors) == 1:
+        return total.clone() if total is tensors[0] else total
+    total = total + tensors[1].to(target)
+    for tensor in tensors[2:]:
+        there = tensor.to(target)
+        total = total.add_(there) if total.layout is torch.strided else total + there
+    return total
 
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
