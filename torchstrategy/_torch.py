@@ -64,6 +64,7 @@ __all__ = [
     "compile_alike",
     "conjugate_view",
     "dispatch_modes",
+    "foreach_add",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
@@ -126,6 +127,7 @@ __all__ = [
 ]
 
 # The fused loops that torch's optimizers run on. `torch.optim` is their only public user.
+foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
