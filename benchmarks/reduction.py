@@ -146,12 +146,11 @@ def values(rounds: int) -> Iterator[Row]:
         brought = in_replicas(layout)
         strategy = torchstrategy.CentralStorageStrategy(["cpu"] * REPLICAS)
         value, to_one = distributed(strategy, brought), torchstrategy.ReductionToOneDevice()
-        ways: dict[str, Callable[[], Tensors]] = {
-            "by hand": lambda brought=brought: summed(brought),
-            "strategy.reduce": lambda strategy=strategy, value=value: strategy.reduce("sum", value, axis=None),
-            "ReductionToOneDevice": lambda ops=to_one, value=value: ops.batch_reduce(
-                ReduceOp.SUM, [(v, torch.device("cpu")) for v in value]
-            ),
+        pairs = [(v, torch.device("cpu")) for v in value]
+        ways: dict[str, Callable[[], list[Tensors]]] = {
+            "by hand": lambda brought=brought: [summed(brought)],
+            "strategy.reduce": lambda strategy=strategy, value=value: [strategy.reduce("sum", value, axis=None)],
+            "ReductionToOneDevice": lambda ops=to_one, pairs=pairs: [ops.batch_reduce(ReduceOp.SUM, pairs)],
         }
         yield from against_hand(f"a sum, {layout}", ways, rounds)
 
@@ -205,16 +204,15 @@ def everywhere(brought: list[Tensors]) -> list[Tensors]:
     return [total, *([tensor.clone() for tensor in total] for _ in brought[1:])]
 
 
-def against_hand(contest: str, ways: dict[str, Callable[[], Any]], rounds: int) -> list[Row]:
-    """All ways against the first one, whose results they have."""
-    expected, _ = torch.utils._pytree.tree_flatten(ways["by hand"]())
+def against_hand(contest: str, ways: dict[str, Callable[[], list[Tensors]]], rounds: int) -> list[Row]:
+    """All ways against the one by hand, whose results they have, in each replica or in one."""
     for way in ways.values():
-        found, _ = torch.utils._pytree.tree_flatten(way())
-        assert len(found) == len(expected) and all(map(torch.allclose, found, expected))
-    del expected, found
-    contenders = {"by hand": Contender(timed(ways.pop("by hand"), 1, time.process_time))}
+        for found, expected in zip(way(), ways["by hand"](), strict=True):
+            assert torch.allclose(torch.cat(list(found)), torch.cat(list(expected)))
+    contenders = {}
     for name, way in ways.items():
-        contenders[name] = Contender(timed(way, 1, time.process_time), ("by hand",), BAR)
+        against, bar = ((), None) if name == "by hand" else (("by hand",), BAR)
+        contenders[name] = Contender(timed(way, 1, time.process_time), against, bar)
     return compared(contest, contenders, rounds)
 
 
