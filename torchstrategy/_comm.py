@@ -114,12 +114,13 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     total = total + tensors[1].to(target)
     for tensor in tensors[2:]:
         there = tensor.to(target)
-        total = total.add_(there) if total.layout is torch.strided else total + there
+        can_take = total.layout is torch.strided and total.dtype == there.dtype
+        total = total.add_(there) if can_take else total + there
     return total
 
 
 def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
-    """What `added` makes of each of several columns of tensors, in fused loops where that can be."""
+    """What `added` makes of each of several columns of tensors of one dtype, in fused loops where that can be."""
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
         return [added(column, device) for column in columns]
