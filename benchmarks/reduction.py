@@ -104,13 +104,15 @@ def by_hand(layout: str, is_written_over: bool = False) -> Way:
 
 
 def settled(layout: str) -> Way:
-    """As at the end of a run under CentralStorageStrategy."""
+    """As in a run under CentralStorageStrategy."""
     model = Model.of(layout, lambda data: LocalParameter.over(data, requires_grad=True))
-    together = Gradients(model.owners, [""] * len(model.owners), model.local)
+    together = Gradients(model.owners, [""] * len(model.owners), model.local, take_turns=True)
     shares = Shares.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
 
     def combine() -> None:
         together.begin(shares, ())
+        for replica in shares.present:
+            together.hand_in(replica)
         together.settle()
         together.end()
 
