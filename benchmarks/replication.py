@@ -33,14 +33,14 @@ def small(modules: int) -> nn.Module:
 
 def large() -> nn.Module:
     """A few matrices of 16 MB, which no cache holds."""
-    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(12)])
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(24)])
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "10 modules": lambda: small(10),
     "100 modules": lambda: small(100),
     "1,000 modules": lambda: small(1000),
-    "12 matrices": large,
+    "24 matrices": large,
 }
 
 
