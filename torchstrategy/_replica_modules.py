@@ -70,11 +70,13 @@ class ReplicaModules:
         own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
+        self._held: list[torch.Tensor] = []  # for as long as their ids are in the memo
         for module in modules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
             for _, held in held_plainly(module):
                 if isinstance(held, torch.Tensor) and id(held) not in self._memo:
                     self._memo[id(held)] = held if is_variable(held) else sent_to([held], [device])[0][0]
+                    self._held.append(held)
             for tensor in chain(module._parameters.values(), module._buffers.values()):
                 self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
         copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
