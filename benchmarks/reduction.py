@@ -80,8 +80,8 @@ class Way(NamedTuple):
         return measure
 
 
-def by_hand(layout: str, is_written_over: bool = False) -> Way:
-    """Plain PyTorch."""
+def by_hand(layout: str, is_new: bool = False) -> Way:
+    """Plain PyTorch: the total is written over the gradients of the first replica, or has memory of its own."""
     model = Model.of(layout, nn.Parameter)
 
     def combine() -> None:
@@ -90,11 +90,11 @@ def by_hand(layout: str, is_written_over: bool = False) -> Way:
             gradients = [parameter.grad for parameter in parameters]
             if total is not None:
                 torch._foreach_add_(total, gradients, alpha=WEIGHT)
-            elif is_written_over:
+            elif is_new:
+                total = torch._foreach_mul(gradients, WEIGHT)
+            else:
                 torch._foreach_mul_(gradients, WEIGHT)
                 total = gradients
-            else:
-                total = torch._foreach_mul(gradients, WEIGHT)
             for parameter in parameters:
                 parameter.grad = None
         for owner, gradient in zip(model.owners, total, strict=True):
@@ -120,26 +120,29 @@ def settled(layout: str) -> Way:
 
 
 def gradients(rounds: int) -> Iterator[Row]:
-    """From gradients of each replica's parameters to those of the owners, which get memory of their own.
-
-    Those of the first replica might be written over instead, if it were known that no two parameters got the same
-    memory, as backward may leave them.
-    """
+    """From gradients of each replica's parameters to those of the owners, which lie where the first replica's lay."""
     for layout in LAYOUTS:
-        ways = {"by hand": by_hand(layout), "Central": settled(layout)}
-        brought, found = in_replicas(layout), []
-        for way in ways.values():
-            way.model.take(brought)
-            way.combine()
-            found.append(way.model.combined())
-        assert all(map(torch.equal, *found))
-        found.clear()
-        contenders = {
-            "by hand": Contender(ways["by hand"].measure(brought)),
-            "by hand, written over": Contender(by_hand(layout, is_written_over=True).measure(brought), ("by hand",)),
-            "Central": Contender(ways["Central"].measure(brought), ("by hand",), BAR),
+        ways = {
+            "by hand": by_hand(layout),
+            "by hand, in new memory": by_hand(layout, is_new=True),
+            "Central": settled(layout),
         }
+        check_equal(layout, list(ways.values()))
+        brought = in_replicas(layout)
+        contenders = {name: Contender(way.measure(brought), ("by hand",)) for name, way in ways.items()}
+        contenders["by hand"] = contenders["by hand"]._replace(against=())
+        contenders["Central"] = contenders["Central"]._replace(bar=BAR)
         yield from compared(f"gradients, {layout}", contenders, rounds)
+
+
+def check_equal(layout: str, ways: list[Way]) -> None:
+    """All ways come to the same gradients."""
+    found = []
+    for way in ways:
+        way.model.take(in_replicas(layout))
+        way.combine()
+        found.append(way.model.combined())
+    assert all(torch.equal(first, other) for first, *others in zip(*found, strict=True) for other in others)
 
 
 def values(rounds: int) -> Iterator[Row]:
