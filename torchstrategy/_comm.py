@@ -178,7 +178,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             groups.append([index])
             continue
         kind = tensor.device, tensor.dtype
-        if room.get(kind, 0) < size:
+        if room.get(kind, -1) < size:
             groups.append([])
             filling[kind], room[kind] = groups[-1], _TOGETHER
         filling[kind].append(index)
