@@ -17,7 +17,7 @@ from torch.cuda import nccl
 from torch.nn.parallel import comm
 
 from torchstrategy._devices import is_accelerator, place
-from torchstrategy._torch import HAS_NCCL, foreach_copy_
+from torchstrategy._torch import HAS_NCCL, are_dense, foreach_add, foreach_add_, foreach_copy_
 from torchstrategy._types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives know
@@ -109,9 +109,36 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
         total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
         return total.to(target)
     total = tensors[0].to(target)
-    for tensor in tensors[1:]:
-        total = total + tensor.to(target)
-    return total.clone() if total is tensors[0] else total
+    if len(tensors) == 1:
+        return total.clone() if total is tensors[0] else total
+    total = total + tensors[1].to(target)
+    for tensor in tensors[2:]:
+        there = tensor.to(target)
+        can_take = total.layout is torch.strided and total.dtype == there.dtype
+        total = total.add_(there) if can_take else total + there
+    return total
+
+
+def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
+    """What `added` makes of each of several columns of tensors of one dtype, in fused loops where that can be."""
+    rows = [list(row) for row in zip(*columns, strict=False)]
+    if not _are_fusible(columns, rows):
+        return [added(column, device) for column in columns]
+    first, second, *others = (brought(row, place(device)) for row in rows)
+    totals = foreach_add(first, second)
+    for row in others:
+        foreach_add_(totals, row)
+    return list(totals)
+
+
+def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether columns are of several dense tensors each, every row on one device, and no primitive does better."""
+    if len(rows) < 2 or any(len(column) != len(rows) for column in columns):
+        return False
+    devices = [{tensor.device for tensor in row} for row in rows]
+    if any(len(several) > 1 for several in devices) or _have_primitives([device for (device,) in devices]):
+        return False
+    return all(are_dense(row) and not _any_requires_grad(row) for row in rows)
 
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
@@ -151,7 +178,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             groups.append([index])
             continue
         kind = tensor.device, tensor.dtype
-        if room.get(kind, 0) < size:
+        if room.get(kind, -1) < size:
             groups.append([])
             filling[kind], room[kind] = groups[-1], _TOGETHER
         filling[kind].append(index)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
@@ -69,14 +70,16 @@ class ReplicaModules:
         own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
+        self._held: list[torch.Tensor] = []  # for as long as their ids are in the memo
         for module in modules:
-            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(vars(module))))
+            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
             for _, held in held_plainly(module):
                 if isinstance(held, torch.Tensor) and id(held) not in self._memo:
                     self._memo[id(held)] = held if is_variable(held) else sent_to([held], [device])[0][0]
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    self._held.append(held)
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
                 self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
-        copied = _copied(roots, dict(self._memo))
+        copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
         originals = (m for root in roots for m in root.modules())
         pairs = {
             id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
@@ -100,8 +103,8 @@ class ReplicaModules:
         for inside in self.insides:
             for name in inside.keys() - TORCHS_OWN:
                 inside[name] = rebinding.of(inside[name])
-            for table in HOOK_TABLES:
-                inside[table].update({key: rebinding.of(hook) for key, hook in inside[table].items()})
+            for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
+                table.update({key: rebinding.of(hook) for key, hook in table.items()})
 
     def bring_parameters(self, originals: Originals, changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
@@ -285,6 +288,16 @@ def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]
                 yield item
             elif depth and not isinstance(item, (nn.Module, torch.Tensor, type)):
                 yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+
+
+def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
+    """New ones in the place of the tables in which modules have nothing: those are most of what there is to copy."""
+    tables = (value for module in modules for value in vars(module).values() if type(value) in (OrderedDict, dict))
+    return {id(table): type(table)() for table in tables if not table}
 
 
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:

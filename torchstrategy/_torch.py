@@ -65,6 +65,7 @@ __all__ = [
     "conjugate_view",
     "count_function_modes",
     "dispatch_modes",
+    "foreach_add",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul",
@@ -127,6 +128,7 @@ __all__ = [
 ]
 
 # The fused loops that torch's optimizers run on. `torch.optim` is their only public user.
+foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul

@@ -208,7 +208,7 @@ class CrossDeviceOps:
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
-        sums = iter(self.batch_reduce(ReduceOp.SUM, pairs, options))
+        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, options))
         everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
         return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
 
@@ -234,7 +234,7 @@ class CrossDeviceOps:
         for _, destinations in pairs:
             check_destinations(destinations)
         said = as_options(method, options)
-        for value in values:
+        for value in values if options is not None else ():
             check_usable(method, said, partial(devices_of, value))
         return values, said
 

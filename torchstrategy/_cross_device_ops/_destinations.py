@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -43,8 +44,12 @@ def devices_of(where: Destinations) -> list[Device]:
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
     """A value that nobody else has, on its destinations: a tensor, or a mirrored value where there are several."""
-    copies = [value.to(device, copy=i > 0) for i, device in enumerate(devices_of(destinations))]
-    return as_meant(copies, destinations)
+    return as_meant(copied_to(value, devices_of(destinations)), destinations)
+
+
+def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
+    """A value that nobody else has, on each of several devices: itself on the first, if it is there."""
+    return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
 def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:

@@ -8,10 +8,10 @@ from typing import final
 import torch
 
 from torchstrategy._collectives import check_addable
-from torchstrategy._comm import added
+from torchstrategy._comm import added, sums
 from torchstrategy._communication import CommunicationOptions
 from torchstrategy._cross_device_ops._cross_device_ops import CrossDeviceOps
-from torchstrategy._cross_device_ops._destinations import Destinations, delivered, devices_of
+from torchstrategy._cross_device_ops._destinations import Destinations, as_meant, copied_to, devices_of
 from torchstrategy._devices import canonical, place
 from torchstrategy._options import ReduceOp
 from torchstrategy._packs import in_packs
@@ -72,14 +72,18 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> list[Tree]:
         """What `batch_reduce` does."""
         totals: dict[int, torch.Tensor] = {}
-        targets = [self._device or devices_of(destinations)[0] for _, destinations in value_destination_pairs]
+        places = [devices_of(destinations) for _, destinations in value_destination_pairs]
+        targets = [self._device or devices[0] for devices in places]
         for target in dict.fromkeys(targets):
             indices = [index for index, other in enumerate(targets) if other == target]
             columns = [value_destination_pairs[index][0].values for index in indices]
             totals.update(zip(indices, self._accumulated(columns, target, options), strict=True))
+        if reduce_op is ReduceOp.MEAN:
+            counts = (len(value.values) for value, _ in value_destination_pairs)
+            totals = {index: mean(totals[index], count) for index, count in enumerate(counts)}
         return [
-            delivered(mean(totals[index], len(value.values)) if reduce_op is ReduceOp.MEAN else totals[index], where)
-            for index, (value, where) in enumerate(value_destination_pairs)
+            as_meant(copied_to(totals[index], devices), destinations)
+            for index, (devices, (_, destinations)) in enumerate(zip(places, value_destination_pairs, strict=True))
         ]
 
     def _accumulated(
@@ -88,6 +92,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self._accumulation_fn is None:
             for column in columns:
                 check_addable(column)
+            if not options.bytes_per_pack:
+                return sums(columns, device)
             return in_packs(columns, options.bytes_per_pack, lambda column: added(column, device))
         if options.bytes_per_pack:
             raise ValueError(

@@ -1,0 +1,209 @@
+"""What replicas' copies of a model cost: making them, and keeping them in step with the originals.
+
+python benchmarks/replication.py [--rounds N] [--json FILE]
+
+A parameter on the device of its replica shares the memory of the original under CentralStorageStrategy, and under
+MirroredStrategy in the first replica; in every other one it has memory of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parallel import replicate
+
+import torchstrategy
+from contest import Contender, Measure, Row, Work, compared, hold, timed
+from torchstrategy.testing import count_traffic
+
+BAR = 1.15
+
+
+def small(modules: int) -> nn.Module:
+    """Linear layers and activations in turns."""
+    return nn.Sequential(*[m for _ in range(modules // 2) for m in (nn.Linear(64, 64), nn.ReLU())])
+
+
+def large() -> nn.Module:
+    """A few matrices of 16 MB, which no cache holds."""
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(24)])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "10 modules": lambda: small(10),
+    "100 modules": lambda: small(100),
+    "1,000 modules": lambda: small(1000),
+    "24 matrices": large,
+}
+
+
+def nothing() -> None:
+    """A step that leaves the models of its strategy alone."""
+
+
+def put_into(strategy: torchstrategy.Strategy, model: str) -> nn.Module:
+    """A model of the strategy's, with its copies made."""
+    with strategy.scope():
+        made = MODELS[model]()
+    strategy.run(nothing)
+    return made
+
+
+def first_run(rounds: int, replicas: int = 4) -> Iterator[Row]:
+    """The run that makes the copies, which `torch.nn.parallel.replicate` makes at each forward."""
+    for model in ("10 modules", "100 modules", "1,000 modules"):
+        contenders = {
+            "copy.deepcopy for each": Contender(fresh(model, lambda m: [copy.deepcopy(m) for _ in range(replicas)])),
+            "replicate, without the broadcast": Contender(fresh(model, lambda m: structure(m, replicas)), FIRST),
+            "Central, the first run": Contender(first(torchstrategy.CentralStorageStrategy, model, replicas), FIRST),
+            "Mirrored, the first run": Contender(first(torchstrategy.MirroredStrategy, model, replicas), FIRST),
+        }
+        yield from compared(f"{replicas} replicas, {model}", contenders, rounds)
+
+
+FIRST = ("copy.deepcopy for each",)
+
+
+def fresh(model: str, work: Callable[[nn.Module], object]) -> Measure:
+    """What it takes to do something to a model that is new each time."""
+
+    def measure() -> float:
+        made = MODELS[model]()
+        return once(lambda: work(made))
+
+    return measure
+
+
+def first(kind: Callable[..., torchstrategy.Strategy], model: str, replicas: int) -> Measure:
+    """The first run with a model in the scope of its strategy."""
+    strategy = kind(["cpu"] * replicas)
+    strategy.run(nothing)  # its threads are there
+
+    def measure() -> float:
+        with strategy.scope():
+            made = MODELS[model]()
+        seconds = once(lambda: strategy.run(nothing))
+        del made
+        return seconds
+
+    return measure
+
+
+def structure(model: nn.Module, replicas: int) -> list[nn.Module]:
+    """What `replicate` does besides the broadcast. It knows CUDA devices only, and is told that these are some."""
+    own = sys.modules[replicate.__module__]
+    with (
+        mock.patch.object(own, "_get_device_index", lambda device, optional: device),
+        mock.patch.object(own, "_broadcast_coalesced_reshape", lambda tensors, devices, detach: [tensors] * replicas),
+    ):
+        return replicate(model, range(replicas))
+
+
+def once(work: Work) -> float:
+    """The seconds of one call. What earlier ones left is collected before."""
+    gc.collect()
+    return timed(work, 1, time.process_time)()
+
+
+def unchanged(rounds: int, replicas: int = 2) -> Iterator[Row]:
+    """A run when nothing was written on the parameters since the last one: nothing is copied."""
+    for model in MODELS:
+        central, mirrored, empty = strategies(replicas)
+        models = [put_into(strategy, model) for strategy in (central, mirrored)]
+        count = len(list(models[0].parameters()))
+        for strategy in (central, mirrored):
+            with count_traffic() as traffic:
+                strategy.run(nothing)
+            assert traffic.writes == traffic.copies == 0
+        without = timed(lambda strategy=empty: strategy.run(nothing), 20, time.process_time)
+        contenders = {"no model": Contender(without)}
+        for name, strategy in (("Central", central), ("Mirrored", mirrored)):
+            work = timed(lambda strategy=strategy: strategy.run(nothing), 20, time.process_time)
+            contenders[f"{name}, unchanged"] = Contender(work, ("no model",))
+            contenders[f"{name}, unchanged: more, for each parameter"] = Contender(each(work, without, count))
+        yield from compared(f"{replicas} replicas, {model}", contenders, rounds, "µs")
+
+
+def strategies(replicas: int) -> list[torchstrategy.Strategy]:
+    """One that shares the memory of parameters, one that copies them, and one to have no model."""
+    devices = ["cpu"] * replicas
+    kinds = torchstrategy.CentralStorageStrategy, torchstrategy.MirroredStrategy, torchstrategy.CentralStorageStrategy
+    return [kind(devices) for kind in kinds]
+
+
+def each(work: Measure, without: Measure, count: int) -> Measure:
+    """How much more one takes than the other, for each of so many parameters."""
+    return lambda: (work() - without()) / count
+
+
+def changed(rounds: int, replicas: int = 2) -> Iterator[Row]:
+    """A run when all parameters were written since the last one, against a plain copy of the same bytes.
+
+    MirroredStrategy copies them, to all replicas but the first. Where a model is small, a run costs more than the copy
+    whatever was written, so what it costs more than one without changes is shown beside.
+    """
+    for model in MODELS:
+        central, mirrored, _ = strategies(replicas)
+        models = [put_into(strategy, model) for strategy in (central, mirrored)]
+        check_copied(mirrored, list(models[1].parameters()))
+        originals = [torch.rand_like(parameter) for parameter in models[0].parameters()]
+        copies = [[torch.empty_like(original) for original in originals] for _ in range(replicas - 1)]
+        contenders = {"the copy": Contender(after(rewriting(originals), lambda o=originals, c=copies: copy_to(c, o)))}
+        for name, strategy, made in (("Central", central, models[0]), ("Mirrored", mirrored, models[1])):
+            work = after(rewriting(list(made.parameters())), lambda strategy=strategy: strategy.run(nothing))
+            still = after(rewriting(originals), lambda strategy=strategy: strategy.run(nothing))
+            contenders[f"{name}, changed"] = Contender(work, ("the copy",), BAR)
+            contenders[f"{name}, changed: more than unchanged"] = Contender(each(work, still, 1), ("the copy",))
+        yield from compared(f"{replicas} replicas, {model}", contenders, rounds, "µs")
+
+
+def copy_to(copies: list[list[torch.Tensor]], originals: list[torch.Tensor]) -> None:
+    """By hand: all values to each replica that has memory of its own."""
+    for targets in copies:
+        torch._foreach_copy_(targets, originals)
+
+
+def check_copied(strategy: torchstrategy.Strategy, parameters: Sequence[torch.Tensor]) -> None:
+    """Every parameter is copied once to each replica but the first, when it has changed, and only then."""
+    rewriting(parameters)()
+    for expected in (len(parameters) * (strategy.num_replicas_in_sync - 1), 0):
+        with count_traffic() as traffic:
+            strategy.run(nothing)
+        assert traffic.writes == expected
+
+
+def rewriting(parameters: Sequence[torch.Tensor]) -> Work:
+    """Writes on all of them, and leaves their values."""
+
+    def write() -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(list(parameters), 1.0)
+
+    return write
+
+
+def after(prepare: Work, work: Work, repeats: int = 5) -> Measure:
+    """The seconds of a call, each after something that is not measured."""
+    one = timed(work, 1, time.process_time)
+
+    def measure() -> float:
+        seconds = 0.0
+        for _ in range(repeats):
+            prepare()
+            seconds += one()
+        return seconds / repeats
+
+    return measure
+
+
+CONTESTS = (first_run, unchanged, changed)
+
+if __name__ == "__main__":
+    hold(CONTESTS, __doc__ or "")
