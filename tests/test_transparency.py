@@ -1568,3 +1568,20 @@ def test_models_that_come_and_go_leave_nothing_behind(make):
         del model, optimizer
     gc.collect()
     assert [reference() for reference in gone] == [None] * 5
+
+
+def test_a_tensor_that_comes_to_lie_where_an_earlier_one_lay_is_not_taken_for_it(make):
+    strategy = make(2)
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        model.table = torch.zeros(2)
+    found = []
+    strategy.run(lambda: None)
+    former, model.table = id(model.table), None
+    strategy.run(lambda: None)
+    others = []
+    while len(others) < 1000 and id(table := torch.ones(2)) != former:
+        others.append(table)
+    model.table = [table]
+    strategy.run(lambda: found.append(model.table[0].tolist()))
+    assert found == [[1.0, 1.0]] * strategy.num_replicas_in_sync

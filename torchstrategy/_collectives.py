@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._comm import added, concatenated
+from torchstrategy._comm import added, concatenated, sums
 from torchstrategy._devices import place
 from torchstrategy._packs import in_packs
 from torchstrategy._replica import Replica
@@ -84,12 +84,17 @@ class Collective:
             ValueError: From `run`, if the shapes or dtypes of what they bring differ.
         """
 
-        def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
+        made: dict[Device | None, list[torch.Tensor]] = {}  # on each device once, and copied for others on it
+
+        def given(r: int, columns: _Columns) -> list[torch.Tensor]:
+            if (device := self._devices[r]) in made:
+                return [total.clone() for total in made[device]]
             for column in columns:
                 check_addable(column)
-            return in_packs(columns, self._bytes_per_pack, lambda column: added(column, self._where(r, column)))
+            made[device] = self._sums(r, columns)
+            return made[device]
 
-        outputs, wants_grad = self._exchange(name, tensors, sums, names)
+        outputs, wants_grad = self._exchange(name, tensors, given, names)
         return self._differentiable(tensors, outputs) if wants_grad else outputs
 
     def all_gather(
@@ -126,6 +131,12 @@ class Collective:
             return in_packs(columns, self._bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
 
         return self._exchange("the backward of a collective", grads, sums)[0]
+
+    def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
+        device = self._devices[r]
+        if device is not None and not self._bytes_per_pack:
+            return sums(columns, device)
+        return in_packs(columns, self._bytes_per_pack, lambda column: added(column, self._where(r, column)))
 
     def _scaled_sum_for(self, r: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
         if not self._weights[r]:

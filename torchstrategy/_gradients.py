@@ -41,6 +41,7 @@ from torchstrategy._torch import (
     set_slots,
     slot,
     slots,
+    unseen_by_function_modes,
     version,
 )
 from torchstrategy._trace import traced
@@ -129,7 +130,7 @@ class Gradients:
         weighing = self._weighing()
         is_next = self._num_handed_in < len(weighing) and weighing[self._num_handed_in] == replica
         if self._take_turns and self._all_reduce is None and is_next:
-            with undisturbed(), traced("hand in gradients"):
+            with unseen_by_function_modes(), undisturbed(), traced("hand in gradients"):
                 self.ledgers[replica].handed_in = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:

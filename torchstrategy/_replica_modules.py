@@ -108,21 +108,26 @@ class ReplicaModules:
 
     def bring_parameters(self, originals: Originals, changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
-        targets, sources, owners = [], [], originals.tensors
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        counting: set[int] = set()  # those that count for themselves from here on
+        owners = originals.tensors
         for index in changed if self._counting else moved:
             if self._aliased[index] and index not in moved:
                 continue
-            local, owner = self.parameters[index], owners[index].detach()
+            local, owner = self.parameters[index], owners[index]
             if self._aliased[index] and owner.device == local.device:
-                local.data = owner
-                self._counting = sorted({*self._counting, index})
+                local.data = owner.detach()
+                counting.add(index)
             elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
-                local.data = owner.to(local.device, copy=True)
+                local.data = owner.detach().to(local.device, copy=True)
                 self._aliased[index] = False
-                self._counting = sorted({*self._counting, index})
+                counting.add(index)
             else:
-                targets.append(local.detach())
-                sources.append(owners[index])  # the very same for each replica: `write` may broadcast it
+                targets.append(local)
+                sources.append(owner)  # the very same for each replica: `write` may broadcast it
+        if counting:
+            self._counting = sorted({*self._counting, *counting})
         return Write(targets, sources)
 
     def shares(self, index: int) -> bool:

@@ -122,6 +122,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "unseen_by_function_modes",
     "version",
     "versions",
     "without_keys",
@@ -142,6 +143,9 @@ HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
+
+# For the length of a block, no function mode sees what is called: those of the user are for what the user calls.
+unseen_by_function_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 # How many function modes there are, without a list of them: asked in every run.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
