@@ -1,6 +1,6 @@
 """All benchmarks, in one table.
 
-python benchmarks [--rounds N] [--json FILE] [names...]
+    python benchmarks [--rounds N] [--json FILE] [names...]
 
 Each script runs in an interpreter of its own: none meets what another one has left, such as simulated devices. What a
 script cannot measure here it says, and leaves out.
@@ -19,9 +19,12 @@ from contest import HEADER, Row, arguments, line, write
 SCRIPTS = (
     "one_device",
     "replicas",
+    "replication",
+    "reduction",
     "prefetch",
     "processes",
     "memory",
+    "accelerator",
     "simulated",
 )
 

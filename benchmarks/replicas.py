@@ -2,8 +2,9 @@
 
     python benchmarks/replicas.py [--rounds N] [--json FILE]
 
-By hand, a model is one and its gradients are added up where backward leaves them; or, as MirroredStrategy has it, each
-piece has a model and an optimizer of its own, and gradients are added up before each takes the same step.
+By hand, a model is one and its gradients are added up where backward leaves them; or each piece has modules of its own,
+that share the memory of the parameters, and a thread; or, as MirroredStrategy has it, each has a model and an optimizer of
+its own, and gradients are added up before each takes the same step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -45,6 +47,36 @@ def by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
         optimizer.zero_grad()
         for x, y in pieces(batch, replicas):
             (F.mse_loss(model(x), y) * (len(x) / ROWS)).backward()
+        optimizer.step()
+
+    return step
+
+
+def threads_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
+    """The least that replicas are: modules that share the memory of parameters, each on a thread, one after another."""
+    model, optimizer = make()
+    owners = list(model.parameters())
+    copies = [[nn.Parameter(owner.detach()) for owner in owners] for _ in range(replicas)]
+    models = [copy.deepcopy(model, {id(o): p for o, p in zip(owners, own, strict=True)}) for own in copies]
+    threads = [ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) for _ in range(replicas)]
+
+    def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        (F.mse_loss(model(x), y) * (len(x) / ROWS)).backward()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        total: list[torch.Tensor] = []
+        for thread, model, own, (x, y) in zip(threads, models, copies, pieces(batch, replicas), strict=True):
+            thread.submit(backward, model, x, y).result()
+            gradients = [p.grad for p in own if p.grad is not None]
+            if total:
+                torch._foreach_add_(total, gradients)
+            else:
+                total = gradients
+            for parameter in own:
+                parameter.grad = None
+        for owner, gradient in zip(owners, total, strict=True):
+            owner.grad = gradient
         optimizer.step()
 
     return step
@@ -118,6 +150,7 @@ def same_batch(rounds: int, replicas: int, width: int, modules: int = 100) -> li
 
     works = {
         "by hand": (by_hand(make, replicas, batch), ()),
+        "threads by hand": (threads_by_hand(make, replicas, batch), ("by hand",)),
         "Central, whole step": (inside(central, make, batch), ("by hand",)),
         "Central, optimizer outside": (outside(central, make, batch), ("by hand",)),
         "copies by hand": (copies_by_hand(make, replicas, batch), ()),
@@ -126,7 +159,7 @@ def same_batch(rounds: int, replicas: int, width: int, modules: int = 100) -> li
     }
     repeats = 1 if rounds == 1 else 3
     contenders = {
-        name: Contender(timed(work, repeats, time.process_time), against, BAR if against else None)
+        name: Contender(timed(work, repeats, time.process_time), against, None if "by hand" in name else BAR)
         for name, (work, against) in works.items()
     }
     return compared(f"{replicas} replicas, {modules} modules of {width}", contenders, rounds)
