@@ -2,9 +2,9 @@
 
     python benchmarks/replicas.py [--rounds N] [--json FILE]
 
-By hand, a model is one and its gradients are added up where backward leaves them; or each piece has a thread, and modules
-that share the memory of the parameters; or, as MirroredStrategy has it, each has a model and an optimizer of its own, and
-gradients are added up before each takes the same step.
+By hand, a model is one and its gradients are added up where backward leaves them; or each piece has a thread, and
+modules that share the memory of the parameters; or, as MirroredStrategy has it, each has a model and an optimizer of
+its own, and gradients are added up before each takes the same step.
 """
 
 from __future__ import annotations
