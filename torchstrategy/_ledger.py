@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from torchstrategy._replica import Replica
-from torchstrategy._torch import is_compiling, make_parameter, requires_grad_of, set_slot, set_slots, slot, slots
+from torchstrategy._torch import is_compiling, make_parameter, requires_grad_of, set_slot, set_slots, sizes, slot, slots
 
 if TYPE_CHECKING:
     from torchstrategy._gradients import Gradients
@@ -97,8 +97,9 @@ CLEARED_NOTHING = View(None, had_none=True)
 
 # The C library gives what is free at the end of a thread's heap back to the kernel, which makes it anew, page by page,
 # for the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held
-# back until then, so that the end of the heap is not free.
+# back until then, so that the end of the heap is not free. Where gradients are large, their memory is for others.
 _FEW = 4
+_SMALL = 1 << 25  # bytes of all gradients of a replica
 
 
 @final
@@ -198,7 +199,7 @@ class ReplicaLedger:
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
-        if len(taken) > _FEW:
+        if len(taken) > _FEW and sum(sizes(taken.values())) < _SMALL:
             self._held_back = min(islice(taken.values(), _FEW), key=torch.Tensor.numel)
         return taken, are_ours
 

@@ -107,6 +107,7 @@ __all__ = [
     "schema",
     "set_slot",
     "set_slots",
+    "sizes",
     "slot",
     "slots",
     "sparse_indices",
@@ -167,6 +168,7 @@ _hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
 _late_hooks: Callable[[torch.Tensor], object] = _of_tensor._post_accumulate_grad_hooks.__get__
 _layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
 _dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
+_nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
 _shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
 
 
@@ -183,6 +185,11 @@ def set_slots(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each of some tensors was written in place."""
     return list(map(version, tensors))
+
+
+def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How many bytes the numbers of each of some tensors take."""
+    return list(map(_nbytes, tensors))
 
 
 def requires_grad_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
