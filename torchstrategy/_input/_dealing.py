@@ -33,17 +33,19 @@ class Dealt(NamedTuple):
 
     leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
     spec: TreeSpec
-    rows: tuple[int, ...] | None  # how many each replica got; None: they are not counted
+    rows: tuple[int, ...] | None  # how many each replica got; None: a lone one gets the element whole, as one leaf
 
-    def assembled(self) -> Tree:
-        """The element, with a per-replica value in place of its pieces; the lone piece of a lone replica is bare."""
+    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+        """The element, with a per-replica value in place of its pieces; or the whole one.
 
-        def value(leaf: Tree) -> Tree:
-            if type(leaf) is not Pieces:
-                return leaf
-            return leaf[0] if self.rows is None else PerReplica(leaf, self.rows)
-
-        return unflatten_like([value(leaf) for leaf in self.leaves], self.spec)
+        Args:
+            arrived: What each replica got of the leaves that are in pieces.
+        """
+        if self.rows is None:
+            return arrived[0][0]
+        columns = zip(*arrived, strict=True)
+        leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Pieces else leaf for leaf in self.leaves]
+        return unflatten_like(leaves, self.spec)
 
 
 def in_equal_parts(replicas: int) -> Sizes:
@@ -71,8 +73,7 @@ def in_proportion(shares: Sequence[float]) -> Sizes:
 
 def whole(element: Tree) -> Dealt:
     """An element for a lone replica, which needs no rows."""
-    leaves, spec = tree_flatten(element, is_leaf)
-    return Dealt([Pieces([leaf]) for leaf in leaves], spec, None)
+    return Dealt([Pieces([element])], _ONE_LEAF, None)
 
 
 def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
@@ -166,3 +167,6 @@ def _without_rows(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
     return taken(leaf, slice(0, 0))
+
+
+_ONE_LEAF = tree_flatten(None)[1]

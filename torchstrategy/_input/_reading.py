@@ -23,12 +23,10 @@ class Shipment(NamedTuple):
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, once its pieces are there. Runs on the consumer's thread."""
-        leaves, spec, rows = self.dealt
-        arrived = zip(*[route.arrive(cargo) for route, cargo in zip(routes, self.cargo, strict=True)], strict=True)
-        leaves = [Pieces(next(arrived)) if type(leaf) is Pieces else leaf for leaf in leaves]
+        arrived = [route.arrive(cargo) for route, cargo in zip(routes, self.cargo, strict=True)]
         for mark in self.marks:
             mark.reach()
-        return Dealt(leaves, spec, rows).assembled()
+        return self.dealt.assembled(arrived)
 
 
 def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:

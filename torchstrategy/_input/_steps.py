@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torchstrategy._input._dealing import Dealt, Pieces, Sizes, joined, split, whole
+from torchstrategy._input._kinds import is_leaf
 from torchstrategy._input._source import Pass, Position, Source
-from torchstrategy._input._spec import PerReplicaSpec, spec_of
-from torchstrategy._tree import unflatten_like
+from torchstrategy._input._spec import PerReplicaSpec, TensorSpec, spec_of
+from torchstrategy._tree import map_leaves, unflatten_like
 from torchstrategy._types import Tree
 from torchstrategy._values import ABSENT
 
 
-@final
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """Where a consumer stands in a pass when it has consumed a step."""
 
     position: Position
@@ -64,13 +62,18 @@ class Dealer(ABC):
     def _spec_of(self, dealt: Dealt) -> Tree:
         rows, is_batched = self.rows(), self.sources[0].is_batched
 
-        def spec(leaf: Tree) -> Tree:
-            if type(leaf) is not Pieces:
-                return spec_of(leaf, None, is_batched=is_batched)
-            specs = [spec_of(piece, count, is_batched=is_batched) for piece, count in zip(leaf, rows, strict=True)]
-            return specs[0] if self.replicas == 1 else PerReplicaSpec(tuple(specs))
+        def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
+            return spec_of(leaf, count, is_batched=is_batched)
 
-        return unflatten_like([spec(leaf) for leaf in dealt.leaves], dealt.spec)
+        def specs(leaf: Tree) -> Tree:
+            if type(leaf) is not Pieces:
+                return spec(leaf, None)
+            return PerReplicaSpec(tuple(map(spec, leaf, rows)))
+
+        if dealt.rows is None:
+            ((element,),) = dealt.leaves
+            return map_leaves(spec, element, is_leaf)
+        return unflatten_like([specs(leaf) for leaf in dealt.leaves], dealt.spec)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -194,5 +197,7 @@ class Steps:
         return Step(dealt, self._marks())
 
     def _marks(self) -> list[Mark]:
-        states = [one.source.state_of_loader() if self._is_ahead else None for one in self._passes]
-        return [Mark(one.position, one.count, state) for one, state in zip(self._passes, states, strict=True)]
+        return [
+            Mark(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            for one in self._passes
+        ]

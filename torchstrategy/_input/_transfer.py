@@ -19,7 +19,7 @@ import torch
 
 from torchstrategy._comm import copy_stream
 from torchstrategy._devices import is_accelerator, place
-from torchstrategy._input._kinds import applied, memory_of
+from torchstrategy._input._kinds import applied, applied_within, memory_of
 from torchstrategy._types import Device, Tree
 
 
@@ -37,10 +37,12 @@ class Route:
 
     Args:
         device: Where pieces go. None: they stay where they are.
+        is_only: Whether there is no other replica, and its pieces are whole elements, in containers.
     """
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, device: Device | None, *, is_only: bool) -> None:
         self.device = None if device is None else place(device)
+        self._applied = applied_within if is_only else applied
         self.has_copies = device is not None and is_accelerator(device)  # that a worker could make ahead
 
     def depart(self, pieces: Sequence[Tree]) -> Cargo:
@@ -55,7 +57,7 @@ class Route:
                 moved.append(there)
             return there
 
-        departed = [applied(piece, move) for piece in pieces]
+        departed = [self._applied(piece, move) for piece in pieces]
         events = [torch.accelerator.current_stream(self.device).record_event()] if moved else []
         return Cargo(departed, moved, events)
 
@@ -74,7 +76,7 @@ class Route:
             return moved[-1]
 
         with stream:  # which makes its device the current one, too: pinned memory is made for that
-            pieces = [applied(piece, copy) for piece in cargo.pieces]
+            pieces = [self._applied(piece, copy) for piece in cargo.pieces]
             events = [stream.record_event()] if moved else []
         return Cargo(pieces, [*cargo.moved, *moved], [*cargo.events, *events])
 
