@@ -28,21 +28,36 @@ class Pieces(list[Tree]):
     """What each replica gets of one leaf."""
 
 
+@final
+class Whole(NamedTuple):
+    """An element of a dataset for a lone replica, which needs no rows."""
+
+    element: Tree
+
+    def pieces(self) -> list[list[Tree]]:
+        """What the replica is given: one piece, in its containers."""
+        return [[self.element]]
+
+    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+        """The element, once it is there."""
+        return arrived[0][0]
+
+
+@final
 class Dealt(NamedTuple):
     """An element of a dataset, dealt out."""
 
     leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
     spec: TreeSpec
-    rows: tuple[int, ...] | None  # how many each replica got; None: a lone one gets the element whole, as one leaf
+    rows: tuple[int, ...]  # how many each replica got
+
+    def pieces(self) -> list[list[Tree]]:
+        """What each replica is given of the leaves that are in pieces."""
+        columns = [leaf for leaf in self.leaves if type(leaf) is Pieces]
+        return [[column[r] for column in columns] for r in range(len(self.rows))]
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
-        """The element, with a per-replica value in place of its pieces; or the whole one.
-
-        Args:
-            arrived: What each replica got of the leaves that are in pieces.
-        """
-        if self.rows is None:
-            return arrived[0][0]
+        """The element, with a per-replica value in place of its pieces, once those are there."""
         columns = zip(*arrived, strict=True)
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Pieces else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
@@ -69,11 +84,6 @@ def in_proportion(shares: Sequence[float]) -> Sizes:
         return list(map(slice, ends, ends[1:]))
 
     return slices
-
-
-def whole(element: Tree) -> Dealt:
-    """An element for a lone replica, which needs no rows."""
-    return Dealt([Pieces([element])], _ONE_LEAF, None)
 
 
 def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
@@ -167,6 +177,3 @@ def _without_rows(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
     return taken(leaf, slice(0, 0))
-
-
-_ONE_LEAF = tree_flatten(None)[1]

@@ -54,11 +54,14 @@ def kind_of(value: Any) -> Kind | None:
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is dealt out as one, though torch's pytree may know it as a container."""
+    kind = type(value)
+    if kind is list:
+        return bool(value) and not any(map(_has_rows, value))
+    if kind is tuple:
+        return _is_strings(value)
     return (
-        type(value) is torch.Tensor  # so that no one has to look further
+        kind is torch.Tensor  # so that no one has to look further
         or isinstance(value, (rnn.PackedSequence, torch.Size))
-        or (type(value) is list and bool(value) and not any(map(_has_rows, value)))
-        or _is_strings(value)
         or registration_of(value) is not None
     )
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
-from torchstrategy._input._dealing import Dealt, Pieces, Sizes, joined, split, whole
+from torchstrategy._input._dealing import Dealt, Pieces, Sizes, Whole, joined, split
 from torchstrategy._input._kinds import is_leaf
 from torchstrategy._input._source import Pass, Position, Source
 from torchstrategy._input._spec import PerReplicaSpec, TensorSpec, spec_of
@@ -19,19 +19,12 @@ class Mark(NamedTuple):
     """Where a consumer stands in a pass when it has consumed a step."""
 
     position: Position
-    count: int
+    consumed: int
     loader: Any
 
     def reach(self) -> None:
         """Says that it has."""
-        self.position.count, self.position.loader = self.count, self.loader
-
-
-class Step(NamedTuple):
-    """What the replicas are given for one step, not moved yet."""
-
-    dealt: Dealt
-    marks: list[Mark]
+        self.position.count, self.position.loader = self.consumed, self.loader
 
 
 class Dealer(ABC):
@@ -54,12 +47,12 @@ class Dealer(ABC):
             self._spec = self._spec_of(self.deal(self.first()))
         return self._spec
 
-    def saw(self, dealt: Dealt) -> None:
+    def saw(self, dealt: Dealt | Whole) -> None:
         """Takes the spec from an element that was read, where it will be too late to look at one."""
         if self._has_to_be_seen and self._spec is None:
             self._spec = self._spec_of(dealt)
 
-    def _spec_of(self, dealt: Dealt) -> Tree:
+    def _spec_of(self, dealt: Dealt | Whole) -> Tree:
         rows, is_batched = self.rows(), self.sources[0].is_batched
 
         def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
@@ -70,9 +63,8 @@ class Dealer(ABC):
                 return spec(leaf, None)
             return PerReplicaSpec(tuple(map(spec, leaf, rows)))
 
-        if dealt.rows is None:
-            ((element,),) = dealt.leaves
-            return map_leaves(spec, element, is_leaf)
+        if isinstance(dealt, Whole):
+            return map_leaves(spec, dealt.element, is_leaf)
         return unflatten_like([specs(leaf) for leaf in dealt.leaves], dealt.spec)
 
     @abstractmethod
@@ -92,7 +84,7 @@ class Dealer(ABC):
         """Reads the elements of one step into a list, which holds what was read before an error."""
 
     @abstractmethod
-    def deal(self, elements: Sequence[Tree]) -> Dealt:
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
         """Deals them out."""
 
 
@@ -129,10 +121,10 @@ class InPieces(Dealer):
     def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
         elements.append(next(passes[0]))
 
-    def deal(self, elements: Sequence[Tree]) -> Dealt:
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
         (element,) = elements
         if self.replicas == 1:
-            return whole(element)
+            return Whole(element)
         return split(element, self._sizes, self.replicas, is_moved=self._is_moved)
 
 
@@ -164,8 +156,8 @@ class OneForEach(Dealer):
             elements.clear()
             raise StopIteration
 
-    def deal(self, elements: Sequence[Tree]) -> Dealt:
-        return whole(elements[0]) if self.replicas == 1 else joined(elements)
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        return Whole(elements[0]) if self.replicas == 1 else joined(elements)
 
 
 @final
@@ -186,15 +178,15 @@ class Steps:
         for mark in self._marks():
             mark.reach()
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[tuple[Dealt | Whole, list[Mark]]]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
         self._dealer.read(self._passes, self._elements)
         elements, self._elements = self._elements, []
         dealt = self._dealer.deal(elements)
         self._dealer.saw(dealt)
-        return Step(dealt, self._marks())
+        return dealt, self._marks()
 
     def _marks(self) -> list[Mark]:
         return [
