@@ -118,6 +118,8 @@ def taken(leaf: Any, rows: slice) -> Any:
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with what `fn` makes of each tensor in its place. An array of numbers becomes a tensor."""
+    if type(leaf) is torch.Tensor:
+        return leaf if _of_tensor(leaf) is None else fn(leaf)
     kind = kind_of(leaf)
     return leaf if kind is None else kind.apply(leaf, fn)
 

@@ -76,7 +76,8 @@ class OnDemand(Reading):
             raise StopIteration
         shipment = shipped(self._steps, self._routes)
         for r, route in enumerate(self._routes):
-            shipment.cargo[r] = route.carry(shipment.cargo[r])
+            if route.has_copies:
+                shipment.cargo[r] = route.carry(shipment.cargo[r])
         return shipment.received(self._routes)
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class Route:
         moved: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if self.device is None or not is_accelerator(tensor.device):
+            if self.device is None or tensor.is_cpu:
                 return tensor
             there = tensor.to(self.device, non_blocking=self.has_copies)
             if self.has_copies:
@@ -62,15 +62,14 @@ class Route:
         return Cargo(departed, moved, events)
 
     def carry(self, cargo: Cargo) -> Cargo:
-        """Runs on the replica's worker, if it has one."""
+        """Runs on the replica's worker, if it has one. Only where `has_copies`."""
         device = self.device
-        if device is None or not self.has_copies:
-            return cargo
+        assert device is not None
         moved: list[torch.Tensor] = []
         stream = copy_stream(device)
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if is_accelerator(tensor.device):
+            if not tensor.is_cpu:
                 return tensor
             moved.append(_pinned(tensor).to(device, non_blocking=True))
             return moved[-1]
