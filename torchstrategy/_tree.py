@@ -21,6 +21,11 @@ def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> t
     return _torch.tree_flatten(tree, is_leaf=is_leaf or _is_one_thing)
 
 
+def is_container(value: Tree) -> bool:
+    """Whether there are leaves in a value, or could be."""
+    return not _torch.tree_is_leaf(value, is_leaf=_is_one_thing)
+
+
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
     is_leaf = is_leaf or _is_one_thing
@@ -32,11 +37,6 @@ def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree],
     if kind is dict:
         return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
     return _torch.tree_map(fn, tree, is_leaf=is_leaf)
-
-
-def is_container(value: Tree) -> bool:
-    """Whether there are leaves in a value, or could be."""
-    return not _torch.tree_is_leaf(value, is_leaf=_is_one_thing)
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
