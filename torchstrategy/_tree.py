@@ -28,7 +28,15 @@ def is_container(value: Tree) -> bool:
 
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
-    return _torch.tree_map(fn, tree, is_leaf=is_leaf or _is_one_thing)
+    is_leaf = is_leaf or _is_one_thing
+    if is_leaf(tree):
+        return fn(tree)
+    kind = type(tree)  # what batches are as a rule is quicker to walk than to flatten
+    if kind is list or kind is tuple:
+        return kind([map_leaves(fn, item, is_leaf) for item in tree])
+    if kind is dict:
+        return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
+    return _torch.tree_map(fn, tree, is_leaf=is_leaf)
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:

@@ -211,7 +211,8 @@ def _source(dataset: Any, what: str) -> Source:
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
-    return [Route(device if options.experimental_fetch_to_device else None) for device in devices]
+    is_only = len(devices) == 1
+    return [Route(device if options.experimental_fetch_to_device else None, is_only=is_only) for device in devices]
 
 
 def _checked(state_dict: Any) -> list[State]:

@@ -28,22 +28,39 @@ class Pieces(list[Tree]):
     """What each replica gets of one leaf."""
 
 
+@final
+class Whole(NamedTuple):
+    """An element of a dataset for a lone replica, which needs no rows."""
+
+    element: Tree
+
+    def pieces(self) -> list[list[Tree]]:
+        """What the replica is given: one piece, in its containers."""
+        return [[self.element]]
+
+    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+        """The element, once it is there."""
+        return arrived[0][0]
+
+
+@final
 class Dealt(NamedTuple):
     """An element of a dataset, dealt out."""
 
     leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
     spec: TreeSpec
-    rows: tuple[int, ...] | None  # how many each replica got; None: they are not counted
+    rows: tuple[int, ...]  # how many each replica got
 
-    def assembled(self) -> Tree:
-        """The element, with a per-replica value in place of its pieces; the lone piece of a lone replica is bare."""
+    def pieces(self) -> list[list[Tree]]:
+        """What each replica is given of the leaves that are in pieces."""
+        columns = [leaf for leaf in self.leaves if type(leaf) is Pieces]
+        return [[column[r] for column in columns] for r in range(len(self.rows))]
 
-        def value(leaf: Tree) -> Tree:
-            if type(leaf) is not Pieces:
-                return leaf
-            return leaf[0] if self.rows is None else PerReplica(leaf, self.rows)
-
-        return unflatten_like([value(leaf) for leaf in self.leaves], self.spec)
+    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+        """The element, with a per-replica value in place of its pieces, once those are there."""
+        columns = zip(*arrived, strict=True)
+        leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Pieces else leaf for leaf in self.leaves]
+        return unflatten_like(leaves, self.spec)
 
 
 def in_equal_parts(replicas: int) -> Sizes:
@@ -67,12 +84,6 @@ def in_proportion(shares: Sequence[float]) -> Sizes:
         return list(map(slice, ends, ends[1:]))
 
     return slices
-
-
-def whole(element: Tree) -> Dealt:
-    """An element for a lone replica, which needs no rows."""
-    leaves, spec = tree_flatten(element, is_leaf)
-    return Dealt([Pieces([leaf]) for leaf in leaves], spec, None)
 
 
 def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:

@@ -35,6 +35,8 @@ from torchstrategy._types import Device, Tree
 
 def kind_of(value: Any) -> Kind | None:
     """What can be done with a leaf of a batch; None if it is not known how to deal it out."""
+    if type(value) is torch.Tensor:  # by far the most are, and it cannot be registered
+        return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
         return registered
     if isinstance(value, torch.Tensor):
@@ -52,12 +54,14 @@ def kind_of(value: Any) -> Kind | None:
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is dealt out as one, though torch's pytree may know it as a container."""
-    return (
-        isinstance(value, (rnn.PackedSequence, torch.Size))
-        or (type(value) is list and bool(value) and not any(map(_has_rows, value)))
-        or _is_strings(value)
-        or registration_of(value) is not None
-    )
+    kind = type(value)  # that of most values settles it: the first three cannot be registered
+    if kind is torch.Tensor:
+        return True
+    if kind is list:
+        return bool(value) and not any(map(_has_rows, value))
+    if kind is tuple:
+        return _is_strings(value)
+    return isinstance(value, (rnn.PackedSequence, torch.Size)) or registration_of(value) is not None
 
 
 def counts_within(value: Any) -> list[int] | None:
@@ -112,8 +116,15 @@ def taken(leaf: Any, rows: slice) -> Any:
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with what `fn` makes of each tensor in its place. An array of numbers becomes a tensor."""
+    if type(leaf) is torch.Tensor:  # the same, by a shorter way
+        return leaf if _of_tensor(leaf) is None else fn(leaf)
     kind = kind_of(leaf)
     return leaf if kind is None else kind.apply(leaf, fn)
+
+
+def applied_within(batch: Tree, fn: TensorFn) -> Tree:
+    """`batch` with what `fn` makes of each tensor in its place, in containers of its own."""
+    return map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
 
 
 def tensors_within(leaf: Any) -> list[torch.Tensor]:
@@ -130,7 +141,7 @@ def tensors_within(leaf: Any) -> list[torch.Tensor]:
 
 def moved(batch: Tree, device: Device) -> Tree:
     """`batch` with each tensor on `device`. Arrays of numbers become tensors."""
-    return map_leaves(lambda leaf: applied(leaf, lambda tensor: tensor.to(device)), batch, is_leaf)
+    return applied_within(batch, lambda tensor: tensor.to(device))
 
 
 def memory_of(tensor: Any) -> list[torch.Tensor]:
@@ -147,7 +158,7 @@ def _has_rows(value: Any) -> bool:
     """Whether a list with such an item is a container, and not a list of rows."""
     if type(value) in _PLAIN:
         return False
-    if is_container(value):
+    if type(value) is not torch.Tensor and is_container(value):
         return True
     kind = kind_of(value)
     if kind is None:

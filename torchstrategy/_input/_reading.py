@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from torchstrategy._input._dealing import Dealt, Pieces
+from torchstrategy._input._dealing import Dealt, Whole
 from torchstrategy._input._steps import Mark, Steps
 from torchstrategy._input._transfer import Cargo, Route
 from torchstrategy._trace import traced
@@ -17,18 +17,16 @@ from torchstrategy._types import Tree
 class Shipment(NamedTuple):
     """A step, and what each replica gets of it, on its way."""
 
-    dealt: Dealt
+    dealt: Dealt | Whole
     marks: list[Mark]
     cargo: list[Cargo]
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, once its pieces are there. Runs on the consumer's thread."""
-        leaves, spec, rows = self.dealt
-        arrived = zip(*[route.arrive(cargo) for route, cargo in zip(routes, self.cargo, strict=True)], strict=True)
-        leaves = [Pieces(next(arrived)) if type(leaf) is Pieces else leaf for leaf in leaves]
+        arrived = list(map(Route.arrive, routes, self.cargo))
         for mark in self.marks:
             mark.reach()
-        return Dealt(leaves, spec, rows).assembled()
+        return self.dealt.assembled(arrived)
 
 
 def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
@@ -39,8 +37,7 @@ def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
     """
     with traced("deal a batch"):
         dealt, marks = next(steps)
-        pieces = [leaf for leaf in dealt.leaves if type(leaf) is Pieces]
-        return Shipment(dealt, marks, [route.depart([leaf[r] for leaf in pieces]) for r, route in enumerate(routes)])
+        return Shipment(dealt, marks, list(map(Route.depart, routes, dealt.pieces())))
 
 
 class Reading(ABC):
@@ -79,7 +76,8 @@ class OnDemand(Reading):
             raise StopIteration
         shipment = shipped(self._steps, self._routes)
         for r, route in enumerate(self._routes):
-            shipment.cargo[r] = route.carry(shipment.cargo[r])
+            if route.has_copies:
+                shipment.cargo[r] = route.carry(shipment.cargo[r])
         return shipment.received(self._routes)
 
     def close(self) -> None:

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from torchstrategy._input._dealing import Dealt, Pieces, Sizes, joined, split, whole
+from torchstrategy._input._dealing import Dealt, Pieces, Sizes, Whole, joined, split
+from torchstrategy._input._kinds import is_leaf
 from torchstrategy._input._source import Pass, Position, Source
-from torchstrategy._input._spec import PerReplicaSpec, spec_of
-from torchstrategy._tree import unflatten_like
+from torchstrategy._input._spec import PerReplicaSpec, TensorSpec, spec_of
+from torchstrategy._tree import map_leaves, unflatten_like
 from torchstrategy._types import Tree
 from torchstrategy._values import ABSENT
 
 
-@final
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """Where a consumer stands in a pass when it has consumed a step."""
 
     position: Position
-    count: int
+    consumed: int
     loader: Any
 
     def reach(self) -> None:
         """Says that it has."""
-        self.position.count, self.position.loader = self.count, self.loader
-
-
-class Step(NamedTuple):
-    """What the replicas are given for one step, not moved yet."""
-
-    dealt: Dealt
-    marks: list[Mark]
+        self.position.count, self.position.loader = self.consumed, self.loader
 
 
 class Dealer(ABC):
@@ -56,21 +47,25 @@ class Dealer(ABC):
             self._spec = self._spec_of(self.deal(self.first()))
         return self._spec
 
-    def saw(self, dealt: Dealt) -> None:
+    def saw(self, dealt: Dealt | Whole) -> None:
         """Takes the spec from an element that was read, where it will be too late to look at one."""
         if self._has_to_be_seen and self._spec is None:
             self._spec = self._spec_of(dealt)
 
-    def _spec_of(self, dealt: Dealt) -> Tree:
+    def _spec_of(self, dealt: Dealt | Whole) -> Tree:
         rows, is_batched = self.rows(), self.sources[0].is_batched
 
-        def spec(leaf: Tree) -> Tree:
-            if type(leaf) is not Pieces:
-                return spec_of(leaf, None, is_batched=is_batched)
-            specs = [spec_of(piece, count, is_batched=is_batched) for piece, count in zip(leaf, rows, strict=True)]
-            return specs[0] if self.replicas == 1 else PerReplicaSpec(tuple(specs))
+        def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
+            return spec_of(leaf, count, is_batched=is_batched)
 
-        return unflatten_like([spec(leaf) for leaf in dealt.leaves], dealt.spec)
+        def specs(leaf: Tree) -> Tree:
+            if type(leaf) is not Pieces:
+                return spec(leaf, None)
+            return PerReplicaSpec(tuple(map(spec, leaf, rows)))
+
+        if isinstance(dealt, Whole):
+            return map_leaves(spec, dealt.element, is_leaf)
+        return unflatten_like([specs(leaf) for leaf in dealt.leaves], dealt.spec)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -89,7 +84,7 @@ class Dealer(ABC):
         """Reads the elements of one step into a list, which holds what was read before an error."""
 
     @abstractmethod
-    def deal(self, elements: Sequence[Tree]) -> Dealt:
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
         """Deals them out."""
 
 
@@ -126,10 +121,10 @@ class InPieces(Dealer):
     def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
         elements.append(next(passes[0]))
 
-    def deal(self, elements: Sequence[Tree]) -> Dealt:
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
         (element,) = elements
         if self.replicas == 1:
-            return whole(element)
+            return Whole(element)
         return split(element, self._sizes, self.replicas, is_moved=self._is_moved)
 
 
@@ -161,8 +156,8 @@ class OneForEach(Dealer):
             elements.clear()
             raise StopIteration
 
-    def deal(self, elements: Sequence[Tree]) -> Dealt:
-        return whole(elements[0]) if self.replicas == 1 else joined(elements)
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        return Whole(elements[0]) if self.replicas == 1 else joined(elements)
 
 
 @final
@@ -183,16 +178,18 @@ class Steps:
         for mark in self._marks():
             mark.reach()
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[tuple[Dealt | Whole, list[Mark]]]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
         self._dealer.read(self._passes, self._elements)
         elements, self._elements = self._elements, []
         dealt = self._dealer.deal(elements)
         self._dealer.saw(dealt)
-        return Step(dealt, self._marks())
+        return dealt, self._marks()
 
     def _marks(self) -> list[Mark]:
-        states = [one.source.state_of_loader() if self._is_ahead else None for one in self._passes]
-        return [Mark(one.position, one.count, state) for one, state in zip(self._passes, states, strict=True)]
+        return [
+            Mark(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            for one in self._passes
+        ]

@@ -19,7 +19,7 @@ import torch
 
 from torchstrategy._comm import copy_stream
 from torchstrategy._devices import is_accelerator, place
-from torchstrategy._input._kinds import applied, memory_of
+from torchstrategy._input._kinds import applied, applied_within, memory_of
 from torchstrategy._types import Device, Tree
 
 
@@ -37,10 +37,12 @@ class Route:
 
     Args:
         device: Where pieces go. None: they stay where they are.
+        is_only: Whether there is no other replica, and its pieces are whole elements, in containers.
     """
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, device: Device | None, *, is_only: bool) -> None:
         self.device = None if device is None else place(device)
+        self._applied = applied_within if is_only else applied
         self.has_copies = device is not None and is_accelerator(device)  # that a worker could make ahead
 
     def depart(self, pieces: Sequence[Tree]) -> Cargo:
@@ -48,33 +50,32 @@ class Route:
         moved: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if self.device is None or not is_accelerator(tensor.device):
+            if self.device is None or tensor.is_cpu:
                 return tensor
             there = tensor.to(self.device, non_blocking=self.has_copies)
             if self.has_copies:
                 moved.append(there)
             return there
 
-        departed = [applied(piece, move) for piece in pieces]
+        departed = [self._applied(piece, move) for piece in pieces]
         events = [torch.accelerator.current_stream(self.device).record_event()] if moved else []
         return Cargo(departed, moved, events)
 
     def carry(self, cargo: Cargo) -> Cargo:
-        """Runs on the replica's worker, if it has one."""
+        """Runs on the replica's worker, if it has one. Only where `has_copies`."""
         device = self.device
-        if device is None or not self.has_copies:
-            return cargo
+        assert device is not None
         moved: list[torch.Tensor] = []
         stream = copy_stream(device)
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if is_accelerator(tensor.device):
+            if not tensor.is_cpu:
                 return tensor
             moved.append(_pinned(tensor).to(device, non_blocking=True))
             return moved[-1]
 
         with stream:  # which makes its device the current one, too: pinned memory is made for that
-            pieces = [applied(piece, copy) for piece in cargo.pieces]
+            pieces = [self._applied(piece, copy) for piece in cargo.pieces]
             events = [stream.record_event()] if moved else []
         return Cargo(pieces, [*cargo.moved, *moved], [*cargo.events, *events])
 
