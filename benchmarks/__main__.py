@@ -46,7 +46,10 @@ def main() -> int:
                 print(f"{name}: failed", file=sys.stderr, flush=True)
                 failed += 1
                 continue
+            if not figures.exists():
+                continue  # it has said why
             found = json.loads(figures.read_text())
+            figures.unlink()
             if not where:
                 where = found["machine"]
                 print(f"{where}\n\n{HEADER}")
