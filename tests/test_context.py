@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -760,3 +761,29 @@ def test_a_failed_merge_at_top_level_leaves_nothing_behind() -> None:
     with pytest.raises(KeyError):
         get_replica_context().merge_call(fail)
     assert state() == outside()
+
+
+def test_a_run_of_one_replica_that_is_interrupted_anywhere_leaves_no_frame() -> None:
+    """A signal's handler raises where a function begins: on the way into the end of a block, the block stayed open."""
+    strategy = torchstrategy.OneDeviceStrategy("cpu")
+    calls = [0, 0]  # so far, and at which to raise
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        calls[0] += event == "call"
+        if calls[0] == calls[1]:
+            raise KeyboardInterrupt
+
+    was_interrupted = True
+    while was_interrupted:
+        calls[:] = [0, calls[1] + 1]
+        was_interrupted = False
+        former = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            strategy.run(lambda: None)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.settrace(former)
+        assert torchstrategy.get_strategy() is not strategy, f"interrupted at call {calls[1]}"
+    assert calls[1] > 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -1589,7 +1590,7 @@ def test_replicas_that_take_turns_do_not_each_hold_gradients(where):
             optimizer.step()
 
     strategy.run(step)
-    assert len(memory) == 4 and held == [0, 1, 1, 1]  # what is held is the total, which lies where the first one lay
+    assert len(memory) == 4 and held == [0] * 4  # the total is held
 
 
 class _Added(nn.Module):
@@ -1610,6 +1611,84 @@ def test_gradients_that_lie_in_one_piece_of_memory_are_weighed_once(make):
     strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, batch),))
     mse(twin, batch).backward()
     assert_close(gradients(model), gradients(twin), "once")
+
+
+class _Constant(torch.autograd.Function):
+    """A gradient that is always the same array."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, constant: Any) -> torch.Tensor:
+        ctx.constant = constant
+        return parameter.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return torch.from_numpy(ctx.constant), None
+
+
+def test_an_array_that_backward_returns_as_a_gradient_is_not_written():
+    strategy, constant = torchstrategy.CentralStorageStrategy(["cpu"] * 4), np.full((2, 3), 8.0, np.float32)
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+    for _ in range(2):
+        model.zero_grad()
+        strategy.run(lambda: _Constant.apply(model.weight, constant).backward())
+        assert bool((model.weight.grad == 8).all()) and bool((constant == 8).all())
+
+
+class _Conjugated(nn.Module):
+    """Backward leaves conjugated views as gradients, which fused loops do not write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+        self.second = nn.Parameter(torch.tensor([2 - 1j, 1 + 1j]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.first.conj() * self.second)
+
+
+def test_gradients_that_are_conjugated_views_are_those_of_the_whole_batch():
+    strategy, x = torchstrategy.CentralStorageStrategy(["cpu"] * 3), torch.randn(6, 2, dtype=torch.complex64)
+    with strategy.scope():
+        model = _Conjugated()
+    twin = _Conjugated()
+    strategy.run(lambda x: model(x).abs().mean().backward(), args=(deal(strategy, x),))
+    twin(x).abs().mean().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_what_was_cleared_to_none_is_not_made_of_zeros_by_clearing_it_again(make):
+    strategy = make(2)
+    (model, optimizer), _ = built(strategy, mlp, sgd)
+    strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, data(4)),))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+
+    strategy.run(step)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_runs_of_several_threads_lose_no_gradient():
+    """Each took the owners' gradients, and gave back what it had, between another one's two steps of the same."""
+    strategy, batch = torchstrategy.CentralStorageStrategy(["cpu"] * 2), data(4)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+
+    def train() -> None:
+        for _ in range(5):
+            strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, batch),))
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(20):
+        mse(twin, batch).backward()
+    assert_close(gradients(model), gradients(twin), "four threads")
 
 
 def test_a_tensor_that_a_step_puts_there_as_a_gradient_is_not_written(make):

@@ -1585,3 +1585,47 @@ def test_a_tensor_that_comes_to_lie_where_an_earlier_one_lay_is_not_taken_for_it
     model.table = [table]
     strategy.run(lambda: found.append(model.table[0].tolist()))
     assert found == [[1.0, 1.0]] * strategy.num_replicas_in_sync
+
+
+def test_hooks_that_are_copied_from_table_to_table_reach_the_replicas(make):
+    strategy = make(2)
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    strategy.run(lambda: None)
+    other = nn.Linear(1, 1)
+    other.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+    strategy.run(lambda: None)
+    model._forward_hooks.update(other._forward_hooks)
+    results = strategy.run(lambda: model(torch.ones(1)).item())
+    assert strategy.experimental_local_results(results) in ((0.0, 0.0), (0.0,))
+
+
+def test_what_has_another_name_has_it_in_replicas_too(make):
+    strategy = make(2)
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        model.former = True
+        model.config = types.SimpleNamespace(former=True)
+    strategy.run(lambda: None)
+    del model.former, model.config.former
+    model.latter = model.config.latter = True
+    found = []
+    strategy.run(lambda: found.append((hasattr(model, "former"), vars(model.config), model.latter)))
+    assert found == [(False, {"latter": True}, True)] * strategy.num_replicas_in_sync
+
+
+def test_a_merge_function_may_replace_the_data_of_a_parameter(make):
+    strategy = make(2)
+    with strategy.scope():
+        model = nn.Linear(2, 2, bias=False)
+    expected = model.weight.detach().t().tolist()
+
+    def transpose(strategy: torchstrategy.Strategy) -> None:
+        model.weight.data = model.weight.data.t()
+
+    def step() -> Any:
+        torchstrategy.get_replica_context().merge_call(transpose)
+        return model.weight.tolist()
+
+    found = strategy.experimental_local_results(strategy.run(step))
+    assert list(found) == [expected] * len(found)

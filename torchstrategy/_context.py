@@ -70,6 +70,11 @@ def set_default(strategy: StrategyBase, replica_context: ReplicaContext) -> None
     _default[:] = [strategy, replica_context]
 
 
+def frames_of_this_thread() -> list[Frame]:
+    """This thread's stack, for those who put a frame on it in another way than as a block."""
+    return _here.frames
+
+
 def current_frame() -> Frame | None:
     """The top of this thread's stack; None outside everything."""
     frames = _here.frames

@@ -15,7 +15,7 @@ from torchstrategy._collectives import Collective, as_axis, as_tensor, check_gat
 from torchstrategy._comm import sent_to
 from torchstrategy._communication import CommunicationOptions, check_usable
 from torchstrategy._conductors import performed_alone
-from torchstrategy._context import Frame
+from torchstrategy._context import Frame, frames_of_this_thread
 from torchstrategy._cross_device_ops import CrossDeviceOps
 from torchstrategy._devices import canonical, in_use, needs_device_context, place
 from torchstrategy._input import (
@@ -367,11 +367,17 @@ def _run_alone(
             check_component_counts(distributed, 1)
         if distributed or own_containers:
             args, kwargs = select(args, 0), select(kwargs, 0)
-    with LoneFrame(strategy):
+    frame, frames = LoneFrame(strategy), frames_of_this_thread()
+    depth = len(frames)
+    try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+        frames.append(frame)
         if device is None or not needs_device_context(device):
             return performed_alone(fn, args, kwargs)
         with in_use(device):
             return performed_alone(fn, args, kwargs)
+    finally:
+        del frames[depth:]
+        frame.ends()
 
 
 def _own(value: Tree) -> Tree:

@@ -106,12 +106,13 @@ class Gradients:
         own = self._own()
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
-        self._kept = slots(self.owners)
-        self.so_far = list(self._kept)
         self._has_updated = False
         self._everywhere.clear()
-        self._shares = shares
-        set_slots(self.owners, repeat(None))
+        with _exchanging:
+            self._kept = slots(self.owners)
+            self.so_far = list(self._kept)
+            self._shares = shares
+            set_slots(self.owners, repeat(None))
         if have_gradient_hooks(own):
             for index, owner in enumerate(own):
                 if has_gradient_hooks(owner):
@@ -142,21 +143,24 @@ class Gradients:
 
     def end(self) -> None:
         """Gives the owners the gradient of everything that was settled."""
-        if not self.is_alone:  # what a run of another thread has given them meanwhile is kept, as backward would
-            for index, owner in enumerate(self.owners):
-                other = slot(owner)
-                if other is not None:
-                    self._add(index, other)
-        self._give(self.so_far)
+        with _exchanging:
+            if not self.is_alone:  # what a run of another thread has given them meanwhile is kept, as backward would
+                for index, owner in enumerate(self.owners):
+                    other = slot(owner)
+                    if other is not None:
+                        self._add(index, other)
+            self._give(self.so_far)
         self._leave()
 
     def abort(self) -> None:
         """Gives the owners what they had before the run, or, if it made an update, what they had then."""
         if self._shares is None:
             return  # it has not begun, or has ended
-        if not self.is_alone:
-            self._kept = [slot(o) if kept is None else kept for o, kept in zip(self.owners, self._kept, strict=True)]
-        self._give(self._kept)
+        with _exchanging:
+            if not self.is_alone:
+                both = zip(self.owners, self._kept, strict=True)
+                self._kept = [slot(owner) if kept is None else kept for owner, kept in both]
+            self._give(self._kept)
         self._leave()
 
     def let_go(self) -> None:
@@ -436,6 +440,7 @@ def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return lambda: owner
 
 
+_exchanging = threading.RLock()  # runs of several threads take gradients from the same owners, and give them back
 _delivering = threading.Lock()  # the backward of several accelerators runs on a thread for each
 
 

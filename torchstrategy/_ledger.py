@@ -23,7 +23,7 @@ READING = "the first read of a gradient (.grad) after backward"
 
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
-_set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
+set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
 
 
 class LocalParameter(torch.nn.Parameter):
@@ -74,7 +74,7 @@ class LocalParameter(torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if self.ledger is not None and self.ledger.replica is not None:
             raise RuntimeError(written_in_replica(self.ledger.name(self.position)))
-        _set_plain_data(self, value)
+        set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         memo[id(self)] = copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -174,9 +174,10 @@ class ReplicaLedger:
             self.views = {index: CLEARED_NOTHING if so_far[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
             return
+        shown = [index for index in indices if self._has_local(index) or self._shows(index)]
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
-            zeros = {i: torch.zeros_like(self.own(i)) for i, view in cleared.items() if view is CLEARED}
+            zeros = {i: torch.zeros_like(self.own(i)) for i in shown}
             cleared.update((index, View(zero.detach())) for index, zero in zeros.items())
         self.views.update(cleared)
         for index in indices:
@@ -238,6 +239,11 @@ class ReplicaLedger:
 
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and slot(self.parameters[index]) is not None
+
+    def _shows(self, index: int) -> bool:
+        """Whether the step would be shown a gradient of what was settled."""
+        view = self.views.get(index)
+        return (self.gradients.so_far[index] if view is None else view.gradient) is not None
 
     def _cleared(self, index: int) -> View:
         """What clearing a gradient makes of the view of it."""

@@ -17,7 +17,6 @@ import types
 import weakref
 from collections.abc import Sequence, Set
 from itertools import chain
-from operator import is_
 from typing import Any, final
 
 import torch
@@ -30,9 +29,9 @@ from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._metrics import Metrics
 from torchstrategy._originals import Original, Originals
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
-from torchstrategy._replica_modules import ReplicaModules, differ, uncopyable, values_of
+from torchstrategy._replica_modules import ReplicaModules, differ, uncopyable
 from torchstrategy._shares import Shares
-from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Structure, same
+from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Held, Structure, held_in, same
 from torchstrategy._torch import requires_grad_of
 from torchstrategy._trace import traced
 from torchstrategy._types import Device
@@ -90,7 +89,7 @@ class Mirrors:
         self._structure = Structure(self._insides)
         self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
         self._attributes = [dict(inside) for inside in self._insides]
-        self._attribute_values = values_of(self._insides)
+        self._attribute_values = held_in(self._insides)
         self._contents = self._current_contents()
 
     @property
@@ -121,7 +120,7 @@ class Mirrors:
             return False
         if any(not same(known, _contents(container)) for container, known in self._contents):
             return False  # something was put into a list, dict or object, or taken out
-        values = values_of(self._insides)  # the tables are among them
+        values = held_in(self._insides)  # the tables are among them
         if not same(self._attribute_values, values):
             if not self._bring_attributes():
                 return False
@@ -272,7 +271,7 @@ class Mirrors:
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
 
-    def _current_contents(self) -> list[tuple[Any, list[object]]]:
+    def _current_contents(self) -> list[tuple[Any, Held]]:
         """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""
         found = {
             id(value): value
@@ -290,7 +289,7 @@ class Mirrors:
 
     def _bring_attributes(self) -> bool:
         for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
-            if len(known) == len(now) and all(map(is_, known.values(), now.values())):
+            if same(held_in([known]), held_in([now])):
                 continue
             changed = [name for name in {**known, **now} if known.get(name, MISSING) is not now.get(name, MISSING)]
             if any(name in TORCHS_OWN and name != "training" for name in changed):
@@ -336,10 +335,10 @@ def _may_be_changed(value: object) -> bool:
     return type(value) in (list, dict, set) or (hasattr(value, "__dict__") and not isinstance(value, others))
 
 
-def _contents(value: Any) -> list[object]:
+def _contents(value: Any) -> Held:
     if type(value) in (list, set):
-        return list(value)
-    return [*value, *value.values()] if type(value) is dict else list(vars(value).values())
+        return Held([], list(value))
+    return Held([], [*value, *value.values()]) if type(value) is dict else held_in([vars(value)])
 
 
 def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:

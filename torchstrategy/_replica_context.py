@@ -293,7 +293,7 @@ class LoneFrame(Frame):
             self._replica_context = running_context(self.strategy, ALONE)
         return self._replica_context
 
-    def __exit__(self, *exception: object) -> None:
-        Frame.__exit__(self)
+    def ends(self) -> None:
+        """The step has ended: a context that was kept meets nobody any more."""
         if self._replica_context is not None:
             self._replica_context._ends()

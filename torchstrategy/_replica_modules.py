@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
-from torchstrategy._ledger import LocalParameter
+from torchstrategy._ledger import LocalParameter, set_plain_data
 from torchstrategy._originals import Originals, write_value
 from torchstrategy._parts import TORCHS_OWN, held_plainly
-from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, VALUES, Change, Structure, same
+from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
 from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
 from torchstrategy._variables import LocalVariable, Variable, is_variable
@@ -94,8 +94,8 @@ class ReplicaModules:
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._attribute_values = values_of(self.insides)
-        self._structure = Structure(self.insides)
+        self._attribute_values = held_in(self.insides)
+        self._structure = Structure(self.insides, counts_hooks=True)
 
     def _close_over_own(self) -> None:
         """Functions that the modules hold close over this replica's, where the user's close over the originals."""
@@ -117,10 +117,10 @@ class ReplicaModules:
                 continue
             local, owner = self.parameters[index], owners[index]
             if self._aliased[index] and owner.device == local.device:
-                local.data = owner.detach()
+                set_plain_data(local, owner.detach())
                 counting.add(index)
             elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
-                local.data = owner.detach().to(local.device, copy=True)
+                set_plain_data(local, owner.detach().to(local.device, copy=True))
                 self._aliased[index] = False
                 counting.add(index)
             else:
@@ -183,7 +183,7 @@ class ReplicaModules:
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = sent_to([value], [self._device])[0][0]
             inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
-        self._attribute_values = values_of(self.insides)
+        self._attribute_values = held_in(self.insides)
 
     def changes(self) -> list[Change]:
         """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
@@ -199,7 +199,7 @@ class ReplicaModules:
 
     def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
         """Brings to the originals the plain attributes that the step wrote."""
-        values = values_of(self.insides)
+        values = held_in(self.insides)
         if not same(self._attribute_values, values):
             self._attribute_values = values
             for original, local in zip(originals, self.insides, strict=True):
@@ -249,11 +249,6 @@ class ReplicaModules:
             if is_uncounted or buffer is not own or version(own) != agreed:
                 written.add(index)
         return written
-
-
-def values_of(insides: Sequence[dict[str, Any]]) -> list[object]:
-    """What the modules with these insides hold, one list for all of them."""
-    return list(chain.from_iterable(map(VALUES, insides)))
 
 
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:

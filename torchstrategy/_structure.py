@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-VALUES = methodcaller("values")
+_VALUES = methodcaller("values")
 MISSING = object()
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -41,9 +41,12 @@ class Structure:
 
     Args:
         insides: The `__dict__` of each module.
+        counts_hooks: Whether hooks are looked at only where torch has counted new ones, as it does where they are
+            registered; what is put straight into an empty table is not noticed then.
     """
 
-    def __init__(self, insides: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, insides: Sequence[dict[str, Any]], counts_hooks: bool = False) -> None:
+        self._counts_hooks = counts_hooks
         kinds = (PART_TABLES, HOOK_TABLES)
         self._places = [(position, table) for kind in kinds for position in range(len(insides)) for table in kind]
         self._tables: list[dict[Any, Any]] = [insides[position][table] for position, table in self._places]
@@ -55,14 +58,13 @@ class Structure:
         self._known = [dict(table) for table in self._tables]
         self._without_empty_hooks = [*self._tables[: self._num_parts], *filter(None, self._tables[self._num_parts :])]
         self._next_hook = RemovableHandle.next_id
-        self._values = self._current(self._tables)
+        self._held = held_in(self._tables)
 
     def is_same(self) -> bool:
         """Whether the tables hold the very same objects in the same order."""
-        # Most tables are of hooks and empty, and stay so as long as nobody registers any. torch counts that.
         next_hook = RemovableHandle.next_id
-        has_new_hooks = next_hook != self._next_hook
-        is_same = same(self._values, self._current(self._tables if has_new_hooks else self._without_empty_hooks))
+        may_have_hooks = next_hook != self._next_hook or not self._counts_hooks
+        is_same = same(self._held, held_in(self._tables if may_have_hooks else self._without_empty_hooks))
         if is_same:
             self._next_hook = next_hook
         return is_same
@@ -77,11 +79,21 @@ class Structure:
                 if before is not after:
                     yield Change(position, table, name, before, after)
 
-    @staticmethod
-    def _current(tables: Sequence[dict[Any, Any]]) -> list[object]:
-        return list(chain.from_iterable(map(VALUES, filter(None, tables))))
+
+class Held(NamedTuple):
+    """What some tables hold, and by what names."""
+
+    names: list[Any]
+    values: list[object]
 
 
-def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Whether two lists hold the very same objects; what they are equal to is not asked."""
-    return len(first) == len(second) and all(map(is_, first, second))
+def held_in(tables: Sequence[dict[Any, Any]]) -> Held:
+    """What tables hold, one list for all of them. Most of them hold nothing."""
+    full = list(filter(None, tables))
+    return Held(list(chain.from_iterable(full)), list(chain.from_iterable(map(_VALUES, full))))
+
+
+def same(first: Held, second: Held) -> bool:
+    """Whether two hold the very same objects by the same names; what they are equal to is not asked."""
+    are_alike = len(first.values) == len(second.values) and first.names == second.names
+    return are_alike and all(map(is_, first.values, second.values))

@@ -212,7 +212,8 @@ def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
 def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
     """What each of some tensors makes of its memory."""
     if are_dense(tensors):
-        return list(zip(map(_dtype, tensors), map(_shape, tensors), map(torch.Tensor.stride, tensors), strict=True))
+        strides, are_conjugate = map(torch.Tensor.stride, tensors), map(torch.Tensor.is_conj, tensors)
+        return list(zip(map(_dtype, tensors), map(_shape, tensors), strides, are_conjugate, strict=True))
     return [(t.dtype, t.shape, t.stride() if t.layout is torch.strided else t.layout) for t in tensors]
 
 
@@ -349,8 +350,10 @@ def schema(operator: Any) -> Any:
 
 
 def is_alone_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor has a part of the memory of this one."""
+    """Whether no other tensor, and nobody else such as numpy, has a part of the memory of this one, as it is."""
     storage = tensor.untyped_storage()
+    if not storage.resizable() or tensor.is_conj() or tensor.is_neg():
+        return False
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2  # the tensor, and the Python object by which it is asked
 
