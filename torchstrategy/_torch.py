@@ -76,6 +76,7 @@ __all__ = [
     "global_hooks",
     "has_gradient_hooks",
     "has_kernel",
+    "has_one_tensor",
     "have_gradient_hooks",
     "hide_from_compiler",
     "is_alone_in_memory",
@@ -352,8 +353,11 @@ def schema(operator: Any) -> Any:
 def is_alone_in_memory(tensor: torch.Tensor) -> bool:
     """Whether no other tensor, and nobody else such as numpy, has a part of the memory of this one, as it is."""
     storage = tensor.untyped_storage()
-    if not storage.resizable() or tensor.is_conj() or tensor.is_neg():
-        return False
+    return storage.resizable() and not tensor.is_conj() and not tensor.is_neg() and has_one_tensor(storage)
+
+
+def has_one_tensor(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is that of one tensor only."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users <= 2  # the tensor, and the Python object by which it is asked
 

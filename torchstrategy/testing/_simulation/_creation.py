@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchstrategy._torch import is_alone_in_memory
+from torchstrategy._torch import has_one_tensor
 from torchstrategy.testing._simulation._backend import Backend, operator
 from torchstrategy.testing._simulation._kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation._memory import Together, on_cpu, on_device, overlap
@@ -121,7 +121,7 @@ def _resized(tensor: torch.Tensor, size: list[int]) -> None:
     if needed <= storage.nbytes() // tensor.element_size():
         point_at(tensor, storage, offset, size, strides)
         return
-    if not is_alone_in_memory(tensor):
+    if not has_one_tensor(storage):
         raise NotImplementedError(
             f"resize_ from {tuple(tensor.size())} to {tuple(size)} needs more memory than there is, and other tensors "
             f"share that: views, or what `detach()` gave. On '{NAME}' devices they would be left behind."
