@@ -59,7 +59,7 @@ SENT = {
 
 
 def made(new: Any, replicas: int = 3, strategy: Any = None) -> tuple[torchstrategy.Strategy, Any, Any]:
-    strategy = strategy or mirrored(replicas)
+    strategy = strategy or mirrored_with_copies(replicas)
     torch.manual_seed(0)
     with strategy.scope():
         model = net()

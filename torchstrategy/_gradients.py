@@ -45,6 +45,7 @@ from torchstrategy._torch import (
     version,
 )
 from torchstrategy._trace import traced
+from torchstrategy._uncounted import DataReads
 from torchstrategy._variables import is_variable
 
 AllReduce = Callable[
@@ -92,6 +93,7 @@ class Gradients:
         self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
         self._num_handed_in = 0
         self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
+        self._reads = DataReads({})  # of those
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
@@ -184,7 +186,10 @@ class Gradients:
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
         known = self._everywhere.get(id(gradient))
-        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+        # Memory of the CPU may be written in ways that nothing notices.
+        if known is None or version(gradient) != known[1] or gradient.is_cpu or self._reads.has(id(gradient)):
+            return None
+        return known[2][replica]
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -371,6 +376,7 @@ class Gradients:
             gradients = [gradient for gradient in column if gradient is not None]
             total[index] = gradient = gradients[0].to(self.owners[index].device)
             self._everywhere[id(gradient)] = gradient, version(gradient), gradients
+        self._reads = DataReads({id(g): g for g in total.values() if not g.is_cpu and g.layout is torch.strided})
         return total
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -83,6 +83,8 @@ class Mirrors:
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
+        self._watch_parameters()
+        self._buffers.watch(range(len(self._buffers.names)))
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
@@ -152,11 +154,21 @@ class Mirrors:
             raise
         for replica in self._replicas:
             replica.parameters_are_known()
+        if moved:
+            self._watch_parameters()
 
-    def those_of_the_first(self, owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of some originals those that are, themselves, the parameters of the first replica."""
-        first, index_of = self._replicas[0], self._index_of
-        return [owner for owner in owners if id(owner) in index_of and first.shares(index_of[id(owner)])]
+    def _watch_parameters(self) -> None:
+        """What all replicas share can be written in any way; of the others, copies have to follow."""
+        self._parameters.watch(index for index, shared in enumerate(zip(*self.sharing(), strict=True)) if not all(shared))
+
+    def sharing(self) -> list[list[bool]]:
+        """For each replica, which of its parameters share the memory of the originals."""
+        return [list(replica.aliased) for replica in self._replicas]
+
+    def own_parameters(self, replica: int) -> dict[int, LocalParameter]:
+        """The parameters of one replica that have memory of their own, by the id of the original."""
+        local, aliased = self._replicas[replica].parameters, self._replicas[replica].aliased
+        return {id(o): p for o, p, is_shared in zip(self.owners, local, aliased, strict=True) if not is_shared}
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that originals, and all copies that have memory of their own, were written alike."""

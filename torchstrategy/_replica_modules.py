@@ -57,15 +57,16 @@ class ReplicaModules:
         may_alias: bool,
     ) -> None:
         owners = parameters.tensors
-        self._aliased = [may_alias and owner.device == device for owner in owners]
+        # Which parameters share the memory of their original:
+        self.aliased = [may_alias and owner.device == device for owner in owners]
         data = [
             owner.detach() if aliased else sent_to([owner], [device])[0][0]
-            for owner, aliased in zip(owners, self._aliased, strict=True)
+            for owner, aliased in zip(owners, self.aliased, strict=True)
         ]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self.trained = requires_grad_of(self.parameters)
         # Those that count for themselves what is written on them; of the others, the originals count it.
-        self._counting = [index for index, aliased in enumerate(self._aliased) if not aliased]
+        self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
         self.parameters_are_known()
         own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
@@ -113,15 +114,15 @@ class ReplicaModules:
         counting: set[int] = set()  # those that count for themselves from here on
         owners = originals.tensors
         for index in changed if self._counting else moved:
-            if self._aliased[index] and index not in moved:
+            if self.aliased[index] and index not in moved:
                 continue
             local, owner = self.parameters[index], owners[index]
-            if self._aliased[index] and owner.device == local.device:
+            if self.aliased[index] and owner.device == local.device:
                 set_plain_data(local, owner.detach())
                 counting.add(index)
-            elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
+            elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
-                self._aliased[index] = False
+                self.aliased[index] = False
                 counting.add(index)
             else:
                 targets.append(local)
@@ -129,10 +130,6 @@ class ReplicaModules:
         if counting:
             self._counting = sorted({*self._counting, *counting})
         return Write(targets, sources)
-
-    def shares(self, index: int) -> bool:
-        """Whether a parameter has the memory of the original."""
-        return self._aliased[index]
 
     def parameters_are_known(self) -> None:
         """The parameters agree with the originals: whatever is written on them from here on, the step writes."""

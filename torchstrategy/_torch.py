@@ -91,6 +91,7 @@ __all__ = [
     "make_parameter",
     "make_sparse",
     "negative_view",
+    "num_users",
     "on_gradient",
     "operator_names",
     "pointers",
@@ -183,9 +184,12 @@ def set_slots(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor 
     deque(map(set_slot, tensors, gradients), maxlen=0)
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each of some tensors was written in place."""
-    return list(map(version, tensors))
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each of some tensors was written in place; what was made in inference mode does not count it."""
+    try:
+        return list(map(version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
 def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -358,8 +362,13 @@ def is_alone_in_memory(tensor: torch.Tensor) -> bool:
 
 def has_one_tensor(storage: torch.UntypedStorage) -> bool:
     """Whether a storage is that of one tensor only."""
+    return num_users(storage) <= 2  # the tensor, and the Python object by which it is asked
+
+
+def num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors a storage is that of, and Python objects."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
-    return users <= 2  # the tensor, and the Python object by which it is asked
+    return users
 
 
 def generator_id(generator: Any) -> int:
