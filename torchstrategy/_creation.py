@@ -62,7 +62,8 @@ def watched(
 ) -> Iterator[None]:
     """For the length of the block, tells of each module, parameter, optimizer and counter that this thread creates.
 
-    A parameter is told of when a module is given it, with the module. Of one and the same object it may be told several times.
+    A parameter is told of, with the module, when a module is given it. Of one and the same object it may be told
+    several times.
     """
     thread = threading.get_ident()
 

@@ -59,7 +59,7 @@ class Originals:
         return [*self._held, *loose]
 
     def watch(self, indices: Iterable[int]) -> None:
-        """From here on, writes that torch does not count are looked for in some of them: those that have real copies."""
+        """From here on, looks for writes that torch does not count in some of them: those that have real copies."""
         self._watched = set(indices)
         self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
 
@@ -113,7 +113,8 @@ def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> 
     """Writes a buffer, or a copy of one."""
     # torch's kernels do not count what they write on running statistics: an earlier forward of the module, which saved
     # them, may still run backward.
-    with keeping_version(buffer) if is_running else nullcontext():
+    kept = is_running and not buffer.is_inference()
+    with torch.inference_mode(buffer.is_inference()), keeping_version(buffer) if kept else nullcontext():
         buffer.copy_(value.detach())
 
 

@@ -153,8 +153,8 @@ class Storage(ABC):
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
-# By the id of a parameter, a module that has it, and the storage that it belongs to. There is no reference to the parameter itself: torch refuses to swap a
-# tensor that has a weak one.
+# By the id of a parameter, a module that has it, and the storage that it belongs to. There is no reference to the
+# parameter itself: torch refuses to swap a tensor that has a weak one.
 _holders: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Storage]]] = {}
 
 
@@ -171,8 +171,8 @@ def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
         module = holder()
         has_it = module is not None and any(parameter is thing for parameter in module._parameters.values())
         return owner() if has_it else None
-    owner: Callable[[], Storage | None] = _owners.get(thing, _nobody)
-    return owner()
+    known: weakref.ref[Storage] | None = _owners.get(thing)
+    return None if known is None else known()
 
 
 def _nobody() -> None:

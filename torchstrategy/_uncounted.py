@@ -144,4 +144,3 @@ def _sums(bits: torch.Tensor) -> torch.Tensor:
     columns = words[:whole].view(-1, _COLUMNS).sum(0)
     rest = torch.cat([words[whole:].view(torch.uint8), bits[:begin], bits[begin + words.nbytes :]])
     return torch.cat([columns.view(torch.uint8), rest])
-
