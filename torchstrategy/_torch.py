@@ -36,15 +36,9 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 # The walker over nested containers. torch's own tracing, export and DataLoader code stand on it, and libraries
 # register their containers with it; `torch.utils.pytree` is not public yet.
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_is_leaf,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import SUPPORTED_NODES as kinds_of_nodes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves_with_path, tree_map_only
+from torch.utils._pytree import _get_node_type as kind_of_node
 
 __all__ = [
     "ALLOWED_BEFORE_SIZES_ARE_KNOWN",
@@ -83,6 +77,8 @@ __all__ = [
     "is_compiling",
     "is_profiling",
     "is_profiling_this_thread_only",
+    "kind_of_node",
+    "kinds_of_nodes",
     "keep_what_stands_in_for_gpus",
     "keeping_version",
     "layouts",
@@ -119,11 +115,9 @@ __all__ = [
     "tensor_to",
     "to_dlpack",
     "tree_flatten",
-    "tree_flatten_with_path",
     "tree_is_leaf",
-    "tree_map",
+    "tree_leaves_with_path",
     "tree_map_only",
-    "tree_unflatten",
     "unseen_by_function_modes",
     "version",
     "versions",
