@@ -105,7 +105,7 @@ class ReplicatedStorage(Storage):
             loan = ReplicatedLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)
-            copies.gradients.begin(shares, outsiders)
+            copies.gradients.begin(shares, outsiders, loan.together)
             put_up(originals, run)
             yield loan
             take_down(originals, run)
@@ -116,7 +116,6 @@ class ReplicatedStorage(Storage):
             if loan is not None:
                 loan.take_back()
             copies.gradients.abort()
-            copies.gradients.let_go()
             raise
         finally:
             stop_telling(run)
