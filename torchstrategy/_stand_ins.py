@@ -28,10 +28,7 @@ _lock = threading.Lock()
 
 
 class _StandIn:
-    """What all stand-ins have: they pickle and copy as what they stand for.
-
-    No `__slots__` here or below: with them, CPython would find the layout of stand-in and original to differ.
-    """
+    """What all stand-ins have: they pickle and copy as what they stand for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
@@ -185,7 +182,7 @@ class _OnceStandIn(_StandIn):
 class _Attributes:
     """What comes after all classes of a trainer's own: where its attributes are, in a replica.
 
-    It is the last base of its stand-in, so that methods which the user's class has for this are called first.
+    It stands before `object`, so that methods which the user's class has for this are called first.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -293,8 +290,7 @@ _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__
 def is_all_in_dict(thing: object) -> bool:
     """Whether a thing is all in its `__dict__`, as a dict, or an object of a class with slots, is not."""
     cls = plain_class(type(thing))
-    alike = all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT)
-    return alike and type(cls) in (type, ABCMeta) and cls.__module__ != "types"
+    return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
 def plain_class(cls: type) -> type:
@@ -307,7 +303,7 @@ class _PlainClasses(dict[type, type]):
     """The user's class, by itself and by its stand-in."""
 
     def __missing__(self, cls: type) -> type:
-        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[1] if issubclass(cls, _StandIn) else cls
+        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[0] if issubclass(cls, _StandIn) else cls
         self[cls] = plain
         return plain
 
@@ -324,11 +320,22 @@ class _StandInClasses(dict[type, type]):
     def _made(self, cls: type) -> type:
         if cls is nn.Parameter:
             return _ParameterStandIn
-        bases = next(
-            ((kind, cls) for base, kind in _KINDS.items() if issubclass(cls, base)), (_StandIn, cls, _Attributes)
-        )
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        return type(cls)(cls.__name__, bases, body)
+        kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
+        meta = type(type(cls))(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
+        # Not by calling the metaclass: the user's own may count classes, or refuse a second one of the same name.
+        return (ABCMeta if issubclass(meta, ABCMeta) else type).__new__(meta, cls.__name__, (cls,), body)
+
+
+def _looked_up_in(stand_in: type, cls: type, kind: type | None) -> list[type]:
+    """Where a stand-in looks for attributes: what is ours comes first, though the user's class is its only base.
+
+    With a base of ours before the user's, CPython would find the layouts of stand-in and original to differ where the
+    first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
+    """
+    if kind is None:
+        return [stand_in, _StandIn, *cls.__mro__[:-1], _Attributes, object]
+    return [stand_in, *kind.__mro__[:-1], *cls.__mro__]
 
 
 _PLAIN = _PlainClasses()
