@@ -17,6 +17,7 @@ from torchstrategy._gradients import AllReduce, Gradients
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies, parameters_of
+from torchstrategy._stand_ins import own
 from torchstrategy._types import Device
 from torchstrategy._variables import Variable, is_variable
 
@@ -100,8 +101,10 @@ class Copies:
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         if self._layout.is_mirrored:
-            local = [self._local_of(r) for r in range(1, self._num_replicas)]
-            self._optimizer_copies = {id(o): OptimizerCopies(o, local) for o in optimizers if can_have_copies(o)}
+            self._local = [self._local_of(r) for r in range(1, self._num_replicas)]
+            with undisturbed():
+                both = [(id(o), OptimizerCopies(o, self._local)) for o in optimizers if can_have_copies(o)]
+            self._optimizer_copies = dict(both)
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Asks for the state of an optimizer that a replica has of its own, if it has."""
@@ -113,6 +116,8 @@ class Copies:
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             with undisturbed():
+                if _signature([optimizer])[0] not in self._optimizer_signature:
+                    copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
                 self.mirrors.refresh_parameters()
                 copies.begin(optimizer)
 
@@ -132,11 +137,11 @@ class Copies:
         return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
 
 
-def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[int]]]:
-    return [(id(o), [len(group["params"]) for group in vars(o)["param_groups"]]) for o in optimizers]
+def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:
+    return [(id(o), [list(map(id, group["params"])) for group in own(o, "param_groups")]) for o in optimizers]
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, group in enumerate(vars(optimizer)["param_groups"]):
+    for i, group in enumerate(own(optimizer, "param_groups")):
         for j, parameter in enumerate(group["params"]):
             yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter

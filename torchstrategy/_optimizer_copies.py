@@ -21,7 +21,7 @@ from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
-from torchstrategy._stand_ins import plain_class
+from torchstrategy._stand_ins import own, plain_class
 from torchstrategy._torch import slot, version
 from torchstrategy._trace import traced
 
@@ -30,16 +30,22 @@ Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """All that it updates, in order, whatever it is here."""
-    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
+    return [parameter for group in own(optimizer, "param_groups") for parameter in group["params"]]
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its class is torch's own."""
+    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
     """Whether a copy that is given the same gradients takes the same step."""
-    cls, inside = plain_class(type(optimizer)), vars(optimizer)
+    if not is_torchs(optimizer) or isinstance(optimizer, LBFGS):
+        return False
+    inside = vars(optimizer)
     has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"]
-    is_torchs = cls.__module__.startswith("torch.optim.") and not issubclass(cls, LBFGS)
     # A fused one is told by a GradScaler, and by nobody else, what to divide gradients by.
-    return is_torchs and not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
+    return not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
 
 
 @final
@@ -54,6 +60,7 @@ class OptimizerCopies:
     def __init__(self, optimizer: Optimizer, local: Sequence[Mapping[int, LocalParameter]]) -> None:
         self._copies = [_Copy(optimizer, parameters) for parameters in local]
         self._known: list[tuple[torch.Tensor, int]] | None = None  # the state that the copies agree with
+        self.begin(optimizer)
 
     def state(self, replica: int) -> dict[torch.Tensor, Any]:
         """That of a replica's copy, by the replica's own parameters."""
@@ -104,8 +111,8 @@ class _Copy:
         return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
 
     def bring_settings(self, optimizer: Optimizer) -> None:
-        for group, own in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
-            own.update({name: _settled(value) for name, value in group.items() if name != "params"})
+        for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
+            copied.update({name: _settled(value) for name, value in group.items() if name != "params"})
 
     def bring_state(self, optimizer: Optimizer) -> None:
         state = vars(optimizer)["state"]

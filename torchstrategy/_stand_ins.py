@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import threading
+import types
 from abc import ABCMeta
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class _OptimizerStandIn(_StandIn):
     @property
     def param_groups(self) -> Any:
         local: Any = local_object(self)
-        return vars(self)["param_groups"] if local is self else local.param_groups
+        return own(self, "param_groups") if local is self else local.param_groups
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
@@ -88,7 +89,7 @@ class _OptimizerStandIn(_StandIn):
     @property
     def state(self) -> Any:
         local: Any = local_object(self)
-        return vars(self)["state"] if local is self else local.state
+        return own(self, "state") if local is self else local.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -122,6 +123,32 @@ class _OptimizerStandIn(_StandIn):
     def load_state_dict(self, state_dict: Any) -> None:
         _only_outside(self, "load_state_dict()")
         super().load_state_dict(state_dict)  # type: ignore[misc]
+
+
+def own(optimizer: Any, name: str) -> Any:
+    """The `param_groups` or `state` of the user's own optimizer, which an optimizer around another computes."""
+    inside = vars(optimizer)
+    return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+
+
+def _methods_of(cls: type) -> dict[str, Any]:
+    """The methods with which a class of optimizers does more than torch's do: a replica calls them as it does `step`.
+
+    What has a name in torch's base class is done as that does it, and a private method belongs to another one.
+    """
+    classes = [base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")]
+    names = [name for base in classes for name, value in vars(base).items() if isinstance(value, types.FunctionType)]
+    return {name: _called_once(name) for name in names if not name.startswith("_") and not hasattr(Optimizer, name)}
+
+
+def _called_once(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        local: Any = local_object(self)
+        if local is self:
+            return getattr(plain_class(type(self)), name)(self, *args, **kwargs)
+        return local.call(name, *args, **kwargs)
+
+    return method
 
 
 def _only_outside(optimizer: Any, what: str) -> None:
@@ -322,9 +349,14 @@ class _StandInClasses(dict[type, type]):
             return _ParameterStandIn
         kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
-        meta = type(type(cls))(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
+        if kind is _OptimizerStandIn:
+            body |= _methods_of(cls)
+        made: Any = type(type(cls))  # as a rule, `type`
+        meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
         # Not by calling the metaclass: the user's own may count classes, or refuse a second one of the same name.
-        return (ABCMeta if issubclass(meta, ABCMeta) else type).__new__(meta, cls.__name__, (cls,), body)
+        made = ABCMeta if issubclass(meta, ABCMeta) else type
+        stand_in: type = made.__new__(meta, cls.__name__, (cls,), body)
+        return stand_in
 
 
 def _looked_up_in(stand_in: type, cls: type, kind: type | None) -> list[type]:
