@@ -47,6 +47,7 @@ class Named(NamedTuple):
     modules: list[tuple[str, nn.Module]]
     tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
     counters: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
+    optimizers: list[Optimizer]  # each after those that it is around
     trainers: list[tuple[str, Any]]
 
 
@@ -66,6 +67,7 @@ class _Walk:
         self._modules: list[tuple[str, nn.Module]] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._counters: list[tuple[str, Any]] = []
+        self._optimizers: list[Optimizer] = []
         self._objects: dict[int, tuple[str, Any]] = {}
         self._holders: dict[int, set[int]] = {}  # of each thing: which objects hold it, by their id
         self._makers: set[int] = set()  # whatever holds one of these is a trainer
@@ -81,6 +83,7 @@ class _Walk:
             self._modules,
             self._tensors,
             self._counters,
+            self._optimizers,
             [named for key, named in self._objects.items() if key in trainers],
         )
 
@@ -109,12 +112,15 @@ class _Walk:
         self._seen.add(id(value))
         if isinstance(value, COUNTERS):
             self._counters.append((name, value))
-        elif isinstance(value, nn.Module):
+            return
+        kinds = Optimizer if isinstance(value, Optimizer) else COUNTERS
+        if isinstance(value, nn.Module):
             self._modules.append((name, value))
-            for attribute, held in attributes_of(value):
-                for item in held if type(held) in (list, tuple) else (held,):
-                    if isinstance(item, COUNTERS):
-                        self._look_at_part(f"{name}.{attribute}", item)
+        for attribute, item in held_by(value):
+            if isinstance(item, kinds):
+                self._look_at_part(f"{name}.{attribute}", item)
+        if isinstance(value, Optimizer):
+            self._optimizers.append(value)
 
     def _look_at_items(self, name: str, value: Any, objects: int, holder: int) -> None:
         if isinstance(value, dict):
@@ -157,6 +163,13 @@ def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
     except AttributeError:
         return [(name, value) for name, value in _in_slots(thing)]
     return list(inside.items())
+
+
+def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in its attributes, or in a list there."""
+    for attribute, held in attributes_of(thing):
+        for item in held if type(held) in (list, tuple) else (held,):
+            yield attribute, item
 
 
 def _in_slots(thing: Any) -> Iterator[tuple[str, Any]]:

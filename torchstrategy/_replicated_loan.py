@@ -18,7 +18,7 @@ from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._links import is_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._once import OnceAStep
-from torchstrategy._optimizer_copies import parameters_of
+from torchstrategy._optimizer_copies import is_torchs, parameters_of
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._storage import CrossReplica, Loan
@@ -97,9 +97,11 @@ class ReplicatedLoan(Loan, Owners):
         self._trainers.refresh()
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
-    def together(self, call: Callable[[], Tree]) -> Tree:
+    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self._cross_replica(), self._updating():
-            return call()
+            result = call()
+            self._has_written(optimizer)
+            return result
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
@@ -110,7 +112,8 @@ class ReplicatedLoan(Loan, Owners):
         self._shown.enter_context(self._updating())
         self._copies.gradients.keep()
 
-    def take_back(self) -> None:
+    def take_back(self, optimizer: Optimizer | None = None) -> None:
+        self._has_written(optimizer)
         self._shown.close()
 
     def loss(self, losses: Sequence[Any]) -> Any:
@@ -159,6 +162,12 @@ class ReplicatedLoan(Loan, Owners):
                 "strategy.distribute_optimizer(optimizer); or step after strategy.run."
             )
         self._copies.gradients.keep()
+
+    def _has_written(self, optimizer: Optimizer | None) -> None:
+        """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
+        if optimizer is not None and not is_torchs(optimizer):
+            self._copies.gradients.keep()
+            self._copies.mirrors.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
         self._trainers.check_unwritten()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._caller_state import undisturbed
-from torchstrategy._captured import Named, captured
+from torchstrategy._captured import Named, captured, held_by
 from torchstrategy._copies import Copies, Layout
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
@@ -214,7 +214,13 @@ class ReplicatedStorage(Storage):
                 self._idle.append(copies)
 
     def _take_around(self, named: Named) -> None:
-        """A module around modules of the scope, without parameters of its own, is as if it were made there, too."""
+        """What is around modules or optimizers of the scope, and has no parameters of its own, is as if made there."""
+        for optimizer in named.optimizers:
+            is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
+            # Of one that does not call `Optimizer.__init__` nobody tells that it was created, or that it takes a step.
+            is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
+            if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
+                self.take_optimizer(optimizer)
         for _, module in named.modules:
             if id(module) not in self._modules:
                 parts = parts_of([module])
