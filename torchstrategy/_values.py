@@ -6,15 +6,17 @@ deals with the replicas that are present.
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+from typing_extensions import Self
 
 from torchstrategy._context import get_replica_context
-from torchstrategy._errors import plural
+from torchstrategy._errors import plural, unpicklable
 from torchstrategy._torch import TreeSpec
 from torchstrategy._tree import (
     first_unlike,
@@ -88,6 +90,24 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
     def __repr__(self) -> str:
         return listed(type(self).__name__, self._components)
 
+    def __copy__(self) -> Self:
+        return self._with(self._components)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with(copy.deepcopy(self._components, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it has a component for each replica of a strategy of this process. Save what they are, "
+            "strategy.experimental_local_results(value), or make one of them first: strategy.reduce(...) or "
+            "strategy.gather(...).",
+        )
+
+    def _with(self, components: Sequence[Tree]) -> Self:
+        """A value of this kind that has other components."""
+        return type(self)(components)
+
     def _in_replica(self, replica: int) -> Tree:
         """What a step that is given this has of it."""
         return self._components[replica]
@@ -112,6 +132,9 @@ class PerReplica(DistributedValues):
     def __init__(self, components: Sequence[Tree], rows: tuple[int, ...] | None = None) -> None:
         super().__init__(components)
         self.rows = rows
+
+    def _with(self, components: Sequence[Tree]) -> PerReplica:
+        return PerReplica(components, self.rows)
 
 
 @final
