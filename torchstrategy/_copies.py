@@ -108,7 +108,9 @@ class Copies:
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Asks for the state of an optimizer that a replica has of its own, if it has."""
         copies = self._optimizer_copies.get(id(optimizer))
-        return functools.partial(copies.state, optimizer, replica) if copies is not None and copies.has(replica) else None
+        return (
+            functools.partial(copies.state, optimizer, replica) if copies is not None and copies.has(replica) else None
+        )
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """The user's optimizer is about to take a step: what it begins with, its copies begin with."""

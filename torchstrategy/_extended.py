@@ -56,7 +56,7 @@ class _OnOneMachine(StrategyExtended):
     """What both have in common."""
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
-        return local_results(distributed_value)
+        return local_results(distributed_value, self._num_replicas_in_sync)
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
         return self._reduced_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
@@ -267,7 +267,7 @@ class ReplicatedExtended(_OnOneMachine):
             results = self._replicas.run(call, shares.present)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
                 loan.results_require_grad()
-            return regroup([results.get(r, ABSENT) for r in range(count)])
+            return regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
 
     def _in_replica(
         self, strategy: StrategyBase, replica: Replica, shares: Shares, loan: Loan
