@@ -28,7 +28,9 @@ from torchstrategy._once import make_ready, refuse_bound_methods
 from torchstrategy._optimizer_copies import is_torchs, parameters_of
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
+from torchstrategy._plain_batches import has_plain_rows
 from torchstrategy._replicated_loan import ReplicatedLoan
+from torchstrategy._shared_writes import SharedTensors, shared_tensors
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
@@ -72,6 +74,8 @@ class ReplicatedStorage(Storage):
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
+        self._shared = SharedTensors()
+        self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # modules and variables of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
         self._lock = threading.RLock()
@@ -102,7 +106,12 @@ class ReplicatedStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
             as_they_are = functools.partial(resting, copies.plain_owners(), run)
-            loan = ReplicatedLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
+            several, watch = len(shares.present) > 1, None
+            if several:
+                shared = shared_tensors(named, lambda module: id(module) in self._modules, copies.known)
+                watch = self._shared.watch(shared)
+            parts = copies, shares, outsiders, counters, trainers, cross_replica, as_they_are, watch
+            loan = ReplicatedLoan(*parts, self._warned, several and has_plain_rows(step[1]))
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)
             copies.gradients.begin(shares, outsiders, loan.together)
