@@ -159,7 +159,7 @@ class _Copy:
         for owner in _owners(optimizer, self._local):
             if owner in state:
                 plain = self._plain[id(owner)]
-                self._optimizer.state[plain] = {name: _sent(name, value, plain) for name, value in state[owner].items()}
+                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
 
     def step(self, owners: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
         if not owners:
@@ -190,7 +190,7 @@ def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _sent(name: str, value: Any, parameter: torch.Tensor) -> Any:
+def _sent(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     stays = value.is_cpu and value.dim() == 0  # the number of steps, say, which torch keeps on the CPU

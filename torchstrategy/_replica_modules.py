@@ -82,10 +82,7 @@ class ReplicaModules:
             for tensor in chain(module._parameters.values(), module._buffers.values()):
                 self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
         copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
-        originals = (m for root in roots for m in root.modules())
-        pairs = {
-            id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
-        }
+        pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
@@ -373,6 +370,14 @@ def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]
         return copy.deepcopy(list(roots), memo)
     except Exception as error:
         raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
+
+
+def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    modules, copies = list(root.modules()), list(copied.modules())
+    if len(modules) != len(copies):
+        what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"
+        raise uncopyable(type(root).__name__, TypeError(what))
+    return zip(modules, copies, strict=True)
 
 
 def uncopyable(name: str, error: Exception) -> TypeError:
