@@ -433,9 +433,10 @@ def _stray_gradient(name: str) -> str:
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, without its share. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor that is in no module, or a list of parameters that was made outside of the step. Create the module in "
-        "the scope or give it to strategy.distribute_module(module); put the tensor into such a module; call "
-        "model.parameters() inside the step."
+        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
+        "starts, where names mean the user's own objects. Create the module in the scope or give it to "
+        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
+        "step; call backward on the thread of the step."
     )
 
 

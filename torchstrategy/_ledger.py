@@ -156,7 +156,9 @@ class ReplicaLedger:
             parameter.run, parameter.position = self._run, index
         # What the step was shown before gradients were settled, and may go on holding; and the version of each.
         self.were_shown: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self.settled()
+        self._unlooked: set[int] = set()  # read since the last look at all slots
+        self._last_read = self._num_nodes = -1
+        self._num_looks = _MANY  # for how many slots there is time
 
     @property
     def gradients(self) -> Gradients:
@@ -259,6 +261,7 @@ class ReplicaLedger:
 
     def hand_in(self) -> None:
         """The replica has come to a meeting that settles gradients: what it has collected can be added up."""
+        assert self.replica is not None
         self.gradients.hand_in(self.replica.index)
 
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
@@ -305,9 +308,9 @@ class ReplicaLedger:
         self.were_shown = {i: pair for i, pair in {**self.were_shown, **shown}.items() if pair[0]() is not None}
         self.handed_in = set()
         self.put.clear()
-        self._unlooked: set[int] = set()  # read without a look at all slots
+        self._unlooked = set()
         self._last_read = self._num_nodes = -1
-        self._num_looks = _MANY  # at one slot each, that are not counted
+        self._num_looks = _MANY
 
     def held(self, index: int) -> torch.Tensor | None:
         """What the step was shown of a gradient before gradients were settled, if it still has it.
@@ -410,7 +413,7 @@ def _made_together(gradient: torch.Tensor, name: str) -> torch.Tensor:
 def written_in_replica(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
-        f"{name} was written in place in a replica. Every replica would do so once, on memory that they may share or "
-        "may not, and nothing would bring the copies together. Write on parameters after strategy.run, or in a "
-        "merge function: get_replica_context().merge_call(lambda strategy: ...)."
+        f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would do so "
+        "once, on memory that they may share or may not, and nothing would bring the copies together. Write on "
+        "parameters after strategy.run, or in a merge function: get_replica_context().merge_call(lambda strategy: ...)."
     )
