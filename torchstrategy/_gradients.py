@@ -27,7 +27,7 @@ import torch
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import added, brought
 from torchstrategy._conductors import combined_gradients
-from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
+from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, Reads, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -241,27 +241,24 @@ class Gradients:
         if combined and len(self.ledgers) > 1:
             combined_gradients()
 
-    def check_reads(self, seen: Sequence[set[int]]) -> None:
+    def check_reads(self, reads: Sequence[Reads]) -> None:
         """Refuses to settle if a replica has read, as complete, a gradient that others still had to add to.
 
         Raises:
             RuntimeError: Naming the parameter and the replicas.
         """
         assert self._shares is not None
-        present = self._shares.present
-        if not any(seen):
+        if not any(read.all for read in reads):
             return
+        present = self._shares.present
         local = {r: self.ledgers[r].local_indices() for r in present}
-        for r, read in zip(present, seen, strict=True):
-            for other in present:
-                missed = (read & local[other]) - local[r]
+        for r, read in zip(present, reads, strict=True):
+            for other, others in zip(present, reads, strict=True):
+                missed = local[other] & read.doubtful - local[r]
+                if not local[r]:  # it ran no backward: was this read the one at which the other has come here?
+                    missed |= local[other] & read.all - others.all
                 if missed:
-                    raise RuntimeError(
-                        f"Replica {r} read the gradient of {self.names[min(missed)]} to which replica {other} still "
-                        "had to add: the parameter was used in one replica and not in the other, and backward ran "
-                        "between two reads of gradients without a forward. Run all backwards before the first read, or "
-                        "read gradients after strategy.run."
-                    )
+                    raise RuntimeError(_missed(self.names[min(missed)], r, other))
 
     def _weighing(self) -> list[int]:
         """The replicas whose gradients count: those that were dealt rows."""
@@ -437,6 +434,15 @@ def _stray_gradient(name: str) -> str:
         "starts, where names mean the user's own objects. Create the module in the scope or give it to "
         "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
         "step; call backward on the thread of the step."
+    )
+
+
+def _missed(name: str, replica: int, other: int) -> str:
+    return (
+        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add: the parameter was "
+        "used in one replica and not in the other, and either the one ran no backward, or backward ran twice without a "
+        "forward and a read of all gradients in between. Let every replica run backward, one without a loss on zero: "
+        "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
     )
 
 

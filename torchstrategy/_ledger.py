@@ -113,11 +113,18 @@ class View(NamedTuple):
     gradient: torch.Tensor | None
     had_none: bool = False  # it cleared it when there was none, of this replica or so far
     version: int | None = None  # of what it was shown
-    is_zeros: bool = False  # it cleared it, and left zeros
+    are_zeros: bool = False  # it cleared it, and left zeros that count what is written on them
 
     def is_as_shown(self) -> bool:
         """Whether the step has done nothing to what it was shown, as far as torch counts it."""
         return self.gradient is not None and _version(self.gradient) == self.version
+
+
+class Reads(NamedTuple):
+    """The parameters whose gradients a replica took for settled, and read without a meeting."""
+
+    all: set[int]
+    doubtful: set[int]  # since backward may have run before
 
 
 CLEARED = View(None)
@@ -156,7 +163,8 @@ class ReplicaLedger:
             parameter.run, parameter.position = self._run, index
         # What the step was shown before gradients were settled, and may go on holding; and the version of each.
         self.were_shown: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._unlooked: set[int] = set()  # read since the last look at all slots
+        self._reads: set[int] = set()  # since gradients were settled
+        self._unlooked: set[int] = set()  # and since the last look at all slots
         self._last_read = self._num_nodes = -1
         self._num_looks = _MANY  # for how many slots there is time
 
@@ -180,6 +188,8 @@ class ReplicaLedger:
         view = self.views.get(index)
         if (view is not None and not view.is_as_shown()) or self._ran_backward(index):
             self._settle(READING)
+        else:
+            self._reads.add(index)
         self._last_read = index
         return self._view(index)
 
@@ -205,14 +215,15 @@ class ReplicaLedger:
         assert self.replica is not None
         gradients = self.gradients
 
-        def combine(brought: Sequence[set[int]]) -> list[None]:
+        def combine(brought: Sequence[Reads]) -> list[None]:
             gradients.check_reads(brought)
             gradients.settle_in_step()
             return [None] * len(brought)
 
         self.hand_in()
         # Between what was read without a look, and a forward, there was no backward.
-        self.replica.meet(meeting, combine, self._unlooked if num_nodes() == self._num_nodes else set())
+        unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
+        self.replica.meet(meeting, combine, Reads(self._reads, unlooked))
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
         """What backward has made, hooks see before the step clears it: in plain PyTorch they saw it in backward."""
@@ -227,7 +238,9 @@ class ReplicaLedger:
         if self.gradients.hooked:
             self._let_hooks_see([index])
             view = self.views.get(index)
-        was_shown = view is not None and view.gradient is not None and not (view.is_zeros and view.is_as_shown())
+        was_shown = view is not None and view.gradient is not None
+        if view is not None and view.are_zeros and view.gradient is not None:
+            was_shown = _version(view.gradient) > 0
         self.were_shown.pop(index, None)
         if value is not None and was_shown:
             self.with_graph.discard(index)
@@ -253,7 +266,7 @@ class ReplicaLedger:
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
             zeros = {i: torch.zeros_like(self.own(i)) for i in shown}
-            cleared.update((i, View(zero.detach(), version=_version(zero), is_zeros=True)) for i, zero in zeros.items())
+            cleared.update((index, View(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
         self.views.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -308,7 +321,7 @@ class ReplicaLedger:
         self.were_shown = {i: pair for i, pair in {**self.were_shown, **shown}.items() if pair[0]() is not None}
         self.handed_in = set()
         self.put.clear()
-        self._unlooked = set()
+        self._reads, self._unlooked = set(), set()
         self._last_read = self._num_nodes = -1
         self._num_looks = _MANY
 
