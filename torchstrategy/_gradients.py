@@ -33,7 +33,6 @@ from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._sums import accumulate, equal, weighted
 from torchstrategy._torch import (
-    are_dense,
     has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
@@ -182,6 +181,7 @@ class Gradients:
             self._take()
             if self._has_updated:
                 self._kept = list(self.so_far)
+            self._show_again()
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
@@ -216,6 +216,7 @@ class Gradients:
             self._together(lambda: None)
         else:
             self.settle()
+            self._show_again()
 
     def settle(self) -> None:
         """Adds up what the replicas have collected.
@@ -260,6 +261,10 @@ class Gradients:
                 if missed:
                     raise RuntimeError(_missed(self.names[min(missed)], r, other))
 
+    def _show_again(self) -> None:
+        for ledger in self.ledgers:
+            ledger.show_again()
+
     def _weighing(self) -> list[int]:
         """The replicas whose gradients count: those that were dealt rows."""
         assert self._shares is not None
@@ -267,9 +272,6 @@ class Gradients:
 
     def _settle_views(self) -> None:
         assert self._shares is not None
-        for ledger in self.ledgers:
-            for index in ledger.were_shown:
-                ledger.held(index)
         ledgers = [self.ledgers[r] for r in self._weighing()]
         first = ledgers[0].views
         if all(view is CLEARED for view in first.values()) and all(other.views == first for other in ledgers[1:]):
@@ -280,10 +282,6 @@ class Gradients:
                 self.so_far[index] = self._agreed(index)
         for ledger in self.ledgers:
             ledger.settled()
-            for index in ledger.were_shown:  # the step may write on what it has, and that be the new gradient
-                so_far, held = self.so_far[index], ledger.held(index)
-                if so_far is not None and held is not None and are_dense([so_far, held]):
-                    self.so_far[index] = so_far.clone() if so_far.data_ptr() == held.data_ptr() else so_far
 
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of the gradient so far."""
@@ -399,11 +397,6 @@ class Gradients:
                         f"{self.names[index]} has a gradient hook, and the step ran backward {times} times before "
                         "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
                         "or run one backward in each strategy.run."
-                    )
-                if owner._backward_hooks and any(index in other.put for other in self.ledgers):
-                    raise RuntimeError(
-                        f"{self.names[index]} has a gradient hook, and the step assigned its .grad before a backward: "
-                        "the hook would see the sum of both. Remove the hook, or add to .grad after the backward."
                     )
                 if has_gradient_hooks(owner):
                     seen.add(index)

@@ -16,6 +16,7 @@ import torch
 
 from torchstrategy._replica import Replica
 from torchstrategy._torch import (
+    are_dense,
     is_compiling,
     make_parameter,
     num_nodes,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torchstrategy._gradients import Gradients
 
 READING = "the first read of a gradient (.grad) after backward"
+PUTTING = "the assignment of a gradient (.grad) to a parameter that has a hook"
 CLEARING = "clearing a gradient that a hook waits for, after backward"
 
 _DATA: Any = torch.Tensor.data
@@ -115,9 +117,19 @@ class View(NamedTuple):
     version: int | None = None  # of what it was shown
     are_zeros: bool = False  # it cleared it, and left zeros that count what is written on them
 
-    def is_as_shown(self) -> bool:
-        """Whether the step has done nothing to what it was shown, as far as torch counts it."""
-        return self.gradient is not None and _version(self.gradient) == self.version
+    def is_as_shown(self, so_far: torch.Tensor | None) -> bool:
+        """Whether the step has done nothing to what it was shown.
+
+        Torch does not count what is written through `.data`, or by NumPy. In host memory the numbers tell, of which no
+        more are looked at than cost nothing.
+        """
+        shown = self.gradient
+        if shown is None or so_far is None or _version(shown) != self.version:
+            return False
+        if shown.device.type != "cpu" or so_far.device.type != "cpu" or not are_dense([shown, so_far]):
+            return True
+        some = slice(None, None, max(1, shown.numel() // _SAMPLE))
+        return torch.equal(shown.detach().view(-1)[some], so_far.detach().view(-1)[some])
 
 
 class Reads(NamedTuple):
@@ -135,6 +147,7 @@ CLEARED_NOTHING = View(None, had_none=True)
 # for the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held
 # back until then, so that the end of the heap is not free. Where gradients are large, their memory is for others.
 _FEW = 4
+_SAMPLE = 1 << 14
 _MANY = 4096  # slots that can be looked at in a time that does not matter beside a meeting: 0.2 ms
 _SMALL = 1 << 25  # bytes of all gradients of a replica
 
@@ -161,8 +174,7 @@ class ReplicaLedger:
         self._run = CurrentRun()
         for index, parameter in enumerate(self.parameters):
             parameter.run, parameter.position = self._run, index
-        # What the step was shown before gradients were settled, and may go on holding; and the version of each.
-        self.were_shown: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # before gradients were settled
         self._reads: set[int] = set()  # since gradients were settled
         self._unlooked: set[int] = set()  # and since the last look at all slots
         self._last_read = self._num_nodes = -1
@@ -186,7 +198,7 @@ class ReplicaLedger:
         replica. Nor if the step has cleared, replaced or changed what it was shown, which may be with its own rows.
         """
         view = self.views.get(index)
-        if (view is not None and not view.is_as_shown()) or self._ran_backward(index):
+        if (view is not None and not view.is_as_shown(self.gradients.so_far[index])) or self._ran_backward(index):
             self._settle(READING)
         else:
             self._reads.add(index)
@@ -235,13 +247,13 @@ class ReplicaLedger:
         view = self.views.get(index)
         if value is not None and view is not None and view.gradient is value:
             return  # `p.grad += x` has already changed the view in place
-        if self.gradients.hooked:
+        is_hooked = index in self.gradients.hooked
+        if is_hooked:
             self._let_hooks_see([index])
             view = self.views.get(index)
         was_shown = view is not None and view.gradient is not None
         if view is not None and view.are_zeros and view.gradient is not None:
             was_shown = _version(view.gradient) > 0
-        self.were_shown.pop(index, None)
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.views[index] = View(value)
@@ -251,12 +263,12 @@ class ReplicaLedger:
             set_slot(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
+                if is_hooked:  # no hook sees it, and it must not become one with what a backward adds
+                    self._settle(PUTTING)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
-        for index in indices if self.were_shown else ():
-            self.were_shown.pop(index, None)
         if set_to_none and not self.views and not self.local_indices():  # as at the beginning of most steps
             so_far = self.gradients.so_far
             self.views = {index: CLEARED_NOTHING if so_far[index] is None else CLEARED for index in indices}
@@ -306,40 +318,34 @@ class ReplicaLedger:
     def leave(self) -> None:
         """The run has ended."""
         self._run.ledger = self.replica = None
-        self.views.clear()
         self.settled()
-        self.were_shown.clear()
+        self._shown.clear()
         self.with_graph.clear()
         self.added.clear()
 
     def settled(self) -> None:
         """Gradients were settled: from here on, the step is shown them as they are now."""
-        known = {i: view for i, view in self.views.items() if view.version is not None}
-        shown = {i: (weakref.ref(v.gradient), _version(v.gradient)) for i, v in known.items() if v.gradient is not None}
-        known.clear()
+        for index, view in self.views.items():
+            if view.gradient is not None and view.version is not None:
+                self._shown[index] = weakref.ref(view.gradient)
         self.views.clear()
-        self.were_shown = {i: pair for i, pair in {**self.were_shown, **shown}.items() if pair[0]() is not None}
         self.handed_in = set()
         self.put.clear()
         self._reads, self._unlooked = set(), set()
         self._last_read = self._num_nodes = -1
         self._num_looks = _MANY
 
-    def held(self, index: int) -> torch.Tensor | None:
-        """What the step was shown of a gradient before gradients were settled, if it still has it.
-
-        Raises:
-            RuntimeError: If the step has written on it since.
-        """
-        reference, known = self.were_shown.get(index, (_nothing, 0))
-        tensor = reference()
-        if tensor is not None and _version(tensor) != known:
-            raise RuntimeError(
-                f"A step wrote on what it had read as {self.name(index)}.grad, and meanwhile the replicas had met and "
-                "made a new gradient of all of theirs. Read .grad again after a meeting (optimizer.step, merge_call, "
-                "the first read of a gradient after backward, clip_grad_norm_ among them), and write on that."
-            )
-        return tensor
+    def show_again(self) -> None:
+        """What the step was shown and has kept, it has as the gradient of now: in plain PyTorch it is one tensor."""
+        shown, self._shown = self._shown, {}
+        for index, reference in shown.items():
+            so_far, tensor = self.gradients.so_far[index], reference()
+            if so_far is not None and tensor is not None and _fits(tensor, so_far):
+                if tensor.data_ptr() == so_far.data_ptr():  # of the first replica, whose it was
+                    self.gradients.so_far[index] = so_far.clone()
+                with torch.no_grad():
+                    tensor.copy_(so_far)
+                self.views[index] = View(tensor, version=_version(tensor))
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
@@ -370,13 +376,7 @@ class ReplicaLedger:
         so_far = self.gradients.so_far[index]
         if so_far is None:
             return None
-        shown = self.held(index)  # in plain PyTorch it is the very gradient, too
-        if shown is None or index in self.with_graph or not _fits(shown, so_far):
-            shown = so_far.to(self.parameters[index].device, copy=True)
-        else:
-            with torch.no_grad():
-                shown.copy_(so_far)
-        self.were_shown.pop(index, None)
+        shown = so_far.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             shown = _made_together(shown, self.name(index))
         self.views[index] = View(shown, version=_version(shown))
@@ -388,12 +388,8 @@ def _version(gradient: torch.Tensor) -> int:
 
 
 def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
-    is_plain = not shown.requires_grad and shown.layout is torch.strided is gradient.layout
+    is_plain = not shown.requires_grad and are_dense([shown, gradient])
     return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
-
-
-def _nothing() -> None:
-    return None
 
 
 @final
