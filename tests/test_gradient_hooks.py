@@ -66,15 +66,27 @@ def test_a_hook_does_not_see_what_the_step_puts_there_itself(make, kinds):
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         for k in range(2):
-            gradients = torch.autograd.grad(mse(model, batch), list(model.parameters()))
-            for p, g in zip(model.parameters(), gradients, strict=True):
-                p.grad = g
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1) if k else p.detach() * batch[0].mean()
             if k:
                 clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         mse(model, batch).backward()
 
     _check(make, step, kinds)
+
+
+def test_a_gradient_of_its_own_that_a_replica_takes_is_one_that_no_hook_may_change(make):
+    """In plain PyTorch the hook of a tensor changes what `torch.autograd.grad` returns, and here it did not."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        gradients = torch.autograd.grad(mse(model, batch), list(model.parameters()))
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            p.grad = g
+
+    _check(make, step, "accumulate")
+    with pytest.raises(RuntimeError, match=r"2\.bias has a gradient hook, and .* torch\.autograd\.grad"):
+        _check(make, step, "tensor")
 
 
 @pytest.mark.parametrize("kinds", ["tensor", "accumulate"])

@@ -15,6 +15,7 @@ were.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ import torch
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import added, brought
 from torchstrategy._conductors import combined_gradients
-from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, Reads, ReplicaLedger
+from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, CurrentRun, LocalParameter, Reads, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -36,6 +37,7 @@ from torchstrategy._torch import (
     has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
+    on_computed,
     on_gradient,
     set_slot,
     set_slots,
@@ -384,6 +386,7 @@ class Gradients:
             parameter = ledger.parameters[index] if index < len(ledger.parameters) else None
             if parameter is not None and parameter.requires_grad and not parameter.counts:
                 parameter.counts = True
+                on_computed(parameter, functools.partial(_computed, parameter.run, index))
                 on_gradient(parameter, _counted)
 
     def _seen_by_hooks(self) -> set[int]:
@@ -400,7 +403,15 @@ class Gradients:
                     )
                 if has_gradient_hooks(owner):
                     seen.add(index)
+            for index, times in ledger.computed.items():
+                if times > ledger.added.get(index, 0) and self.owners[index]._backward_hooks:
+                    raise RuntimeError(
+                        f"{self.names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
+                        "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
+                        "replica has that of its own rows. Remove the hook, or call backward() and use .grad."
+                    )
             ledger.added.clear()
+            ledger.computed.clear()
         return seen
 
     def _take(self) -> None:
@@ -485,10 +496,16 @@ def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         set_slot(owner, gradient if before is None else before + gradient)
 
 
+def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+    if run.ledger is not None:
+        run.ledger.computed[index] = run.ledger.computed.get(index, 0) + 1
+
+
 def _counted(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, LocalParameter)
     if parameter.run.ledger is not None:
-        parameter.run.ledger.count(parameter.position)
+        added = parameter.run.ledger.added
+        added[parameter.position] = added.get(parameter.position, 0) + 1
 
 
 hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too

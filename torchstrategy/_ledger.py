@@ -169,9 +169,12 @@ class ReplicaLedger:
         self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.put: set[int] = set()  # of which the step put a gradient there itself
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
-        self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
+        # Since gradients were settled, of parameters whose owners have hooks: how often one was computed, and added.
+        self.computed: dict[int, int] = {}
+        self.added: dict[int, int] = {}
         self._held_back: torch.Tensor | None = None  # see `_FEW`
-        self._run = CurrentRun()
+        known = (parameter.run for parameter in parameters if parameter.run is not LocalParameter.run)
+        self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
             parameter.run, parameter.position = self._run, index
         self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # before gradients were settled
@@ -311,10 +314,6 @@ class ReplicaLedger:
         """What the user calls a parameter."""
         return self.gradients.names[index]
 
-    def count(self, index: int) -> None:
-        """Notes that backward has added to the gradient of a parameter."""
-        self.added[index] = self.added.get(index, 0) + 1
-
     def leave(self) -> None:
         """The run has ended."""
         self._run.ledger = self.replica = None
@@ -322,6 +321,7 @@ class ReplicaLedger:
         self._shown.clear()
         self.with_graph.clear()
         self.added.clear()
+        self.computed.clear()
 
     def settled(self) -> None:
         """Gradients were settled: from here on, the step is shown them as they are now."""
