@@ -30,7 +30,7 @@ from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_befor
 from torchstrategy._parts import parts_of
 from torchstrategy._replicated_loan import ReplicatedLoan
 from torchstrategy._shares import Shares
-from torchstrategy._stand_ins import put_up, resting, take_down
+from torchstrategy._stand_ins import own, put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._trace import traced
 from torchstrategy._trainers import Trainers
@@ -251,7 +251,7 @@ class ReplicatedStorage(Storage):
             for copies in self._standing_still():
                 copies.step(optimizer)
         # A fused optimizer writes parameters without counting it, as in-place operations do.
-        if any(group.get("fused") for group in vars(optimizer)["param_groups"]):
+        if any(group.get("fused") for group in own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
                 copies.mirrors.note_written(parameters_of(optimizer))
 
