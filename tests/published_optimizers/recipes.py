@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -17,9 +18,11 @@ from torch.optim import SGD, Optimizer
 PACKAGES = ("torch_optimizer", "pytorch_optimizer")
 LR = 0.01
 STEPS_OF_EACH = 12  # some begin to move after ten
+ROWS = [3, 2]  # of each of two replicas
 
 Make = Callable[[Any, list[nn.Parameter]], Optimizer]
 Loss = Callable[[], torch.Tensor]
+Backward = Callable[[nn.Module, Optimizer, torch.Tensor], torch.Tensor]
 
 MAKES: dict[str, Make] = {
     "a learning rate alone": lambda cls, parameters: cls(parameters, lr=LR),
@@ -124,21 +127,39 @@ def _trains(recipe: Recipe) -> bool:
     return are_finite and not all(map(torch.equal, before, after))
 
 
-def train_plainly(recipe: Recipe, model: nn.Module) -> Any:
-    """Trains a model in plain PyTorch, and returns the optimizer."""
-    torch.manual_seed(1)
-    optimizer = recipe.make(model)
-    for batch in batches():
-        recipe.step(optimizer, functools.partial(backward, model, optimizer, batch))
-    return optimizer
-
-
 def backward(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
     """What every script does before a step."""
     optimizer.zero_grad()
     loss = (model(batch) - 1).square().mean()
     loss.backward()
     return loss.detach()
+
+
+def backward_in_pieces(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    """The same, adding up the gradients of the rows of one replica and of the other."""
+    optimizer.zero_grad()
+    weights = [ROWS[0] / sum(ROWS), ROWS[1] / sum(ROWS)]
+    losses = [(model(piece) - 1).square().mean() for piece in batch.split(ROWS)]
+    parameters = list(model.parameters())
+    columns = zip(*(torch.autograd.grad(loss, parameters) for loss in losses), strict=True)
+    for parameter, (one, other) in zip(parameters, columns, strict=True):
+        parameter.grad = (one * weights[0]).add(other, alpha=weights[1])
+    return torch.stack([loss.detach() * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+
+
+def seed() -> None:
+    """Before an optimizer is made: some draw random numbers, of NumPy's, too."""
+    torch.manual_seed(1)
+    np.random.seed(1)
+
+
+def train_plainly(recipe: Recipe, model: nn.Module, backward: Backward = backward) -> Any:
+    """Trains a model in plain PyTorch, and returns the optimizer."""
+    seed()
+    optimizer = recipe.make(model)
+    for batch in batches():
+        recipe.step(optimizer, functools.partial(backward, model, optimizer, batch))
+    return optimizer
 
 
 def small_model() -> nn.Module:
@@ -149,6 +170,6 @@ def small_model() -> nn.Module:
 
 
 def batches() -> Iterable[torch.Tensor]:
-    """Of two replicas one gets three rows, the other two."""
+    """What is trained on."""
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in range(STEPS_OF_EACH)]
+    return [torch.randn(sum(ROWS), 3, generator=generator, dtype=torch.float64) for _ in range(STEPS_OF_EACH)]
