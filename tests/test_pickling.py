@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import torchstrategy
 from torchstrategy import DistributedValues, Strategy
 
 
