@@ -264,10 +264,12 @@ class ReplicatedExtended(_OnOneMachine):
                     loan.ends(replica)
                     return result
 
-            results = self._replicas.run(call, shares.present)
+            results = self._replicas.run(call, shares.present, loan.watch)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
                 loan.results_require_grad()
-            return regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
+            result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
+        loan.warn()
+        return result
 
     def _in_replica(
         self, strategy: StrategyBase, replica: Replica, shares: Shares, loan: Loan
