@@ -67,7 +67,7 @@ class _Linked(NamedTuple):
 
     def _collects(self, leaf: torch.Tensor) -> None:
         """Says where the replica's own gradient lies."""
-        ledger: Any = self.local.ledger
+        ledger: Any = self.local.run.ledger
         if ledger is not None:
             ledger.parameters[self.local.position] = leaf
 
