@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
+from torchstrategy._devices import in_host_memory
 from torchstrategy._input._dealing import Dealt, Pieces, Sizes, Whole, joined, split
 from torchstrategy._input._kinds import is_leaf
 from torchstrategy._input._source import Pass, Position, Source
@@ -44,7 +45,8 @@ class Dealer(ABC):
     def spec(self) -> Tree:
         """What its elements are made of."""
         if self._spec is None:
-            self._spec = self._spec_of(self.deal(self.first()))
+            with in_host_memory():
+                self._spec = self._spec_of(self.deal(self.first()))
         return self._spec
 
     def saw(self, dealt: Dealt | Whole) -> None:
@@ -164,6 +166,8 @@ class OneForEach(Dealer):
 class Steps:
     """The steps of one pass, read on one thread at a time. After an error they go on, if the loader does.
 
+    They are read in host memory, whatever the default device is: a strategy's scope has that of its parameters.
+
     Args:
         dealer: Makes them.
         passes: One over each of its sources.
@@ -182,11 +186,12 @@ class Steps:
         return self
 
     def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
-        self._dealer.read(self._passes, self._elements)
-        elements, self._elements = self._elements, []
-        dealt = self._dealer.deal(elements)
-        self._dealer.saw(dealt)
-        return dealt, self._marks()
+        with in_host_memory():
+            self._dealer.read(self._passes, self._elements)
+            elements, self._elements = self._elements, []
+            dealt = self._dealer.deal(elements)
+            self._dealer.saw(dealt)
+            return dealt, self._marks()
 
     def _marks(self) -> list[Mark]:
         return [
