@@ -13,7 +13,7 @@ from torchstrategy._input._source import Pass, Position, Source
 from torchstrategy._input._spec import PerReplicaSpec, TensorSpec, spec_of
 from torchstrategy._tree import map_leaves, unflatten_like
 from torchstrategy._types import Tree
-from torchstrategy._values import ABSENT
+from torchstrategy._values import ABSENT, Unmade
 
 
 class Mark(NamedTuple):
@@ -63,7 +63,8 @@ class Dealer(ABC):
         def specs(leaf: Tree) -> Tree:
             if type(leaf) is not Pieces:
                 return spec(leaf, None)
-            return PerReplicaSpec(tuple(map(spec, leaf, rows)))
+            shown = next(piece for piece in leaf if type(piece) is not Unmade)
+            return PerReplicaSpec(tuple(map(spec, [shown if type(p) is Unmade else p for p in leaf], rows)))
 
         if isinstance(dealt, Whole):
             return map_leaves(spec, dealt.element, is_leaf)
