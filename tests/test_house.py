@@ -52,6 +52,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_conductors",
             "_context",
             "_creation",
+            "_deep_copy",
             "_errors",
             "_optimizer_steps",
             "_options",

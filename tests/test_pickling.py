@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import torchstrategy
 from torchstrategy import DistributedValues, Strategy
 
 
@@ -20,8 +19,8 @@ def _loader() -> Any:
 
 
 THINGS: dict[str, tuple[Callable[[Strategy], Any], str]] = {
-    "strategy": (lambda s: s, r"This \w+Strategy cannot be pickled: .*model\.state_dict\(\).*make the strategy anew"),
-    "scope": (lambda s: s.scope(), r"This \w+Strategy cannot be pickled"),
+    "strategy": (lambda s: s, r"This \w+ cannot be pickled: .*model\.state_dict\(\).*make the strategy anew"),
+    "scope": (lambda s: s.scope(), r"This \w+ cannot be pickled"),
     "dataset": (lambda s: s.experimental_distribute_dataset(_loader()), r"This DistributedDataset .*load_state_dict"),
     "iterator": (
         lambda s: iter(s.experimental_distribute_dataset(_loader())),
@@ -32,11 +31,11 @@ THINGS: dict[str, tuple[Callable[[Strategy], Any], str]] = {
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda thing: torch.save({"thing": thing}, io.BytesIO())])
 @pytest.mark.parametrize("thing", THINGS)
-def test_what_is_of_this_process_says_that_it_cannot_be_pickled(strategy: Strategy, thing: str, save: Any) -> None:
+def test_what_is_of_this_process_says_that_it_cannot_be_pickled(several: Strategy, thing: str, save: Any) -> None:
     """A strategy, a dataset or an iterator in what is saved ended in `cannot pickle 'weakref.ReferenceType' object`."""
     make, message = THINGS[thing]
     with pytest.raises(TypeError, match=message):
-        save(make(strategy))
+        save(make(several))
 
 
 def test_a_value_of_several_replicas_says_what_to_save(several: Strategy) -> None:
@@ -51,9 +50,9 @@ def test_a_value_of_several_replicas_says_what_to_save(several: Strategy) -> Non
     assert len(torch.load(file)) == several.num_replicas_in_sync
 
 
-def test_a_strategy_and_a_dataset_can_still_be_copied_in_this_process(strategy: Strategy) -> None:
-    dataset = strategy.experimental_distribute_dataset(_loader())
-    assert len(list(copy.deepcopy(strategy).experimental_distribute_dataset(_loader()))) == 2
+def test_a_strategy_and_a_dataset_can_still_be_copied_in_this_process(several: Strategy) -> None:
+    dataset = several.experimental_distribute_dataset(_loader())
+    assert len(list(copy.deepcopy(several).experimental_distribute_dataset(_loader()))) == 2
     next(iter(dataset))
     copied = copy.deepcopy([dataset, dataset])
     assert copied[0] is copied[1] is not dataset

@@ -72,14 +72,16 @@ class Attributes:
         """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
         own = {id(place.local[lead]): place for place in self._places}
+        shared = self._known.common(self._known_local[lead]) if changed else {}
         has_brought = False
         for index in changed:
             place = self._places[index]
             contents = contents_of(place.local[lead])
-            if is_data(contents, lambda value: id(value) in own):
+            if is_data(contents, lambda value: id(value) in own or id(value) in shared):
                 has_brought = True
                 for target, place_of in _targets(place, lead):
-                    write(target, copy.deepcopy(contents, {key: place_of(other) for key, other in own.items()}))
+                    memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
+                    write(target, copy.deepcopy(contents, memo))
         if has_brought:
             self.collect(named)
         elif self._leaves:

@@ -58,6 +58,11 @@ class Contents:
         pairs = enumerate(zip(self._items, other._items, strict=True))
         return [i for i, (one, two) in pairs if len(one) != len(two) or not all(map(is_, one, two))]
 
+    def common(self, other: Contents) -> dict[int, Any]:
+        """The very objects that both hold, by their ids: what is not copied, such as a lock."""
+        held = set(map(id, other._flat))
+        return {id(item): item for item in self._flat if id(item) in held}
+
 
 def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[list[Place], list[Leaf]]:
     """All that a value holds and a replica has copies of, each once."""

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
+from torchstrategy._deep_copy import deep_copied
 from torchstrategy._held import PLAIN, is_data, tensors_in
 from torchstrategy._ledger import LocalParameter, set_plain_data
 from torchstrategy._originals import Originals, write_value
@@ -190,7 +191,7 @@ class ReplicaModules:
         memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}, **own}
         new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
         memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
-        return Rebinding({**self._memo, **own}).of(copy.deepcopy(value, memo))
+        return Rebinding({**self._memo, **own}).of(deep_copied(value, memo))
 
     def changes(self) -> list[Change]:
         """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
@@ -367,7 +368,8 @@ def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
     """Copies of all roots at once, so that what they share stays shared."""
     try:
-        return copy.deepcopy(list(roots), memo)
+        copied: list[nn.Module] = deep_copied(list(roots), memo)
+        return copied
     except Exception as error:
         raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
 
@@ -383,6 +385,6 @@ def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.M
 def uncopyable(name: str, error: Exception) -> TypeError:
     """What is raised when `copy.deepcopy` fails on something of the user's."""
     return TypeError(
-        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Every attribute of a module "
-        "must be one that copy.deepcopy can copy; keep files, locks and tensors with a history elsewhere."
+        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Tensors and modules "
+        "that a module holds must be ones that copy.deepcopy can copy; keep tensors with a history elsewhere."
     )

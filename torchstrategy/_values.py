@@ -46,6 +46,21 @@ ABSENT = _Absent()
 """Stands in for the value of a replica that sat the step out."""
 
 
+@final
+class Unmade:
+    """Stands in for a piece without rows, which is made when somebody asks for it.
+
+    Args:
+        make: Makes it.
+    """
+
+    def __init__(self, make: Callable[[], Tree]) -> None:
+        self.make = make
+
+    def __repr__(self) -> str:
+        return "a piece without rows"
+
+
 class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, count as such
     """Values of several replicas, held together: what `Strategy.run` returns and takes, one component a replica.
 
@@ -85,7 +100,7 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
     @property
     def values(self) -> tuple[Tree, ...]:
         """The components of the replicas that are present, in replica order."""
-        return tuple(value for value in self._components if value is not ABSENT)
+        return tuple(_made(value) for value in self._components if value is not ABSENT)
 
     def __repr__(self) -> str:
         return listed(type(self).__name__, self._components)
@@ -117,6 +132,10 @@ def listed(kind: str, components: Sequence[Tree]) -> str:
     """What is printed of a value of several replicas, one line for each that is present."""
     lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
     return f"{kind}:{{\n{lines}\n}}"
+
+
+def _made(value: Tree) -> Tree:
+    return value.make() if type(value) is Unmade else value
 
 
 @final
@@ -198,7 +217,7 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
     replicas = [r for r in range(count) if all(d._components[r] is not ABSENT for d in distributed)]
 
     def own(leaf: Tree, r: int) -> Tree:
-        return leaf._components[r] if isinstance(leaf, DistributedValues) else leaf
+        return _made(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
 
     return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
 
@@ -234,8 +253,8 @@ def select(tree: Tree, replica: int) -> Tree:
     if kind in _LEAVES:
         return tree
     if isinstance(tree, DistributedValues):
-        return tree._in_replica(replica)
-    return map_leaves(lambda leaf: component(leaf, replica), tree)
+        return _made(tree._in_replica(replica))
+    return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
 
 
 _LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})

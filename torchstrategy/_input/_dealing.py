@@ -13,11 +13,20 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._devices import is_accelerator
-from torchstrategy._input._kinds import counts_within, cut, is_leaf, named_counts, taken, tensors_within
+from torchstrategy._errors import described
+from torchstrategy._input._kinds import (
+    counts_within,
+    cut,
+    is_leaf,
+    is_registered_within,
+    named_counts,
+    taken,
+    tensors_within,
+)
 from torchstrategy._torch import TreeSpec
 from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
-from torchstrategy._values import ABSENT, PerReplica
+from torchstrategy._values import ABSENT, PerReplica, Unmade
 
 Sizes = Callable[[int], list[slice]]
 """The rows of each replica, of a number of rows."""
@@ -112,7 +121,9 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
 
     def pieces(leaf: Tree, within: list[int] | None) -> Tree:
         if within:
-            return Pieces(cut(leaf, slices))
+            wanted = [_has_rows(piece) or not is_registered_within(leaf) for piece in slices]
+            found = iter(cut(leaf, list(itertools.compress(slices, wanted))))
+            return Pieces([next(found) if is_wanted else _unmade(leaf) for is_wanted in wanted])
         is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in tensors_within(leaf))
         return Pieces([leaf] * replicas) if is_apart else leaf
 
@@ -129,8 +140,7 @@ def joined(elements: Sequence[Tree]) -> Dealt:
     """
     first = next(element for element in elements if element is not ABSENT)
     rows = tuple(0 if element is ABSENT else _rows_of_element(element) for element in elements)
-    without_rows = map_leaves(_without_rows, first, is_leaf)
-    filled = [without_rows if element is ABSENT else element for element in elements]
+    filled = [map_leaves(_without_rows, first, is_leaf) if element is ABSENT else element for element in elements]
     try:
         columns, spec = zip_leaves(filled, _is_leaf_or_empty)
     except ValueError:
@@ -176,4 +186,24 @@ def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
 def _without_rows(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
-    return taken(leaf, slice(0, 0))
+    return _unmade(leaf) if is_registered_within(leaf) else taken(leaf, slice(0, 0))
+
+
+def _has_rows(piece: slice) -> bool:
+    return bool(piece.stop > piece.start)
+
+
+def _unmade(leaf: Any) -> Unmade:
+    """A piece of no rows, which there may not be: a function of the user's is asked for it if somebody gets it."""
+
+    def make() -> Any:
+        try:
+            return taken(leaf, slice(0, 0))
+        except Exception as error:
+            raise ValueError(
+                f"A replica was dealt no rows, and there is no {type(leaf).__name__} without rows to give it: "
+                f"{described(error)}. Leave out RunOptions(run_empty_replicas=True), and such a replica sits the step "
+                "out; or let the take function that the type was registered with make one for slice(0, 0)."
+            ) from error
+
+    return Unmade(make)

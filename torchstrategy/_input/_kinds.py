@@ -81,6 +81,15 @@ def counts_within(value: Any) -> list[int] | None:
     return counts
 
 
+def is_registered_within(value: Any) -> bool:
+    """Whether a function of the user's takes the rows of a leaf, or of a thing in it."""
+    if registration_of(value) is not None:
+        return True
+    kind = kind_of(value)
+    parts = {} if kind is None or kind.parts is None else kind.parts(value)
+    return any(is_registered_within(leaf) for part in parts.values() for leaf in tree_flatten(part, is_leaf)[0])
+
+
 def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
     """The names of all values that have rows, and how many.
 

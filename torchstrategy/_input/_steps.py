@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
+from torchstrategy._devices import in_host_memory
 from torchstrategy._input._dealing import Dealt, Pieces, Sizes, Whole, joined, split
 from torchstrategy._input._kinds import is_leaf
 from torchstrategy._input._source import Pass, Position, Source
 from torchstrategy._input._spec import PerReplicaSpec, TensorSpec, spec_of
 from torchstrategy._tree import map_leaves, unflatten_like
 from torchstrategy._types import Tree
-from torchstrategy._values import ABSENT
+from torchstrategy._values import ABSENT, Unmade
 
 
 class Mark(NamedTuple):
@@ -44,7 +45,8 @@ class Dealer(ABC):
     def spec(self) -> Tree:
         """What its elements are made of."""
         if self._spec is None:
-            self._spec = self._spec_of(self.deal(self.first()))
+            with in_host_memory():
+                self._spec = self._spec_of(self.deal(self.first()))
         return self._spec
 
     def saw(self, dealt: Dealt | Whole) -> None:
@@ -61,7 +63,8 @@ class Dealer(ABC):
         def specs(leaf: Tree) -> Tree:
             if type(leaf) is not Pieces:
                 return spec(leaf, None)
-            return PerReplicaSpec(tuple(map(spec, leaf, rows)))
+            shown = next(piece for piece in leaf if type(piece) is not Unmade)
+            return PerReplicaSpec(tuple(map(spec, [shown if type(p) is Unmade else p for p in leaf], rows)))
 
         if isinstance(dealt, Whole):
             return map_leaves(spec, dealt.element, is_leaf)
@@ -164,6 +167,8 @@ class OneForEach(Dealer):
 class Steps:
     """The steps of one pass, read on one thread at a time. After an error they go on, if the loader does.
 
+    They are read in host memory, whatever the default device is: a strategy's scope has that of its parameters.
+
     Args:
         dealer: Makes them.
         passes: One over each of its sources.
@@ -182,11 +187,12 @@ class Steps:
         return self
 
     def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
-        self._dealer.read(self._passes, self._elements)
-        elements, self._elements = self._elements, []
-        dealt = self._dealer.deal(elements)
-        self._dealer.saw(dealt)
-        return dealt, self._marks()
+        with in_host_memory():
+            self._dealer.read(self._passes, self._elements)
+            elements, self._elements = self._elements, []
+            dealt = self._dealer.deal(elements)
+            self._dealer.saw(dealt)
+            return dealt, self._marks()
 
     def _marks(self) -> list[Mark]:
         return [
