@@ -609,7 +609,7 @@ def test_an_error_in_plain_pytorch_comes_out_as_it_is() -> None:
         ({"atol": "tight"}, TypeError, "atol is a number"),
         ({"ignore": ["loss"]}, ValueError, "ignore names 'loss', and what is compared is losses, gradients"),
         (
-            {"ignore": ["losses", "gradients", "parameters", "buffers", "attributes", "optimizer"]},
+            {"ignore": ["losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer"]},
             ValueError,
             "everything",
         ),

@@ -129,13 +129,14 @@ def shared_tensors(
         is_own: Whether replicas have copies of a module.
         known: The ids of the parameters of which replicas have copies.
     """
-    found = {id(tensor): (name, tensor) for name, tensor in (*named.others, *named.tensors)}
+    pairs = [*named.others, *named.tensors]
     for name, module in named.modules:
         if not is_own(module):
             for path, part in module.named_modules(prefix=name):
                 if not is_own(part) and not is_metric(vars(part)):
-                    found.update({id(tensor): (where, tensor) for where, tensor in _tensors_of(path, part)})
-    return [pair for key, pair in found.items() if key not in known and not is_variable(pair[1])]
+                    pairs += _tensors_of(path, part)
+    found = {id(pair[1]): pair for pair in reversed(pairs)}  # by the first name of each
+    return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
 
 
 def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
