@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,26 @@ def by_container(total: torch.Tensor) -> Callable[[], Any]:
     return lambda: shadow["layers"][0]["w"].mul_(0.9)
 
 
+def by_class(total: torch.Tensor) -> Callable[[], Any]:
+    class Stats:
+        sums = total
+
+    return lambda: Stats.sums.add_(1)
+
+
+def by_class_of_an_object(total: torch.Tensor) -> Callable[[], Any]:
+    class Stats:
+        sums = total
+
+    stats = Stats()
+    return lambda: stats.sums.add_(1)
+
+
+def by_queue(total: torch.Tensor) -> Callable[[], Any]:
+    recent = deque([total])
+    return lambda: recent[0].add_(1)
+
+
 def by_function(total: torch.Tensor) -> Callable[[], Any]:
     def inner() -> None:
         total[0] = 5.0
@@ -77,6 +98,9 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], Callable[[], Any]], str]] = {
     "closure": (lambda total: lambda: total.add_(1), "total"),
     "out": (lambda total: lambda: torch.add(total, 1, out=total), "total"),
     "container": (by_container, "shadow['layers'][0]['w']"),
+    "class": (by_class, "Stats.sums"),
+    "class of an object": (by_class_of_an_object, "stats.sums"),
+    "queue": (by_queue, "recent[0]"),
     "default": (by_default, "a default argument"),
     "function": (by_function, "total"),
     "partial": (lambda total: functools.partial(torch.Tensor.add_, total, 1), "an argument of functools.partial"),
