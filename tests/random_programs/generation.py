@@ -44,7 +44,7 @@ class _Draw:
     def __init__(self, draw: random.Random, simulated: int, without: Any, kinds: list[str]) -> None:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
         self._steps = draw.randint(2, 6)
-        self._is_data_parallel = self._sees_the_batch = self._sees_calls = False
+        self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
 
     def program(self) -> Program:
         draw = self._draw
@@ -57,8 +57,10 @@ class _Draw:
         text = repr(chosen)
         self._sees_the_batch = "Norm(kind='batch" in text or "running mean" in text
         self._sees_calls = self._sees_the_batch or "Count(" in text or "Buffer(" in text or "spectral" in text
+        self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
         made = self._optimizers(sparse)
         before, step, after = self._loop(len(made))
+        self._repeats = repr(step).count("Backward(") > 1 or "twice" in repr(step) or "micro=2" in repr(step)
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
         return Program(
@@ -175,14 +177,14 @@ class _Draw:
         draw, every = self._draw, self._draw.choice([1, 1, 1, 1, 2, 3])
         clear: list[Action] = [actions.Clear(draw.choice(actions.CLEARINGS), every)]
         back: list[Action] = [self._backward()]
-        if draw.random() < 0.15:
+        if draw.random() < 0.15 and not self._sees_calls:
             back.append(self._backward())
         edits: list[Action] = self._parts(self._edit, draw.choice([0, 0, 0, 1, 1, 2]))
         updates: list[Action] = [actions.Update(index, every) for index in range(count)]
         if draw.random() < 0.5:
             updates.append(actions.Schedule(draw.randint(0, 1)))
         rest = self._parts(self._rest, draw.choice([0, 0, 0, 0, 1]))
-        if draw.random() < 0.1:  # a second update in the step
+        if draw.random() < 0.1 and not self._sees_calls:  # a second update in the step
             back = [*back, *updates, *clear, self._backward()]
         if draw.random() < 0.2:
             draw.shuffle(edits)
@@ -198,6 +200,8 @@ class _Draw:
     def _backward(self) -> Action:
         draw = self._draw
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
+        if way == "backward twice" and self._sees_calls:
+            way = "backward"
         return actions.Backward(draw.choice(actions.LOSSES), way, 1 if self._sees_calls else draw.choice([1, 1, 1, 2]))
 
     def _edit(self) -> Action:
@@ -248,7 +252,7 @@ class _Draw:
             *[self._evaluation] * 3,
             *[lambda: events.Teach(draw.choice(["data", "copy", "no_grad", "foreach"]))] * 2,
             events.Average,
-            lambda: events.Hook(draw.choice(events.HOOKS), draw.randint(0, 1)),
+            lambda: events.Hook(draw.choice(events.HOOKS[:4] if self._repeats else events.HOOKS), draw.randint(0, 1)),
             lambda: events.Parametrize(draw.random() < 0.5, draw.randint(0, 1)),
             lambda: events.Prune(draw.random() < 0.4),
             events.RemoveWeightNorm,

@@ -49,10 +49,7 @@ class Norm(Layer):
         if self.kind == "group":
             return nn.GroupNorm(1, width, eps=0.1)
         if self.kind == "batch, evaluating":
-            norm = nn.BatchNorm1d(width, eps=0.1)
-            norm.train = lambda mode=True: norm  # type: ignore[method-assign,assignment]
-            norm.training = False
-            return norm
+            return modules.Evaluating(width, eps=0.1)
         return torchstrategy.nn.SyncBatchNorm(width, eps=0.1, momentum=None if "mean" in self.kind else 0.1)
 
 

@@ -476,6 +476,21 @@ class OfSomeRows(nn.Module):
         return torch.where(chosen.unsqueeze(1), self.head(x), x)
 
 
+class Evaluating(nn.BatchNorm1d):
+    """Batch normalisation that is frozen, as in detection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.train()
+
+    def train(self, mode: bool = True) -> Evaluating:
+        return super().train(False)
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        self.running_mean.fill_(0.1)
+
+
 class Doubled(torch.autograd.Function):
     """x * 2, as a function of its own."""
 

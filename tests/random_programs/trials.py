@@ -82,9 +82,11 @@ def _category(found: dict[str, str]) -> str:
 
 
 def _kind_of(error: Exception) -> str:
+    if "drifted apart" in str(error):
+        return f"drifted apart: {'optimizer' if '.state[' in str(error) else 'model'}"
     words = re.sub(r"0x[0-9a-f]+|\d+|'[^']*'|\S*\.(weight|bias|\w+)\b", "_", str(error))
     return f"{type(error).__name__}: {' '.join(words.split()[:9])}"
 
 
 def _shown(error: Exception) -> str:
-    return "".join(traceback.format_exception(error)[-12:])
+    return "".join(traceback.format_exception(error)[-5:])
