@@ -33,6 +33,7 @@ from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._sums import accumulate, equal, weighted
 from torchstrategy._torch import (
+    are_dense,
     has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
@@ -43,9 +44,14 @@ from torchstrategy._torch import (
     slots,
     unseen_by_function_modes,
     version,
+    will_be_reached,
 )
 from torchstrategy._trace import traced
+from torchstrategy._uncounted import DataReads
 from torchstrategy._variables import is_variable
+
+Together = Callable[[Callable[[], None]], None]
+"""Calls something for all replicas, with the gradients of the whole batch; it may update parameters."""
 
 AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
@@ -92,18 +98,23 @@ class Gradients:
         self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
         self._num_handed_in = 0
         self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
+        self._reads = DataReads({})  # of those
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
+        self.hooked: set[int] = set()  # owners with hooks
+        self._together: Together | None = None
 
-    def begin(self, shares: Shares, outsiders: Sequence[tuple[torch.Tensor, str]]) -> None:
+    def begin(self, shares: Shares, outsiders: Sequence[tuple[torch.Tensor, str]], together: Together) -> None:
         """Takes the owners' gradients for the length of a run: whatever backward adds to an owner stands out.
 
         Args:
             shares: How much each replica counts.
             outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
+            together: Settles, and calls something that may update parameters.
         """
         own = self._own()
+        self._together = together
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._has_updated = False
@@ -114,13 +125,13 @@ class Gradients:
             self._shares = shares
             set_slots(self.owners, repeat(None))
         if have_gradient_hooks(own):
-            for index, owner in enumerate(own):
-                if has_gradient_hooks(owner):
-                    self._count(index)
+            self.hooked = {index for index, owner in enumerate(own) if has_gradient_hooks(owner)}
+            for index in self.hooked:
+                self._count(index)
 
     def enter(self, replica: Replica) -> None:
         """The step begins in `replica`."""
-        self.ledgers[replica.index].replica = replica
+        self.ledgers[replica.index].enter(replica)
 
     def hand_in(self, replica: int) -> None:
         """Called on the replica's thread, where it has come to what settles gradients, or to its end.
@@ -148,26 +159,19 @@ class Gradients:
                 for index, owner in enumerate(self.owners):
                     other = slot(owner)
                     if other is not None:
-                        self._add(index, other)
+                        self._add(index, other, is_seen=False)
             self._give(self.so_far)
         self._leave()
 
     def abort(self) -> None:
         """Gives the owners what they had before the run, or, if it made an update, what they had then."""
-        if self._shares is None:
-            return  # it has not begun, or has ended
-        with _exchanging:
-            if not self.is_alone:
-                both = zip(self.owners, self._kept, strict=True)
-                self._kept = [slot(owner) if kept is None else kept for owner, kept in both]
-            self._give(self._kept)
+        if self._shares is not None:  # else it has not begun, or has ended
+            with _exchanging:
+                if not self.is_alone:
+                    both = zip(self.owners, self._kept, strict=True)
+                    self._kept = [slot(owner) if kept is None else kept for owner, kept in both]
+                self._give(self._kept)
         self._leave()
-
-    def let_go(self) -> None:
-        """These replicas will not run again: nothing of theirs has to wait for the collector of cycles."""
-        for ledger in self.ledgers:
-            if not any(parameter.delivers for parameter in ledger.parameters):
-                ledger.let_go()
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -184,7 +188,10 @@ class Gradients:
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
         known = self._everywhere.get(id(gradient))
-        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+        # Memory of the CPU may be written in ways that nothing notices.
+        if known is None or version(gradient) != known[1] or gradient.is_cpu or self._reads.has(id(gradient)):
+            return None
+        return known[2][replica]
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -192,46 +199,28 @@ class Gradients:
 
     def deliver_late_ones(self) -> None:
         """From here on, what a backward between runs adds to the replicas' parameters goes on to the owners at once."""
+        late: dict[int, list[LocalParameter]] = {}
         for ledger in self.ledgers:
-            for parameter in ledger.parameters:
+            for index, parameter in enumerate(ledger.parameters):
                 if parameter.requires_grad and not parameter.delivers:
-                    parameter.delivers = True
-                    on_gradient(parameter, _deliver)
-        for index, owner in enumerate(self._own()):
-            if has_gradient_hooks(owner):
-                self._deliver_together(index)
-
-    def deliver(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Adds gradients to their owner's, as they are: whoever ran the backward has weighed the replicas."""
-        owner = self._held[index]()
-        if owner is None:
-            return  # nobody has it any more
-        with _delivering:
-            gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
-            before = slot(owner)
-            if has_gradient_hooks(owner):
-                torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
-            else:
-                set_slot(owner, gradient if before is None else before + gradient)
+                    late.setdefault(index, []).append(parameter)
+        for index, parameters in late.items():
+            delivery = _Delivery(self._held[index], parameters)
+            for parameter in parameters:
+                parameter.delivers = True
+                on_gradient(parameter, delivery.arrived)
 
     def _own(self) -> list[torch.Tensor]:
         owners = [held() for held in self._held]
         return [owner for owner in owners if owner is not None]  # all of them, while there is a run
 
-    def _deliver_together(self, index: int) -> None:
-        """The hooks of an owner see, in each backward, what all replicas have for it, once."""
-        local = [ledger.parameters[index] for ledger in self.ledgers if index < len(ledger.parameters)]
-        local = [parameter for parameter in local if parameter.requires_grad]
-        if all(parameter.delivers_together for parameter in local):
-            return
-        for parameter in local:
-            parameter.delivers_together = True
-
-        def deliver(gradients: Sequence[torch.Tensor | None]) -> None:
-            if all(ledger.replica is None for ledger in self.ledgers):
-                self.deliver(index, [gradient for gradient in gradients if gradient is not None])
-
-        torch.autograd.graph.register_multi_grad_hook(local, deliver)
+    def settle_in_step(self) -> None:
+        """Settles at a meeting after which the step goes on; the hooks of owners may update parameters at it."""
+        if self.hooked:
+            assert self._together is not None
+            self._together(lambda: None)
+        else:
+            self.settle()
 
     def settle(self) -> None:
         """Adds up what the replicas have collected.
@@ -245,14 +234,13 @@ class Gradients:
             for name, stray in zip(self.names, slots(self.owners), strict=True):
                 if stray is not None:
                     raise RuntimeError(_stray_gradient(name))
-        self._check_hooks()
+        seen = self._seen_by_hooks()
         self._settle_views()
         with torch.no_grad(), traced("settle gradients"):
             combined = self._combined()
-            have_hooks = bool(combined) and have_gradient_hooks(self.owners)
             for index, gradient in combined.items():
-                if have_hooks or self.so_far[index] is not None:
-                    self._add(index, gradient)
+                if index in seen or self.so_far[index] is not None:
+                    self._add(index, gradient, index in seen)
                 else:
                     self.so_far[index] = gradient
         if combined and len(self.ledgers) > 1:
@@ -266,6 +254,8 @@ class Gradients:
         """
         assert self._shares is not None
         present = self._shares.present
+        if not any(seen):
+            return
         local = {r: self.ledgers[r].local_indices() for r in present}
         for r, read in zip(present, seen, strict=True):
             for other in present:
@@ -273,8 +263,9 @@ class Gradients:
                 if missed:
                     raise RuntimeError(
                         f"Replica {r} read the gradient of {self.names[min(missed)]} to which replica {other} still "
-                        "had to add: the parameter was used in one replica and not in the other. Read gradients "
-                        "after strategy.run."
+                        "had to add: the parameter was used in one replica and not in the other, and backward ran "
+                        "between two reads of gradients without a forward. Run all backwards before the first read, or "
+                        "read gradients after strategy.run."
                     )
 
     def _weighing(self) -> list[int]:
@@ -284,6 +275,9 @@ class Gradients:
 
     def _settle_views(self) -> None:
         assert self._shares is not None
+        for ledger in self.ledgers:
+            for index in ledger.were_shown:
+                ledger.held(index)
         ledgers = [self.ledgers[r] for r in self._weighing()]
         first = ledgers[0].views
         if all(view is CLEARED for view in first.values()) and all(other.views == first for other in ledgers[1:]):
@@ -293,9 +287,11 @@ class Gradients:
             for index in {index for ledger in ledgers for index in ledger.views}:
                 self.so_far[index] = self._agreed(index)
         for ledger in self.ledgers:
-            ledger.views.clear()
-            ledger.seen.clear()
-            ledger.handed_in = set()
+            ledger.settled()
+            for index in ledger.were_shown:  # the step may write on what it has, and that be the new gradient
+                so_far, held = self.so_far[index], ledger.held(index)
+                if so_far is not None and held is not None and are_dense([so_far, held]):
+                    self.so_far[index] = so_far.clone() if so_far.data_ptr() == held.data_ptr() else so_far
 
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of the gradient so far."""
@@ -371,6 +367,7 @@ class Gradients:
             gradients = [gradient for gradient in column if gradient is not None]
             total[index] = gradient = gradients[0].to(self.owners[index].device)
             self._everywhere[id(gradient)] = gradient, version(gradient), gradients
+        self._reads = DataReads({id(g): g for g in total.values() if not g.is_cpu and g.layout is torch.strided})
         return total
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -381,12 +378,13 @@ class Gradients:
             arrived.update(zip(indices, brought([local[index] for index in indices], device), strict=True))
         return arrived
 
-    def _add(self, index: int, gradient: torch.Tensor) -> None:
+    def _add(self, index: int, gradient: torch.Tensor, is_seen: bool) -> None:
         owner, so_far = self.owners[index], self.so_far[index]
-        if has_gradient_hooks(owner):
+        if is_seen:
             # The owner's hooks see the gradient of the whole batch, once, as autograd would show it to them.
             set_slot(owner, None if so_far is None else so_far.clone())
-            torch.autograd.backward([owner], [gradient])
+            with torch.autograd.set_multithreading_enabled(False):  # on this thread, on which replicas are known
+                torch.autograd.backward([owner], [gradient])
             self.so_far[index] = slot(owner)
             set_slot(owner, None)
         else:
@@ -399,16 +397,27 @@ class Gradients:
                 parameter.counts = True
                 on_gradient(parameter, _counted)
 
-    def _check_hooks(self) -> None:
-        for ledger in self.ledgers:
+    def _seen_by_hooks(self) -> set[int]:
+        """The owners whose hooks see what backward has added. What a step puts there itself, no hook sees."""
+        seen: set[int] = set()
+        for ledger in self.ledgers if self.hooked else ():
             for index, times in ledger.added.items():
-                if times > 1 and has_gradient_hooks(self.owners[index]):
+                owner = self.owners[index]
+                if times > 1 and has_gradient_hooks(owner):
                     raise RuntimeError(
                         f"{self.names[index]} has a gradient hook, and the step ran backward {times} times before "
                         "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
                         "or run one backward in each strategy.run."
                     )
+                if owner._backward_hooks and any(index in other.put for other in self.ledgers):
+                    raise RuntimeError(
+                        f"{self.names[index]} has a gradient hook, and the step assigned its .grad before a backward: "
+                        "the hook would see the sum of both. Remove the hook, or add to .grad after the backward."
+                    )
+                if has_gradient_hooks(owner):
+                    seen.add(index)
             ledger.added.clear()
+        return seen
 
     def _take(self) -> None:
         self.so_far = slots(self.owners)
@@ -421,7 +430,7 @@ class Gradients:
         self._shares = None  # first: what is interrupted after this has ended
         self.so_far, self._kept = [], []
         self._total, self._num_handed_in = {}, 0
-        self.owners = []
+        self.owners, self.hooked, self._together = [], set(), None
         for ledger in self.ledgers:
             ledger.leave()
 
@@ -441,22 +450,51 @@ def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 _exchanging = threading.RLock()  # runs of several threads take gradients from the same owners, and give them back
-_delivering = threading.Lock()  # the backward of several accelerators runs on a thread for each
+_delivering = threading.RLock()  # the backward of several accelerators runs on a thread for each
 
 
-def _deliver(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, LocalParameter) and parameter.ledger is not None
-    gradient = slot(parameter)
-    if parameter.ledger.replica is None and gradient is not None:
-        set_slot(parameter, None)
-        if not parameter.delivers_together:
-            parameter.ledger.gradients.deliver(parameter.position, [gradient])
+@final
+class _Delivery:
+    """What a backward between runs adds to the replicas' parameters of one owner goes on to the owner.
+
+    The parameters hold it, and it holds none of them: a cycle would keep their memory.
+    """
+
+    def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[LocalParameter]) -> None:
+        self._owner = owner
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Adds the gradients to the owner's, as they are: whoever ran the backward has weighed the replicas."""
+        assert isinstance(parameter, LocalParameter)
+        if parameter.run.ledger is not None:
+            return
+        with _delivering:
+            owner, parameters = self._owner(), [parameter]
+            if owner is not None and has_gradient_hooks(owner):
+                # They see, in each backward, what all replicas have for it, once.
+                parameters = [known for reference in self._parameters if (known := reference()) is not None]
+                if any(slot(known) is None and will_be_reached(known) for known in parameters):
+                    return
+            gradients = [gradient for gradient in slots(parameters) if gradient is not None]
+            set_slots(parameters, repeat(None))
+            if owner is not None:  # else nobody has it any more
+                _deliver(owner, gradients)
+
+
+def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+    gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+    before = slot(owner)
+    if has_gradient_hooks(owner):
+        torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
+    else:
+        set_slot(owner, gradient if before is None else before + gradient)
 
 
 def _counted(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, LocalParameter) and parameter.ledger is not None
-    if parameter.ledger.replica is not None:
-        parameter.ledger.count(parameter.position)
+    assert isinstance(parameter, LocalParameter)
+    if parameter.run.ledger is not None:
+        parameter.run.ledger.count(parameter.position)
 
 
 hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too

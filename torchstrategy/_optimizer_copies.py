@@ -1,8 +1,8 @@
 """Copies of the user's optimizers, with which replicas update parameters of their own.
 
-The user's own optimizer updates the parameters of the first replica, which are the user's own. For each other replica
-there is a copy of it, with a state of its own, that takes every step that the user's takes, after it, on the same
-gradients. So all replicas come to the same bits, and no parameter is sent.
+The user's own optimizer updates the user's own parameters, which are those of every replica on their device. For each
+replica on another device there is a copy of it, with a state of its own, that takes every step that the user's takes,
+after it, on the same gradients. So all replicas come to the same bits, and no parameter is sent.
 
 What decides by other things than gradients, or draws random numbers, could come to other bits: only torch's own
 optimizers have copies. After a step of any other one, values are sent.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -21,8 +22,9 @@ from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
+from torchstrategy._originals import Original, Originals
 from torchstrategy._stand_ins import plain_class
-from torchstrategy._torch import slot, version
+from torchstrategy._torch import slot
 from torchstrategy._trace import traced
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
@@ -37,32 +39,41 @@ def can_have_copies(optimizer: Optimizer) -> bool:
     """Whether a copy that is given the same gradients takes the same step."""
     cls, inside = plain_class(type(optimizer)), vars(optimizer)
     has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"]
-    is_torchs = cls.__module__.startswith("torch.optim.") and not issubclass(cls, LBFGS)
     # A fused one is told by a GradScaler, and by nobody else, what to divide gradients by.
-    return is_torchs and not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
+    is_fused = any(group.get("fused") for group in inside["param_groups"])
+    return is_torchs(optimizer) and not issubclass(cls, LBFGS) and not has_hooks and not is_fused
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether torch itself has the class of an optimizer."""
+    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 @final
 class OptimizerCopies:
-    """The copies of one optimizer, for all replicas but the first.
+    """The copies of one optimizer.
 
     Args:
         optimizer: The user's own.
-        local: The parameters of each of those replicas, by the id of the owner.
+        own: Of each replica that has parameters with memory of their own: those, by the id of the owner.
     """
 
-    def __init__(self, optimizer: Optimizer, local: Sequence[Mapping[int, LocalParameter]]) -> None:
-        self._copies = [_Copy(optimizer, parameters) for parameters in local]
-        self._known: list[tuple[torch.Tensor, int]] | None = None  # the state that the copies agree with
+    def __init__(self, optimizer: Optimizer, own: Mapping[int, Mapping[int, LocalParameter]]) -> None:
+        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in own.items()}
+        self._known: _State | None = None  # the state that the copies agree with
+
+    def has(self, replica: int) -> bool:
+        """Whether a replica has a copy."""
+        return replica in self._copies
 
     def state(self, replica: int) -> dict[torch.Tensor, Any]:
         """That of a replica's copy, by the replica's own parameters."""
-        return self._copies[replica - 1].state()
+        return self._copies[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings to the copies what was written on the settings and on the state."""
-        is_known = self._known is not None and _same(self._known, list(_versions(optimizer)))
-        for copied in self._copies:
+        is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
+        for copied in self._copies.values():
             copied.bring_settings(optimizer)
             if not is_known:
                 copied.bring_state(optimizer)
@@ -75,11 +86,35 @@ class OptimizerCopies:
             owners: The parameters.
             arrived: What a replica has got of a gradient already, if it has.
         """
-        trained = [owner for owner in owners if slot(owner) is not None]
-        for replica, copied in enumerate(self._copies, start=1):
+        with_gradient = [owner for owner in owners if slot(owner) is not None]
+        for replica, copied in self._copies.items():
+            trained = [owner for owner in with_gradient if copied.has(owner)]
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
-        self._known = list(_versions(optimizer))
+        if self._copies and self._known is not None and self._known.is_that_of(optimizer):
+            self._known.take_changes()
+        elif self._copies:
+            self._known = _State(optimizer)
+
+
+@final
+class _State:
+    """The state of an optimizer, as it was when its copies agreed with it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._values = _values(optimizer)
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._tensors = Originals([Original("", tensor) for tensor in tensors])
+        self._tensors.watch(range(len(tensors)))
+
+    def is_that_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has the very same values in its state."""
+        values = _values(optimizer)
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def take_changes(self) -> bool:
+        """Whether any tensor of it was written; from here on it counts as it is."""
+        return bool(self._tensors.take_changes()[0])
 
 
 @final
@@ -98,6 +133,9 @@ class _Copy:
         self._optimizer.__setstate__(
             {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
         )
+
+    def has(self, owner: torch.Tensor) -> bool:
+        return id(owner) in self._plain
 
     def state(self) -> dict[torch.Tensor, Any]:
         state = self._optimizer.state
@@ -156,12 +194,5 @@ def _settled(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _versions(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, int]]:
-    for state in vars(optimizer)["state"].values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield value, version(value)
-
-
-def _same(known: Sequence[tuple[torch.Tensor, int]], now: Sequence[tuple[torch.Tensor, int]]) -> bool:
-    return len(known) == len(now) and all(a is b and m == n for (a, m), (b, n) in zip(known, now, strict=True))
+def _values(optimizer: Optimizer) -> list[Any]:
+    return [value for state in vars(optimizer)["state"].values() for value in state.values()]

@@ -90,7 +90,7 @@ class ReplicatedLoan(Loan, Owners):
     @contextmanager
     def published(self) -> Iterator[None]:
         self._check_unwritten()
-        with self._copies.gradients.published(), self._as_they_are():
+        with self._as_they_are(), self._copies.gradients.published():
             yield
         with undisturbed():
             self._copies.mirrors.refresh_parameters()

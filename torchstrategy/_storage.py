@@ -5,6 +5,7 @@ A storage takes in what is created in the strategy's scope, and lends it to each
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ class Storage(ABC):
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in what this thread creates."""
-        return watched(self.take_part, self.claim, self.take_optimizer, self.take_counter)
+        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_counter)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all below it.
@@ -83,29 +84,42 @@ class Storage(ABC):
         for part in parts:
             self.claim(part)
             for parameter in part.parameters(recurse=False):
-                self.claim(parameter)
+                self.claim_parameter(part, parameter)
         for part in parts:
             self.take_part(part)
 
-    def claim(self, thing: nn.Module | torch.Tensor) -> None:
-        """Notes that a module or parameter belongs here.
+    def claim(self, thing: nn.Module | Variable) -> None:
+        """Notes that a module or variable belongs here.
 
         Raises:
             RuntimeError: If it belongs to another strategy.
         """
-        owner = _owners.get(thing)
-        if owner is not None and owner() not in (None, self):
+        self._require_free(thing)
+        if thing not in _owners:
+            _owners[thing] = weakref.ref(self)
+
+    def claim_parameter(self, module: nn.Module, parameter: torch.Tensor) -> None:
+        """Notes that a parameter belongs here, for as long as a module has it.
+
+        Raises:
+            RuntimeError: If it belongs to another strategy.
+        """
+        if is_variable(parameter):
+            self._require_free(parameter)
+        elif _owner_of(parameter) is not self:
+            self._require_free(parameter)
+            _holders[id(parameter)] = weakref.ref(module, functools.partial(_forget, id(parameter))), weakref.ref(self)
+
+    def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
+        if _owner_of(thing) not in (None, self):
             raise RuntimeError(
                 f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A "
                 "module belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."
             )
-        if owner is None:
-            _owners[thing] = weakref.ref(self)
 
     def owns(self, thing: nn.Module | torch.Tensor) -> bool:
         """Whether a module or parameter belongs here."""
-        owner = _owners.get(thing)
-        return owner is not None and owner() is self
+        return _owner_of(thing) is self
 
     @abstractmethod
     def like(self) -> Storage:
@@ -138,13 +152,36 @@ class Storage(ABC):
         """
 
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and parameters -> a weak reference to their storage
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
+# By the id of a parameter, a module that has it, and the storage that it belongs to. There is no reference to the
+# parameter itself: torch refuses to swap a tensor that has a weak one.
+_holders: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Storage]]] = {}
+
+
+def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
+    """A module that had a parameter is gone."""
+    if key in _holders and _holders[key][0] is module:
+        del _holders[key]
+
+
+def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
+    """The storage that a module or parameter belongs to."""
+    if isinstance(thing, torch.Tensor) and not is_variable(thing):
+        holder, owner = _holders.get(id(thing), (_nobody, _nobody))
+        module = holder()
+        has_it = module is not None and any(parameter is thing for parameter in module._parameters.values())
+        return owner() if has_it else None
+    known: weakref.ref[Storage] | None = _owners.get(thing)
+    return None if known is None else known()
+
+
+def _nobody() -> None:
+    return None
 
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
-    owner = _owners.get(thing)
-    return owner is None or (owner() is None and not is_variable(thing))
+    return _owner_of(thing) is None and not (is_variable(thing) and thing in _owners)
 
 
 @final

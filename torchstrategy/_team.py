@@ -377,9 +377,15 @@ class _Run:
     def _unequal(self) -> str:
         where = [f"replica {r} is at {met.name}" for r, met in self._met.items()]
         where += [f"replica {r} has ended" for r in self._results]
+        hint = ""
+        if any("gradient" in met.name for met in self._met.values()):
+            hint = (
+                " A replica that runs no backward, since none of its rows asks for one, runs one of zero: "
+                "(outputs.sum() * 0).backward()."
+            )
         return (
             "The replicas met a different number of times, or in a different order: "
             f"{', '.join(sorted(where))}. Every replica must come to the same meetings (merge_call, all_reduce, "
             "all_gather, optimizer.step, the first read of a gradient after backward) in the same order: let no such "
-            "call depend on the replica or on its data."
+            f"call depend on the replica or on its data.{hint}"
         )

@@ -17,8 +17,12 @@ from torchstrategy._types import Tree
 
 
 def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
-    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into."""
-    return _torch.tree_flatten(tree, is_leaf=is_leaf or _is_one_thing)
+    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into.
+
+    torch's own leaves a function that refers to itself behind, which waits for the collector of cycles.
+    """
+    leaves: list[Tree] = []
+    return leaves, _flatten(tree, is_leaf or _is_one_thing, leaves)
 
 
 def is_container(value: Tree) -> bool:
@@ -36,7 +40,8 @@ def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree],
         return kind([map_leaves(fn, item, is_leaf) for item in tree])
     if kind is dict:
         return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
-    return _torch.tree_map(fn, tree, is_leaf=is_leaf)
+    leaves, spec = tree_flatten(tree, is_leaf)
+    return spec.unflatten([fn(leaf) for leaf in leaves])
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
@@ -56,7 +61,7 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
 
 def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
     """The tree of the shape `spec` that holds `leaves`."""
-    return _torch.tree_unflatten(leaves, spec)
+    return spec.unflatten(leaves)
 
 
 def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
@@ -66,7 +71,7 @@ def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None)
         tree: Any tree.
         is_leaf: Which containers not to look into.
     """
-    named, _ = _torch.tree_flatten_with_path(tree, is_leaf=is_leaf or _is_one_thing)
+    named = _torch.tree_leaves_with_path(tree, is_leaf=is_leaf or _is_one_thing)
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
@@ -80,7 +85,10 @@ def zip_leaves(
     Raises:
         ValueError: If the shapes differ; `first_unlike` says where.
     """
-    first, spec = tree_flatten(trees[0], is_leaf)
+    flat = [tree_flatten(tree, is_leaf) for tree in trees]
+    first, spec = flat[0]
+    if all(other == spec for _, other in flat[1:]):
+        return [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
     others = [spec.flatten_up_to(tree) for tree in trees[1:]]
     if any(not tree_flatten(leaf, is_leaf)[1].is_leaf() for leaves in others for leaf in leaves):
         raise ValueError("the trees differ in depth")
@@ -98,6 +106,18 @@ def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None =
         except ValueError:
             return index, _difference("", trees[0], tree) or "the containers"
     raise AssertionError("they are alike")
+
+
+def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool], leaves: list[Tree]) -> TreeSpec:
+    kind = _torch.kind_of_node(tree)
+    if kind not in _torch.kinds_of_nodes or is_leaf(tree):
+        leaves.append(tree)
+        return _LEAF
+    children, context = _torch.kinds_of_nodes[kind].flatten_fn(tree)
+    return TreeSpec(kind, context, [_flatten(child, is_leaf, leaves) for child in children])
+
+
+_LEAF = _torch.tree_flatten(None)[1]
 
 
 def _is_one_thing(value: Tree) -> bool:
