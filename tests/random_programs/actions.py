@@ -253,3 +253,84 @@ class Look(Action):
             return hands.forward(batch[0]).detach()
         with torch.no_grad() if self.mode == "no_grad" else torch.inference_mode():
             return hands.forward(batch[0]).clone()
+
+
+def _norm_of_states(hands: Hands) -> float:
+    total = 0.0
+    for optimizer in hands.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for value in optimizer.state.get(parameter, {}).values():
+                    total += float(value.abs().sum()) if isinstance(value, torch.Tensor) else float(value or 0)
+    return total
+
+
+def _attributes(hands: Hands) -> float:
+    found = 0.0
+    for module in hands.model.modules():
+        found += module.training + len(module._forward_hooks)
+        found += sum(value for value in vars(module).values() if isinstance(value, (int, float)))
+    return found
+
+
+_PEEKS: dict[str, Any] = {
+    "states": _norm_of_states,
+    "rates": lambda h: sum(float(group["lr"]) for o in h.optimizers for group in o.param_groups),
+    "gradients": lambda h: sum(float(p.grad.to_dense().sum()) for p in h.parameters() if p.grad is not None),
+    "weights": lambda h: sum(float(p.sum()) for p in h.model.state_dict().values()),
+    "buffers": lambda h: sum(float(b.sum()) for b in h.model.buffers()),
+    "flags": lambda h: sum(p.requires_grad for p in h.parameters()),
+    "attributes": _attributes,
+    "teacher": lambda h: sum(float(p.sum()) for p in h.teacher.parameters()) if h.teacher is not None else 0.0,
+    "steps": lambda h: sum(getattr(s, "last_epoch", 0) for s in h.schedulers),
+    "names": lambda h: float(len([*h.model.named_parameters()]) + len(str(h.model))),
+    "scale": lambda h: 0.0 if h.scaler is None else h.scaler.get_scale(),
+}
+PEEKS = list(_PEEKS)
+
+
+@dataclass(frozen=True)
+class Peek(Action):
+    """Looks at something in the step; each row of the result is what its replica saw."""
+
+    what: str = "states"
+
+    def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
+        assert batch is not None
+        return torch.full((len(batch[0]),), float(_PEEKS[self.what](hands)))
+
+
+@dataclass(frozen=True)
+class UpdateWithClosure(Action):
+    """An update that asks for the loss itself."""
+
+    index: int = 0
+
+    def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
+        optimizer = hands.optimizers[self.index % len(hands.optimizers)]
+
+        def closure() -> Any:
+            assert batch is not None
+            optimizer.zero_grad()
+            loss = _losses("squares", hands, batch, hands.forward(batch[0])).mean()
+            loss.backward()
+            return loss
+
+        if hands.scaler is None and any(p.requires_grad for p in hands.parameters()):
+            optimizer.step(closure)
+
+
+@dataclass(frozen=True)
+class Penalty(Action):
+    """A backward of the losses, and of the gradient of each row with respect to its inputs."""
+
+    def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
+        assert batch is not None
+        inputs = batch[0].detach().clone().requires_grad_()
+        outputs = hands.model(inputs)
+        if not outputs.requires_grad:
+            return
+        (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        loss = slopes.square().sum(1).mean() + outputs.square().mean()
+        if loss.requires_grad:
+            loss.backward()

@@ -588,3 +588,49 @@ class Failing(Event):
     def do(self, training: Training) -> None:
         training.fail(self.late, self.everywhere)
 
+
+
+def _clamp_data(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+def _clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.3, 0.3)
+
+
+def _scale_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def _count_steps(optimizer: Any, args: Any, kwargs: Any) -> None:
+    optimizer.count = getattr(optimizer, "count", 0) + 1
+
+
+_UPDATE_HOOKS: dict[str, Any] = {
+    "clamp data after": lambda o: o.register_step_post_hook(_clamp_data),
+    "clamp after": lambda o: o.register_step_post_hook(_clamp),
+    "scale before": lambda o: o.register_step_pre_hook(_scale_gradients),
+    "count": lambda o: o.register_step_post_hook(_count_steps),
+}
+UPDATE_HOOKS = list(_UPDATE_HOOKS)
+
+
+@dataclass(frozen=True)
+class UpdateHook(Event):
+    """Registers a hook on an optimizer."""
+
+    kind: str = "count"
+    optimizer: int = 0
+
+    def do(self, training: Training) -> None:
+        for optimizer in _one(training.optimizers, self.optimizer):
+            if "defaults" in vars(optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
+                _UPDATE_HOOKS[self.kind](optimizer)

@@ -183,14 +183,17 @@ class _Draw:
         updates: list[Action] = [actions.Update(index, every) for index in range(count)]
         if draw.random() < 0.5:
             updates.append(actions.Schedule(draw.randint(0, 1)))
-        rest = self._parts(self._rest, draw.choice([0, 0, 0, 0, 1]))
+        rest = self._parts(self._rest, draw.choice([0, 0, 0, 1, 1, 2]))
         if draw.random() < 0.1 and not self._sees_calls:  # a second update in the step
             back = [*back, *updates, *clear, self._backward()]
         if draw.random() < 0.2:
             draw.shuffle(edits)
-        line = [*clear, *back, *edits, *updates, *rest]
+        line = [*clear, *back, *edits, *updates]
+        for part in rest:
+            line.insert(draw.randint(0, len(line)), part)
         line = [part for part in line if self._without is None or not self._without.search(repr(part))]
-        needs = [i for i, part in enumerate(line) if isinstance(part, (actions.Backward, actions.Look))]
+        of_rows = (actions.Backward, actions.Look, actions.Peek, actions.UpdateWithClosure, actions.Penalty)
+        needs = [i for i, part in enumerate(line) if isinstance(part, of_rows)]
         if not needs:
             return [], line, []
         first = draw.choice([0, 0, 0, needs[0]])
@@ -209,6 +212,12 @@ class _Draw:
 
     def _rest(self) -> Action:
         draw = self._draw
+        if draw.random() < 0.4:
+            return actions.Peek(draw.choice(actions.PEEKS))
+        if draw.random() < 0.1 and not self._sees_calls:
+            return actions.UpdateWithClosure(draw.randint(0, 1))
+        if draw.random() < 0.1 and not self._sees_calls:
+            return actions.Penalty()
         if draw.random() < 0.4:
             return actions.Look(draw.choice(["no_grad", "inference_mode", "grad"]))
         return actions.Deed(draw.choice(actions.DEEDS))
@@ -253,6 +262,7 @@ class _Draw:
             *[lambda: events.Teach(draw.choice(["data", "copy", "no_grad", "foreach"]))] * 2,
             events.Average,
             lambda: events.Hook(draw.choice(events.HOOKS[:4] if self._repeats else events.HOOKS), draw.randint(0, 1)),
+            *[lambda: events.UpdateHook(draw.choice(events.UPDATE_HOOKS), draw.randint(0, 1))] * 2,
             lambda: events.Parametrize(draw.random() < 0.5, draw.randint(0, 1)),
             lambda: events.Prune(draw.random() < 0.4),
             events.RemoveWeightNorm,
