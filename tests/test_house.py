@@ -59,6 +59,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_structure",
             "_torch",
             "_types",
+            "_warnings",
         },  # words
         {"_captured", "_devices", "_originals", "_records", "_stand_ins", "_sums", "_trace", "_tree"},  # what there is
         {"_replica"},  # who runs
@@ -80,14 +81,17 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_gradients",
             "_links",
             "_local_optimizer",
+            "_lost_buffers",
             "_multi_step_context",
             "_optimizer_copies",
             "_pieces",
+            "_plain_batches",
             "_reductions",
             "_replica_context",
             "_replica_modules",
             "_replicas",
             "_scope",
+            "_shared_writes",
             "_storage",
         },
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings

@@ -47,7 +47,9 @@ class Named(NamedTuple):
     modules: list[tuple[str, nn.Module]]
     tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
     counters: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
+    optimizers: list[Optimizer]  # each after those that it is around
     trainers: list[tuple[str, Any]]
+    others: list[tuple[str, torch.Tensor]]  # tensors that are not such leaves
 
 
 def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
@@ -57,6 +59,8 @@ def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             walk.look_at("an argument", leaf, 0)
+        elif not leaf.requires_grad:
+            walk.others.append(("an argument", leaf))
     return walk.named()
 
 
@@ -65,7 +69,9 @@ class _Walk:
     def __init__(self) -> None:
         self._modules: list[tuple[str, nn.Module]] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
+        self.others: list[tuple[str, torch.Tensor]] = []
         self._counters: list[tuple[str, Any]] = []
+        self._optimizers: list[Optimizer] = []
         self._objects: dict[int, tuple[str, Any]] = {}
         self._holders: dict[int, set[int]] = {}  # of each thing: which objects hold it, by their id
         self._makers: set[int] = set()  # whatever holds one of these is a trainer
@@ -81,14 +87,15 @@ class _Walk:
             self._modules,
             self._tensors,
             self._counters,
+            self._optimizers,
             [named for key, named in self._objects.items() if key in trainers],
+            self.others,
         )
 
     def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
         """Notes a value, and what it holds; `holder` is the object of which it is an attribute."""
         if isinstance(value, torch.Tensor):
-            if value.requires_grad and value.is_leaf:
-                self._tensors.append((name, value))
+            (self._tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
         elif isinstance(value, _MAKE_TRAINERS):
             self._makers.add(id(value))
             self._holders.setdefault(id(value), set()).add(holder)
@@ -109,12 +116,15 @@ class _Walk:
         self._seen.add(id(value))
         if isinstance(value, COUNTERS):
             self._counters.append((name, value))
-        elif isinstance(value, nn.Module):
+            return
+        kinds = Optimizer if isinstance(value, Optimizer) else COUNTERS
+        if isinstance(value, nn.Module):
             self._modules.append((name, value))
-            for attribute, held in attributes_of(value):
-                for item in held if type(held) in (list, tuple) else (held,):
-                    if isinstance(item, COUNTERS):
-                        self._look_at_part(f"{name}.{attribute}", item)
+        for attribute, item in held_by(value):
+            if isinstance(item, kinds):
+                self._look_at_part(f"{name}.{attribute}", item)
+        if isinstance(value, Optimizer):
+            self._optimizers.append(value)
 
     def _look_at_items(self, name: str, value: Any, objects: int, holder: int) -> None:
         if isinstance(value, dict):
@@ -122,9 +132,9 @@ class _Walk:
             self._holders.setdefault(id(value), set()).add(holder)
             holder = id(value)
         are_few = objects > 0 and len(value) <= _FEW
-        for item in islice(value.values() if isinstance(value, dict) else value, _ITEMS):
+        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
             if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
-                self.look_at(name, item, 0, objects - 1, holder)
+                self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
 
     def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
         self._holders.setdefault(id(value), set()).add(holder)
@@ -157,6 +167,13 @@ def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
     except AttributeError:
         return [(name, value) for name, value in _in_slots(thing)]
     return list(inside.items())
+
+
+def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in its attributes, or in a list there."""
+    for attribute, held in attributes_of(thing):
+        for item in held if type(held) in (list, tuple) else (held,):
+            yield attribute, item
 
 
 def _in_slots(thing: Any) -> Iterator[tuple[str, Any]]:

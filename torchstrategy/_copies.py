@@ -16,6 +16,7 @@ from torchstrategy._devices import place
 from torchstrategy._gradients import AllReduce, Gradients
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies, parameters_of
+from torchstrategy._stand_ins import own
 from torchstrategy._types import Device
 from torchstrategy._variables import Variable, is_variable
 
@@ -99,20 +100,25 @@ class Copies:
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         self._sharing = self.mirrors.sharing()
-        own = {r: parameters for r in range(self._num_replicas) if (parameters := self.mirrors.own_parameters(r))}
-        if self._layout.is_mirrored and all(self._sharing[0]):
-            self._optimizer_copies = {id(o): OptimizerCopies(o, own) for o in optimizers if can_have_copies(o)}
+        local = {r: self.mirrors.own_parameters(r) for r in range(self._num_replicas)}
+        self._local = {r: parameters for r, parameters in local.items() if parameters}
+        if self._layout.is_mirrored and self._local and all(self._sharing[0]):
+            self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Asks for the state of an optimizer that a replica has of its own, if it has."""
         copies = self._optimizer_copies.get(id(optimizer))
-        return functools.partial(copies.state, replica) if copies is not None and copies.has(replica) else None
+        return (
+            functools.partial(copies.state, optimizer, replica) if copies is not None and copies.has(replica) else None
+        )
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             with undisturbed():
+                if _signature([optimizer])[0] not in self._optimizer_signature:
+                    copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
                 self.mirrors.refresh_parameters()
                 copies.begin(optimizer)
 
@@ -131,11 +137,11 @@ class Copies:
         return copies if is_usable else None
 
 
-def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[int]]]:
-    return [(id(o), [len(group["params"]) for group in vars(o)["param_groups"]]) for o in optimizers]
+def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:
+    return [(id(o), [list(map(id, group["params"])) for group in own(o, "param_groups")]) for o in optimizers]
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, group in enumerate(vars(optimizer)["param_groups"]):
+    for i, group in enumerate(own(optimizer, "param_groups")):
         for j, parameter in enumerate(group["params"]):
             yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,9 +18,12 @@ from torchstrategy import _stand_ins
 from torchstrategy._context import current_frame
 from torchstrategy._devices import in_use
 from torchstrategy._ledger import ReplicaLedger
+from torchstrategy._once import refuse_different
 from torchstrategy._replica import Replica
+from torchstrategy._stand_ins import own, plain_class
 from torchstrategy._torch import hide_from_compiler
 from torchstrategy._trace import traced
+from torchstrategy._tree import tree_flatten
 from torchstrategy._types import Tree
 
 
@@ -27,8 +31,13 @@ class Owners(ABC):
     """The user's own parameters and gradients in one run, as optimizers in its replicas ask for them."""
 
     @abstractmethod
-    def together(self, call: Callable[[], Tree]) -> Tree:
-        """Calls something for all replicas, while they stand still: with the gradients of the whole batch."""
+    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+        """Calls something for all replicas, while they stand still: with the gradients of the whole batch.
+
+        Args:
+            call: What is called.
+            optimizer: Of which it is a method, if it is.
+        """
 
     @abstractmethod
     def cross_replica(self) -> AbstractContextManager[None]:
@@ -39,8 +48,8 @@ class Owners(ABC):
         """From here on, until `take_back`, the user's parameters have the gradients of the whole batch."""
 
     @abstractmethod
-    def take_back(self) -> None:
-        """The end of `show`: what was written on parameters reaches the replicas."""
+    def take_back(self, optimizer: Optimizer | None = None) -> None:
+        """The end of `show`: what an optimizer has written on parameters reaches the replicas."""
 
     @abstractmethod
     def loss(self, losses: Sequence[Any]) -> Any:
@@ -95,7 +104,7 @@ class LocalOptimizer:
         """The state of each of this replica's parameters, to be read."""
         if self._own_state is not None:
             return self._own_state()
-        return {self._local(owner): state for owner, state in vars(self._optimizer)["state"].items()}
+        return {self._local(owner): state for owner, state in own(self._optimizer, "state").items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears this replica's gradients, and what was accumulated before. No meeting."""
@@ -107,19 +116,33 @@ class LocalOptimizer:
         refuse_once_per_step_callers()
         return self._step
 
-    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """A meeting: the gradients of all replicas are combined and the optimizer takes one step."""
-        if closure is not None:
-            return self._step_with(closure, kwargs)
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call("step", *args, **kwargs)
 
-        def combine(brought: Sequence[None]) -> list[Any]:
-            result = self._owners.together(lambda: self._update(**kwargs))
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A meeting: the gradients of all replicas are combined and the optimizer takes one step, or a part of it.
+
+        Args:
+            method: Of the user's own optimizer.
+            *args: For the method, in each replica the same; but a function computes the replica's own loss.
+            **kwargs: As `args`.
+        """
+        name = STEP if method == "step" else f"{plain_class(type(self._optimizer)).__name__}.{method}()"
+        closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
+        if closures:
+            return self._call_with(name, method, closures[0], args, kwargs)
+
+        def combine(brought: Sequence[_Given]) -> list[Any]:
+            _check(name, brought)
+            result = self._owners.together(lambda: self._update(method, *args, **kwargs), self._optimizer)
             return [result] * len(brought)
 
         self._ledger.hand_in()
-        return self._replica.meet(STEP, combine, None)
+        return self._replica.meet(name, combine, (args, kwargs))
 
-    def _step_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+    def _call_with(
+        self, name: str, method: str, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The optimizer asks for the loss and its gradients itself, as often as it likes.
 
         Its loop runs on the thread of the first replica; the others wait at the meeting that it comes to next. What
@@ -132,33 +155,43 @@ class LocalOptimizer:
             with torch.enable_grad():
                 loss = closure()
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            return self._replica.meet(STEP, shown, value)
+            return self._replica.meet(name, shown, value)
 
         def shown(losses: Sequence[Any]) -> list[Any]:
             owners.show()
             return [owners.loss(losses)] * len(losses)
 
         def taken_back(brought: Sequence[Any]) -> list[Any]:
-            owners.take_back()
+            owners.take_back(self._optimizer)
             return [brought[0]] * len(brought)
 
         def asked() -> Any:
-            self._replica.meet(STEP, taken_back, _EVALUATE)
+            self._replica.meet(name, taken_back, _EVALUATE)
             with frame, in_use(self._replica.device):
                 return evaluate()
 
-        self._replica.meet(STEP, lambda brought: [owners.show()] * len(brought), None)
+        def begun(brought: Sequence[_Given]) -> list[None]:
+            _check(name, brought)
+            owners.show()
+            return [None] * len(brought)
+
+        def given(ask: object) -> _Given:
+            own = [ask if value is closure else value for value in args]
+            return tuple(own), {key: ask if value is closure else value for key, value in kwargs.items()}
+
+        self._replica.meet(name, begun, given(None))
         if self._leads:
+            asking, by_name = given(asked)
             with owners.cross_replica():
-                result = self._update(asked, **kwargs)
-            return self._replica.meet(STEP, taken_back, result)
-        while (result := self._replica.meet(STEP, taken_back, None)) is _EVALUATE:
+                result = self._update(method, *asking, **by_name)
+            return self._replica.meet(name, taken_back, result)
+        while (result := self._replica.meet(name, taken_back, None)) is _EVALUATE:
             evaluate()
         return result
 
-    def _update(self, *args: Any, **kwargs: Any) -> Any:
+    def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with traced("update [{}]", self._optimizer):
-            return self._optimizer.step(*args, **kwargs)
+            return getattr(self._optimizer, method)(*args, **kwargs)
 
     def forget_settings(self) -> None:
         """The optimizer's settings may have changed; the step is shown them as they are when it asks again."""
@@ -178,7 +211,7 @@ class LocalOptimizer:
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = vars(self._optimizer)["param_groups"]
+        groups: list[dict[str, Any]] = own(self._optimizer, "param_groups")
         return groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +226,25 @@ class LocalOptimizer:
 
 STEP = "optimizer.step()"
 _EVALUATE = object()  # what the optimizer asks for, in the place of its result
+
+_Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a method."""
+
+
+def _is_closure(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Module, torch.Tensor, type))
+
+
+def _check(name: str, brought: Sequence[_Given]) -> None:
+    for args, kwargs in brought:
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]):
+            raise RuntimeError(
+                f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
+                "own. In the step, run backward and give the method nothing of the graph; or call it outside of "
+                "strategy.run, on what the user's own parameters are."
+            )
+    for other in brought[1:]:
+        refuse_different(name, brought[0], other)
 
 
 def _is_as_shown(value: Any, shown: Any) -> bool:
@@ -226,5 +278,5 @@ def refuse_once_per_step_callers() -> None:
 
 # A compiler that followed a step to the meeting would find locks and threads, and to the gradients graphs of nothing.
 hide_from_compiler(refuse_once_per_step_callers)
-hide_from_compiler(LocalOptimizer._step)
+hide_from_compiler(LocalOptimizer.call)
 hide_from_compiler(LocalOptimizer.zero_grad)

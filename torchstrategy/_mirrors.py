@@ -28,6 +28,7 @@ from torchstrategy._copyable import refuse_lazy, refuse_trainable, refuse_uncopy
 from torchstrategy._devices import place
 from torchstrategy._held import PLAIN
 from torchstrategy._ledger import LocalParameter, written_in_replica
+from torchstrategy._lost_buffers import LostBuffers
 from torchstrategy._metrics import Metrics
 from torchstrategy._originals import Original, Originals
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
@@ -81,6 +82,7 @@ class Mirrors:
         by_name = [Original(variable.name, variable) for variable in loose]
         self._parameters = Originals(_originals(modules, paths, "_parameters"), by_name)
         self._buffers = Originals(_originals(modules, paths, "_buffers"))
+        self.lost_buffers = LostBuffers(self._buffers)
         self._replicas = [
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
@@ -271,7 +273,8 @@ class Mirrors:
         """
         present = [self._replicas[r] for r in shares.present]
         combined = {}
-        for index in set().union(*(replica.written_buffers(self._buffers) for replica in present)):
+        written = [replica.written_buffers(self._buffers) for replica in present]
+        for index in set().union(*written):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
@@ -281,6 +284,9 @@ class Mirrors:
                 fractions = [shares.fractions[r] for r in shares.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
+            elif not self._buffers.are_running[index]:
+                others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
+                self.lost_buffers.look(index, values[0], others)
         return combined
 
     def _changed_buffers(self) -> list[int]:

@@ -54,7 +54,7 @@ class OnceAStep:
 
         def combine(brought: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
             for other in brought[1:]:
-                _refuse_different(name, brought[0], other)
+                refuse_different(name, brought[0], other)
             result = self._together(lambda: getattr(counter, method)(*args, **kwargs))
             return [result] * len(brought)
 
@@ -88,7 +88,12 @@ def refuse_bound_methods(counters: Iterable[tuple[str, object]]) -> None:
             )
 
 
-def _refuse_different(name: str, first: Any, other: Any) -> None:
+def refuse_different(name: str, first: Any, other: Any) -> None:
+    """Refuses that replicas give different arguments to what acts once for all of them.
+
+    Raises:
+        ValueError: Naming what they call.
+    """
     (args, kwargs), (other_args, other_kwargs) = first, other
     alike = len(args) == len(other_args) and kwargs.keys() == other_kwargs.keys()
     pairs = [*zip(args, other_args, strict=False), *((value, other_kwargs.get(key)) for key, value in kwargs.items())]

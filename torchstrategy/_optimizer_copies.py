@@ -11,6 +11,7 @@ optimizers have copies. After a step of any other one, values are sent.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
@@ -20,10 +21,11 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
 from torchstrategy._originals import Original, Originals
-from torchstrategy._stand_ins import plain_class
+from torchstrategy._stand_ins import own, plain_class
 from torchstrategy._torch import slot
 from torchstrategy._trace import traced
 
@@ -32,21 +34,22 @@ Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """All that it updates, in order, whatever it is here."""
-    return [parameter for group in vars(optimizer)["param_groups"] for parameter in group["params"]]
+    return [parameter for group in own(optimizer, "param_groups") for parameter in group["params"]]
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its class is torch's own."""
+    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
     """Whether a copy that is given the same gradients takes the same step."""
-    cls, inside = plain_class(type(optimizer)), vars(optimizer)
+    if not is_torchs(optimizer) or isinstance(optimizer, LBFGS):
+        return False
+    inside = vars(optimizer)
     has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"]
     # A fused one is told by a GradScaler, and by nobody else, what to divide gradients by.
-    is_fused = any(group.get("fused") for group in inside["param_groups"])
-    return is_torchs(optimizer) and not issubclass(cls, LBFGS) and not has_hooks and not is_fused
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether torch itself has the class of an optimizer."""
-    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
+    return not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
 
 
 @final
@@ -55,20 +58,23 @@ class OptimizerCopies:
 
     Args:
         optimizer: The user's own.
-        own: Of each replica that has parameters with memory of their own: those, by the id of the owner.
+        local: Of each replica that has parameters with memory of their own: those, by the id of the owner.
     """
 
-    def __init__(self, optimizer: Optimizer, own: Mapping[int, Mapping[int, LocalParameter]]) -> None:
-        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in own.items()}
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, LocalParameter]]) -> None:
+        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         self._known: _State | None = None  # the state that the copies agree with
+        self._lock = threading.Lock()
 
     def has(self, replica: int) -> bool:
         """Whether a replica has a copy."""
         return replica in self._copies
 
-    def state(self, replica: int) -> dict[torch.Tensor, Any]:
-        """That of a replica's copy, by the replica's own parameters."""
-        return self._copies[replica].state()
+    def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
+        """That of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
+        with self._lock, undisturbed():
+            self.begin(optimizer)
+            return self._copies[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings to the copies what was written on the settings and on the state."""
@@ -77,6 +83,8 @@ class OptimizerCopies:
             copied.bring_settings(optimizer)
             if not is_known:
                 copied.bring_state(optimizer)
+        if not is_known:
+            self._known = _State(optimizer)
 
     def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> None:
         """After a step: the copies take the same, on the counterparts of some of the parameters.
@@ -91,9 +99,9 @@ class OptimizerCopies:
             trained = [owner for owner in with_gradient if copied.has(owner)]
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
-        if self._copies and self._known is not None and self._known.is_that_of(optimizer):
+        if self._known is not None and self._known.is_that_of(optimizer):
             self._known.take_changes()
-        elif self._copies:
+        else:
             self._known = _State(optimizer)
 
 
@@ -142,8 +150,8 @@ class _Copy:
         return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
 
     def bring_settings(self, optimizer: Optimizer) -> None:
-        for group, own in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
-            own.update({name: _settled(value) for name, value in group.items() if name != "params"})
+        for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
+            copied.update({name: _settled(value) for name, value in group.items() if name != "params"})
 
     def bring_state(self, optimizer: Optimizer) -> None:
         state = vars(optimizer)["state"]

@@ -18,8 +18,9 @@ from torchstrategy._ledger import LocalParameter, written_in_replica
 from torchstrategy._links import is_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._once import OnceAStep
-from torchstrategy._optimizer_copies import parameters_of
-from torchstrategy._replica import Replica
+from torchstrategy._optimizer_copies import is_torchs, parameters_of
+from torchstrategy._plain_batches import trained, warn_of_plain_batch
+from torchstrategy._replica import Replica, Watch
 from torchstrategy._shares import Shares
 from torchstrategy._storage import CrossReplica, Loan
 from torchstrategy._torch import version
@@ -41,7 +42,14 @@ class ReplicatedLoan(Loan, Owners):
         trainers: Trainers,
         cross_replica: CrossReplica,
         as_they_are: Callable[[], AbstractContextManager[None]],
+        watch: Watch | None,
+        warned: set[tuple[int, str]],
+        has_plain_rows: bool,
     ) -> None:
+        self.watch = watch
+        self._warned = warned
+        self._trained = trained(copies.mirrors.owners) if has_plain_rows else None
+        self._lent: list[Replica] = []
         self._copies = copies
         self._as_they_are = as_they_are
         self._shares = shares
@@ -61,6 +69,7 @@ class ReplicatedLoan(Loan, Owners):
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         copies, leads = self._copies, replica.index == self._shares.present[0]
         copies.gradients.enter(replica)
+        self._lent.append(replica)
         ledger = copies.gradients.ledgers[replica.index]
         optimizers = {
             id(optimizer): LocalOptimizer(
@@ -97,9 +106,11 @@ class ReplicatedLoan(Loan, Owners):
         self._trainers.refresh()
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
-    def together(self, call: Callable[[], Tree]) -> Tree:
+    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self._cross_replica(), self._updating():
-            return call()
+            result = call()
+            self._has_written(optimizer)
+            return result
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
@@ -110,7 +121,8 @@ class ReplicatedLoan(Loan, Owners):
         self._shown.enter_context(self._updating())
         self._copies.gradients.keep()
 
-    def take_back(self) -> None:
+    def take_back(self, optimizer: Optimizer | None = None) -> None:
+        self._has_written(optimizer)
         self._shown.close()
 
     def loss(self, losses: Sequence[Any]) -> Any:
@@ -137,6 +149,17 @@ class ReplicatedLoan(Loan, Owners):
         self._return_settings()
         self._copies.gradients.end()
 
+    def warn(self) -> None:
+        if self.watch is not None:
+            self.watch.warn()
+        mirrors = self._copies.mirrors
+        mirrors.lost_buffers.warn(self._warned)
+        if self._trained is None or _PLAIN_BATCH in self._warned or any(replica.was_asked for replica in self._lent):
+            return
+        if self._trained != trained(mirrors.owners):
+            self._warned.add(_PLAIN_BATCH)
+            warn_of_plain_batch(len(self._lent))
+
     def let_go(self) -> None:
         """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
         self._local.clear()
@@ -160,6 +183,12 @@ class ReplicatedLoan(Loan, Owners):
             )
         self._copies.gradients.keep()
 
+    def _has_written(self, optimizer: Optimizer | None) -> None:
+        """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
+        if optimizer is not None and not is_torchs(optimizer):
+            self._copies.gradients.keep()
+            self._copies.mirrors.note_written(parameters_of(optimizer))
+
     def _check_unwritten(self) -> None:
         self._trainers.check_unwritten()
         if self._copies.gradients.is_alone:  # else another thread may train the same parameters
@@ -181,6 +210,9 @@ class ReplicatedLoan(Loan, Owners):
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self._shares.present[0], []):
             optimizer.return_settings()
+
+
+_PLAIN_BATCH = (0, "a plain batch")
 
 
 def _here(loss: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._caller_state import undisturbed
-from torchstrategy._captured import Named, captured
+from torchstrategy._captured import Named, captured, held_by
 from torchstrategy._copies import Copies, Layout
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
@@ -28,7 +28,9 @@ from torchstrategy._once import make_ready, refuse_bound_methods
 from torchstrategy._optimizer_copies import is_torchs, parameters_of
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
+from torchstrategy._plain_batches import has_plain_rows
 from torchstrategy._replicated_loan import ReplicatedLoan
+from torchstrategy._shared_writes import SharedTensors, shared_tensors
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
@@ -72,6 +74,8 @@ class ReplicatedStorage(Storage):
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
+        self._shared = SharedTensors()
+        self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # modules and variables of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
         self._lock = threading.RLock()
@@ -102,7 +106,12 @@ class ReplicatedStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
             as_they_are = functools.partial(resting, copies.plain_owners(), run)
-            loan = ReplicatedLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
+            several, watch = len(shares.present) > 1, None
+            if several:
+                shared = shared_tensors(named, lambda module: id(module) in self._modules, copies.known)
+                watch = self._shared.watch(shared)
+            parts = copies, shares, outsiders, counters, trainers, cross_replica, as_they_are, watch
+            loan = ReplicatedLoan(*parts, self._warned, several and has_plain_rows(step[1]))
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)
             copies.gradients.begin(shares, outsiders, loan.together)
@@ -214,7 +223,13 @@ class ReplicatedStorage(Storage):
                 self._idle.append(copies)
 
     def _take_around(self, named: Named) -> None:
-        """A module around modules of the scope, without parameters of its own, is as if it were made there, too."""
+        """What is around modules or optimizers of the scope, and has no parameters of its own, is as if made there."""
+        for optimizer in named.optimizers:
+            is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
+            # Of one that does not call `Optimizer.__init__` nobody tells that it was created, or that it takes a step.
+            is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
+            if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
+                self.take_optimizer(optimizer)
         for _, module in named.modules:
             if id(module) not in self._modules:
                 parts = parts_of([module])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import threading
+import types
 from abc import ABCMeta
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +29,7 @@ _lock = threading.Lock()
 
 
 class _StandIn:
-    """What all stand-ins have: they pickle and copy as what they stand for.
-
-    No `__slots__` here or below: with them, CPython would find the layout of stand-in and original to differ.
-    """
+    """What all stand-ins have: they pickle and copy as what they stand for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
@@ -81,7 +79,7 @@ class _OptimizerStandIn(_StandIn):
     @property
     def param_groups(self) -> Any:
         local: Any = local_object(self)
-        return vars(self)["param_groups"] if local is self else local.param_groups
+        return own(self, "param_groups") if local is self else local.param_groups
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
@@ -91,7 +89,7 @@ class _OptimizerStandIn(_StandIn):
     @property
     def state(self) -> Any:
         local: Any = local_object(self)
-        return vars(self)["state"] if local is self else local.state
+        return own(self, "state") if local is self else local.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -125,6 +123,32 @@ class _OptimizerStandIn(_StandIn):
     def load_state_dict(self, state_dict: Any) -> None:
         _only_outside(self, "load_state_dict()")
         super().load_state_dict(state_dict)  # type: ignore[misc]
+
+
+def own(optimizer: Any, name: str) -> Any:
+    """The `param_groups` or `state` of the user's own optimizer, which an optimizer around another computes."""
+    inside = vars(optimizer)
+    return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+
+
+def _methods_of(cls: type) -> dict[str, Any]:
+    """The methods with which a class of optimizers does more than torch's do: a replica calls them as it does `step`.
+
+    What has a name in torch's base class is done as that does it, and a private method belongs to another one.
+    """
+    classes = [base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")]
+    names = [name for base in classes for name, value in vars(base).items() if isinstance(value, types.FunctionType)]
+    return {name: _called_once(name) for name in names if not name.startswith("_") and not hasattr(Optimizer, name)}
+
+
+def _called_once(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        local: Any = local_object(self)
+        if local is self:
+            return getattr(plain_class(type(self)), name)(self, *args, **kwargs)
+        return local.call(name, *args, **kwargs)
+
+    return method
 
 
 def _only_outside(optimizer: Any, what: str) -> None:
@@ -185,7 +209,7 @@ class _OnceStandIn(_StandIn):
 class _Attributes:
     """What comes after all classes of a trainer's own: where its attributes are, in a replica.
 
-    It is the last base of its stand-in, so that methods which the user's class has for this are called first.
+    It stands before `object`, so that methods which the user's class has for this are called first.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -293,8 +317,7 @@ _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__
 def is_all_in_dict(thing: object) -> bool:
     """Whether a thing is all in its `__dict__`, as a dict, or an object of a class with slots, is not."""
     cls = plain_class(type(thing))
-    alike = all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT)
-    return alike and type(cls) in (type, ABCMeta) and cls.__module__ != "types"
+    return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
 def plain_class(cls: type) -> type:
@@ -307,7 +330,7 @@ class _PlainClasses(dict[type, type]):
     """The user's class, by itself and by its stand-in."""
 
     def __missing__(self, cls: type) -> type:
-        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[1] if issubclass(cls, _StandIn) else cls
+        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[0] if issubclass(cls, _StandIn) else cls
         self[cls] = plain
         return plain
 
@@ -324,11 +347,27 @@ class _StandInClasses(dict[type, type]):
     def _made(self, cls: type) -> type:
         if cls is nn.Parameter:
             return _ParameterStandIn
-        bases = next(
-            ((kind, cls) for base, kind in _KINDS.items() if issubclass(cls, base)), (_StandIn, cls, _Attributes)
-        )
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        return type(cls)(cls.__name__, bases, body)
+        kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
+        if kind is _OptimizerStandIn:
+            body |= _methods_of(cls)
+        made: Any = type(type(cls))  # as a rule, `type`
+        meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
+        # Not by calling the metaclass: the user's own may count classes, or refuse a second one of the same name.
+        made = ABCMeta if issubclass(meta, ABCMeta) else type
+        stand_in: type = made.__new__(meta, cls.__name__, (cls,), body)
+        return stand_in
+
+
+def _looked_up_in(stand_in: type, cls: type, kind: type | None) -> list[type]:
+    """Where a stand-in looks for attributes: what is ours comes first, though the user's class is its only base.
+
+    With a base of ours before the user's, CPython would find the layouts of stand-in and original to differ where the
+    first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
+    """
+    if kind is None:
+        return [stand_in, _StandIn, *cls.__mro__[:-1], _Attributes, object]
+    return [stand_in, *kind.__mro__[:-1], *cls.__mro__]
 
 
 _PLAIN = _PlainClasses()

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._creation import Counter, watched
 from torchstrategy._parts import parts_of
-from torchstrategy._replica import Replica
+from torchstrategy._replica import Replica, Watch
 from torchstrategy._shares import Shares
 from torchstrategy._types import Device
 from torchstrategy._variables import Variable, is_variable
@@ -34,6 +34,9 @@ Step = tuple[Callable[..., Any], Sequence[Any]]
 
 class Loan(ABC):
     """The parameters as one run has them: from when it begins until it ends or fails."""
+
+    watch: Watch | None = None
+    """What looks on while the replicas run."""
 
     @abstractmethod
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
@@ -50,6 +53,9 @@ class Loan(ABC):
     @abstractmethod
     def results_require_grad(self) -> None:
         """The caller may run a backward through the results: its gradients have to reach the user's parameters."""
+
+    def warn(self) -> None:  # noqa: B027  a lone replica does what plain PyTorch does
+        """After the run: warns of what may not be the numbers of one device."""
 
 
 class Storage(ABC):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from torchstrategy._errors import plural
+from torchstrategy._errors import plural, unpicklable
 from torchstrategy._input._ahead import Ahead
 from torchstrategy._input._dealing import in_equal_parts, in_proportion
 from torchstrategy._input._iterator import DistributedIterator
@@ -66,6 +67,24 @@ class DistributedDataset:
 
     def __len__(self) -> int:
         return len(self._dealer)
+
+    def __copy__(self) -> DistributedDataset:
+        return self._with(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset:
+        return self._with(copy.deepcopy(vars(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it deals batches out to replicas of this process. Save where it stands, dataset.state_dict(); where it "
+            "goes on, distribute the loader anew, and give it that with load_state_dict.",
+        )
+
+    def _with(self, attributes: dict[str, Any]) -> DistributedDataset:
+        copied = object.__new__(DistributedDataset)
+        vars(copied).update(attributes)
+        return copied
 
     @property
     def element_spec(self) -> Tree:
