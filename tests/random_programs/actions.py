@@ -40,7 +40,8 @@ def _zero(parameters: list[Any]) -> None:
 def _detach_and_zero(parameters: list[Any]) -> None:
     for p in parameters:
         if p.grad is not None:
-            p.grad.detach_()
+            if not p.grad._is_view():
+                p.grad.detach_()
             p.grad.zero_()
 
 

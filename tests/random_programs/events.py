@@ -325,6 +325,18 @@ class Load(Event):
                     optimizer.load_state_dict(copy.deepcopy(state))
 
 
+def _can_be_copied(model: nn.Module, way: str) -> bool:
+    """Whether plain PyTorch copies it: torch refuses what was computed, and to pickle parametrizations."""
+    for module in model.modules():
+        if hasattr(module, "weight_g") or any(name.endswith("_orig") for name in module._parameters):
+            return False
+        if isinstance(module, modules.Keeps) and not module.detached:
+            return False
+        if way == "pickle" and parametrize.is_parametrized(module):
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Copy(Event):
     """Copies the model; goes on with the copy, or changes the copy and leaves it."""
@@ -333,6 +345,8 @@ class Copy(Event):
     goes_on: bool = False
 
     def do(self, training: Training) -> None:
+        if not _can_be_copied(training.model, self.way):
+            return
         if self.way == "deepcopy":
             copied = copy.deepcopy(training.model)
         else:
@@ -353,6 +367,9 @@ class CopyBoth(Event):
     way: str = "deepcopy"
 
     def do(self, training: Training) -> None:
+        around = any("inner" in vars(optimizer) for optimizer in training.optimizers)
+        if around or not _can_be_copied(training.model, self.way):
+            return
         both = (training.model, training.optimizers)
         copied, updates = copy.deepcopy(both) if self.way == "deepcopy" else pickle.loads(pickle.dumps(both))
         training.model = training.place.adopt(copied)
@@ -485,6 +502,8 @@ class Average(Event):
     """torch's own average of the weights."""
 
     def do(self, training: Training) -> None:
+        if training.averaged is None and not _can_be_copied(training.model, "deepcopy"):
+            return
         if training.averaged is None:
             training.averaged = torch.optim.swa_utils.AveragedModel(training.model)
             training.others.append(training.averaged)
@@ -580,7 +599,7 @@ class Move(Event):
 
 @dataclass(frozen=True)
 class Failing(Event):
-    """A step that raises, and is caught: before anything, or after everything; in all replicas, or in one."""
+    """A step that raises, and is caught: before anything, or after its update; in all replicas, or in one."""
 
     late: bool = False
     everywhere: bool = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ class Trial(Training):
         self.program, self.taken = program, 0
         with place.scope() if program.made_in_scope else contextlib.nullcontext():
             model = _model(program)
-            teacher = copy.deepcopy(model) if program.teacher else None
+            teacher = _model(program) if program.teacher else None
         if not program.made_in_scope:
             model = place.adopt(model)
             teacher = teacher if teacher is None else place.adopt(teacher)

@@ -45,6 +45,7 @@ class _Draw:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
         self._steps = draw.randint(2, 6)
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
+        self._may_fail_late = False
 
     def program(self) -> Program:
         draw = self._draw
@@ -60,6 +61,8 @@ class _Draw:
         self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
         made = self._optimizers(sparse)
         before, step, after = self._loop(len(made))
+        ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
+        self._may_fail_late = ends_with_update and not self._sees_calls
         self._repeats = repr(step).count("Backward(") > 1 or "twice" in repr(step) or "micro=2" in repr(step)
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
@@ -205,7 +208,8 @@ class _Draw:
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
         if way == "backward twice" and self._sees_calls:
             way = "backward"
-        return actions.Backward(draw.choice(actions.LOSSES), way, 1 if self._sees_calls else draw.choice([1, 1, 1, 2]))
+        loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)
+        return actions.Backward(loss, way, 1 if self._sees_calls or way == "assign" else draw.choice([1, 1, 1, 2]))
 
     def _edit(self) -> Action:
         return actions.Clip(self._draw.choice(actions.CLIPS))
@@ -267,7 +271,7 @@ class _Draw:
             lambda: events.Prune(draw.random() < 0.4),
             events.RemoveWeightNorm,
             lambda: events.Move(draw.choice(["to", "double", "there and back", "apply"])),
-            lambda: events.Failing(draw.random() < 0.5, draw.random() < 0.5),
+            lambda: events.Failing(self._may_fail_late and draw.random() < 0.5, draw.random() < 0.5),
         ]
         return draw.choice(make)()
 

@@ -40,6 +40,10 @@ class Point:
         self.scale = scale
 
 
+def _one() -> float:
+    return 1.0
+
+
 # How a setting is kept, how it is read, and how it is changed between steps.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, float], Any]]] = {
     "number": (lambda: 1.0, lambda s: s, lambda s, v: v),
@@ -60,7 +64,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[An
     "tensor in a dict": (lambda: {"t": torch.ones(2)}, lambda s: s["t"][0], lambda s, v: s["t"].fill_(v) and s or s),
     "array": (lambda: numpy.ones(2), lambda s: float(s[1]), lambda s, v: s.fill(v) or s),
     "default dict": (
-        lambda: collections.defaultdict(lambda: 1.0),
+        lambda: collections.defaultdict(_one, {"other": 2.0}),
         lambda s: s["k"],
         lambda s, v: s.__setitem__("k", v) or s,
     ),

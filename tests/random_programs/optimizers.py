@@ -13,9 +13,10 @@ from torch import nn
 class Handwritten(torch.optim.Optimizer):
     """Momentum, as it is written outside of torch; `way` says how it writes on a weight."""
 
+    steps = 0  # since it was made or copied
+
     def __init__(self, parameters: Any, lr: float = 0.05, way: str = "data.add_") -> None:
-        self.way, self.steps = way, 0
-        super().__init__(parameters, {"lr": lr})
+        super().__init__(parameters, {"lr": lr, "way": way})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
@@ -29,7 +30,7 @@ class Handwritten(torch.optim.Optimizer):
                 state["step"] += 1
                 gradient = p.grad.data.to_dense() if p.grad.is_sparse else p.grad.data
                 state["average"].mul_(0.9).add_(gradient, alpha=0.1)
-                UPDATES[self.way](p, state["average"] * -group["lr"], state)
+                UPDATES[group["way"]](p, state["average"] * -group["lr"], state)
 
 
 def _numpy(p: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
