@@ -1,7 +1,7 @@
 """Random training programs, each run in plain PyTorch and in replicas, and compared.
 
-A program is data: layers, what a step does, what happens between steps, and where it runs. Each part is a few lines of a
-user's code, and knows nothing of strategies; only the loop around the parts differs, see `execution`.
+A program is data: layers, what a step does, what happens between steps, and where it runs. Each part is a few lines of
+a user's code, and knows nothing of strategies; only the loop around the parts differs, see `execution`.
 
     programs      what a program is, and how it is printed
     layers        what models are made of; `modules` has the classes that torch has not

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from torchstrategy.testing import simulate_devices
 
 from .generation import Generator
+from .programs import parsed
 from .shrinking import shrunk
 from .trials import Outcome, Verdict, judged
 
@@ -32,6 +34,11 @@ class _Task(NamedTuple):
 def main() -> int:
     """Runs programs; 0 if none is different and none fails otherwise than by a documented refusal."""
     options = _options()
+    if options.replay:
+        _begin(options.simulate_devices)
+        outcome = judged(parsed(options.replay.read_text()))
+        print(f"{outcome.verdict.value}: {outcome.kind}\n{outcome.said}")
+        return int(outcome.is_fault)
     counts: Counter[Verdict] = Counter()
     kinds: Counter[tuple[Verdict, str]] = Counter()
     examples: dict[tuple[Verdict, str], int] = {}
@@ -49,7 +56,7 @@ def main() -> int:
         for (of, kind), count in kinds.most_common():
             if of is verdict and kind:
                 print(f"{'':8s} {count:6d} {kind}  (seed {examples[of, kind]})")
-    for (verdict, kind), seed in examples.items():
+    for (verdict, _), seed in examples.items():
         if verdict in (Verdict.DIFFERENT, Verdict.FAILED) and options.shrink:
             _show(seed, options)
     return int(counts[Verdict.DIFFERENT] + counts[Verdict.FAILED] > 0)
@@ -63,7 +70,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     parser.add_argument("--without", default="", help="parts of programs to leave out, as a regular expression")
     parser.add_argument("--kinds", type=lambda text: text.split("/"), help="topologies, with slashes")
-    parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="one program of each kind of fault")
+    parser.add_argument(
+        "--shrink", action=argparse.BooleanOptionalAction, default=True, help="one program of each kind of fault"
+    )
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="a program as it was printed, and no other")
     return parser.parse_args()
 
 

@@ -48,7 +48,9 @@ def _of_module(path: str, root: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in root.named_modules(prefix=path):
         yield f"{name}.training", module.training
         for attribute, value in vars(module).items():
-            hidden = attribute in _OF_TORCH or attribute.startswith(("_forward", "_backward", "_state", "_load", "kept"))
+            hidden = attribute in _OF_TORCH or attribute.startswith(
+                ("_forward", "_backward", "_state", "_load", "kept")
+            )
             if not hidden and attribute not in ("_parameters", "_buffers", "_modules"):
                 yield from _of(f"{name}.{attribute} (attribute)", value)
 
@@ -115,15 +117,16 @@ def _difference(ours: Any, plain: Any) -> str:
     return "" if type(ours) is type(plain) and ours == plain else f"is {ours!r:.200}; plain {plain!r:.200}"
 
 
-def size_of(ours: Snapshot, plain: Snapshot) -> float:
-    """The largest difference of numbers; infinite where others differ."""
+def size_of(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
+    """The largest difference of two numbers in the same place; infinite where something else differs."""
     largest = 0.0
-    for path in differences(ours, plain):
-        pair = (ours.get(path), plain.get(path))
-        if not all(isinstance(v, (torch.Tensor, float)) for v in pair):
+    for path in plain.keys() | ours.keys():
+        first, second = ours.get(path), plain.get(path)
+        if all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in (first, second)):
+            if first.shape != second.shape:
+                return math.inf
+            gap = (first - second).abs().masked_fill(first.isnan() & second.isnan(), 0.0)
+            largest = max([largest, *gap.nan_to_num(math.inf).flatten().tolist()])
+        elif _difference(first, second):
             return math.inf
-        first, second = (torch.as_tensor(v) for v in pair)
-        if first.shape != second.shape or not first.is_floating_point():
-            return math.inf
-        largest = max(largest, float((first - second).abs().nan_to_num(math.inf).max()))
     return largest

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize, prune
 
 from . import modules
 from .actions import Backward, Clip
-from .layers import HOOKS as LAYER_HOOKS
 from .layers import _HOOKS
+from .layers import HOOKS as LAYER_HOOKS
 from .training import Hands, Training
 from .writing import WAYS
 
@@ -337,6 +337,10 @@ def _can_be_copied(model: nn.Module, way: str) -> bool:
     return True
 
 
+def _copied(value: Any, way: str) -> Any:
+    return copy.deepcopy(value) if way == "deepcopy" else pickle.loads(pickle.dumps(value))
+
+
 @dataclass(frozen=True)
 class Copy(Event):
     """Copies the model; goes on with the copy, or changes the copy and leaves it."""
@@ -347,10 +351,7 @@ class Copy(Event):
     def do(self, training: Training) -> None:
         if not _can_be_copied(training.model, self.way):
             return
-        if self.way == "deepcopy":
-            copied = copy.deepcopy(training.model)
-        else:
-            copied = pickle.loads(pickle.dumps(training.model))
+        copied = _copied(training.model, self.way)
         if self.goes_on:
             training.renew(training.place.adopt(copied))
             return
@@ -370,8 +371,7 @@ class CopyBoth(Event):
         around = any("inner" in vars(optimizer) for optimizer in training.optimizers)
         if around or not _can_be_copied(training.model, self.way):
             return
-        both = (training.model, training.optimizers)
-        copied, updates = copy.deepcopy(both) if self.way == "deepcopy" else pickle.loads(pickle.dumps(both))
+        copied, updates = _copied((training.model, training.optimizers), self.way)
         training.model = training.place.adopt(copied)
         training.forward = training.place.wrapped(training.model)
         training.optimizers = [training.place.adopt_optimizer(optimizer) for optimizer in updates]
@@ -606,7 +606,6 @@ class Failing(Event):
 
     def do(self, training: Training) -> None:
         training.fail(self.late, self.everywhere)
-
 
 
 def _clamp_data(optimizer: Any, args: Any, kwargs: Any) -> None:

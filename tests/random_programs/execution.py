@@ -146,33 +146,46 @@ class PlaceOfTrial(ABC):
     """Where a program runs."""
 
     @abstractmethod
-    def scope(self) -> AbstractContextManager[Any]: ...
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where models and optimizers are made."""
 
     @abstractmethod
-    def adopt(self, model: nn.Module) -> nn.Module: ...
+    def adopt(self, model: nn.Module) -> nn.Module:
+        """A model that was made elsewhere."""
 
     def adopt_optimizer(self, optimizer: Any) -> Any:
+        """An optimizer that was made elsewhere."""
         return optimizer
 
     def wrapped(self, model: nn.Module) -> Any:
+        """What a step calls as the model."""
         return model
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function, in replicas if there are any."""
         return fn(*args)
 
     def gathered(self, value: Any) -> torch.Tensor:
+        """A result with rows."""
         return value
 
     def deal(self, batch: Batch) -> Any:
+        """A batch for `run`."""
         return batch
 
-    def check(self, training: Training) -> None:
-        """What else has to hold at the end."""
+    def check(self, training: Training) -> None:  # noqa: B027
+        """What else has to hold at the end: nothing, unless there are replicas."""
 
 
 @final
 class Plain(PlaceOfTrial):
-    """Plain PyTorch on the CPU."""
+    """Plain PyTorch on the CPU; `noise`: by how much its batches are others, to see how much that changes."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self._noise = noise
+
+    def deal(self, batch: Batch) -> Any:
+        return tuple(tensor * (1 + self._noise) for tensor in batch) if self._noise else batch
 
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -43,7 +43,7 @@ class _Draw:
 
     def __init__(self, draw: random.Random, simulated: int, without: Any, kinds: list[str]) -> None:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
-        self._steps = draw.randint(2, 6)
+        self._steps = draw.choice([2, 2, 3, 3, 4, 5, 6])
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
         self._may_fail_late = False
 
@@ -278,4 +278,6 @@ class _Draw:
     def _evaluation(self) -> Event:
         draw = self._draw
         mode = draw.choice(["no_grad", "inference_mode", "grad"])
-        return events.Evaluate(draw.randint(2 if self._sees_the_batch else 1, 6), mode, draw.random() < 0.4, draw.random() < 0.6)
+        return events.Evaluate(
+            draw.randint(2 if self._sees_the_batch else 1, 6), mode, draw.random() < 0.4, draw.random() < 0.6
+        )

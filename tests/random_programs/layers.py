@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import torchstrategy
+
 from . import modules
 from .modules import filled
 

@@ -40,6 +40,11 @@ class Point:
         self.scale = scale
 
 
+def _kept(setting: T, changed: object) -> T:
+    """The setting itself, which was changed in place."""
+    return setting
+
+
 def _one() -> float:
     return 1.0
 
@@ -48,27 +53,27 @@ def _one() -> float:
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, float], Any]]] = {
     "number": (lambda: 1.0, lambda s: s, lambda s, v: v),
     "tuple": (lambda: (1.0, "a"), lambda s: s[0], lambda s, v: (v, "b")),
-    "list": (lambda: [0, 1.0], lambda s: s[1], lambda s, v: s.__setitem__(1, v) or s),
-    "dict": (lambda: {"scale": 1.0}, lambda s: s["scale"], lambda s, v: s.update(scale=v) or s),
-    "dict in a dict": (lambda: {"in": {"k": 1.0}}, lambda s: s["in"]["k"], lambda s, v: s["in"].update(k=v) or s),
-    "list in a list": (lambda: [0, [1.0]], lambda s: s[1][0], lambda s, v: s[1].__setitem__(0, v) or s),
-    "dict in a tuple": (lambda: ({"k": 1.0},), lambda s: s[0]["k"], lambda s, v: s[0].update(k=v) or s),
+    "list": (lambda: [0, 1.0], lambda s: s[1], lambda s, v: _kept(s, s.__setitem__(1, v))),
+    "dict": (lambda: {"scale": 1.0}, lambda s: s["scale"], lambda s, v: _kept(s, s.update(scale=v))),
+    "dict in a dict": (lambda: {"in": {"k": 1.0}}, lambda s: s["in"]["k"], lambda s, v: _kept(s, s["in"].update(k=v))),
+    "list in a list": (lambda: [0, [1.0]], lambda s: s[1][0], lambda s, v: _kept(s, s[1].__setitem__(0, v))),
+    "dict in a tuple": (lambda: ({"k": 1.0},), lambda s: s[0]["k"], lambda s, v: _kept(s, s[0].update(k=v))),
     "object in a dict": (
         lambda: {"p": Point(1.0)},
         lambda s: s["p"].scale,
-        lambda s, v: setattr(s["p"], "scale", v) or s,
+        lambda s, v: _kept(s, setattr(s["p"], "scale", v)),
     ),
-    "object": (lambda: Point(1.0), lambda s: s.scale, lambda s, v: setattr(s, "scale", v) or s),
-    "namespace": (lambda: types.SimpleNamespace(k=1.0), lambda s: s.k, lambda s, v: setattr(s, "k", v) or s),
+    "object": (lambda: Point(1.0), lambda s: s.scale, lambda s, v: _kept(s, setattr(s, "scale", v))),
+    "namespace": (lambda: types.SimpleNamespace(k=1.0), lambda s: s.k, lambda s, v: _kept(s, setattr(s, "k", v))),
     "tensor": (lambda: torch.ones(()), lambda s: s, lambda s, v: s.fill_(v)),
-    "tensor in a dict": (lambda: {"t": torch.ones(2)}, lambda s: s["t"][0], lambda s, v: s["t"].fill_(v) and s or s),
-    "array": (lambda: numpy.ones(2), lambda s: float(s[1]), lambda s, v: s.fill(v) or s),
+    "tensor in a dict": (lambda: {"t": torch.ones(2)}, lambda s: s["t"][0], lambda s, v: _kept(s, s["t"].fill_(v))),
+    "array": (lambda: numpy.ones(2), lambda s: float(s[1]), lambda s, v: _kept(s, s.fill(v))),
     "default dict": (
         lambda: collections.defaultdict(_one, {"other": 2.0}),
         lambda s: s["k"],
-        lambda s, v: s.__setitem__("k", v) or s,
+        lambda s, v: _kept(s, s.__setitem__("k", v)),
     ),
-    "deque": (lambda: collections.deque([1.0], 2), lambda s: s[-1], lambda s, v: s.append(v) or s),
+    "deque": (lambda: collections.deque([1.0], 2), lambda s: s[-1], lambda s, v: _kept(s, s.append(v))),
     "function": (lambda: partial(float, 1.0), lambda s: s(), lambda s, v: partial(float, v)),
 }
 SETTINGS = list(_SETTINGS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
+from . import actions, events, layers
 from .actions import Action
 from .events import Event
 from .layers import Layer
@@ -58,3 +60,13 @@ class Program:
         lines.append(f"    batches={self.batches!r}, width={self.width!r}, reach={self.reach!r},")
         lines.append(f"    made_in_scope={self.made_in_scope}, teacher={self.teacher}, scaler={self.scaler},")
         return "\n".join(["Program(", *lines, ")"])
+
+
+def parsed(text: str) -> Program:
+    """The program that prints as `text`."""
+    names: dict[str, Any] = {"Program": Program, "Topology": Topology, "Optimizer": Optimizer}
+    for module in (layers, actions, events):
+        names.update({name: value for name, value in vars(module).items() if is_dataclass(value)})
+    program = eval(text, names)
+    assert isinstance(program, Program)
+    return program

@@ -95,5 +95,3 @@ def _with_simpler_place(program: Program) -> Iterator[Program]:
         others.append(replace(topology, kind="central"))
     for other in others:
         yield replace(program, topology=other)
-
-

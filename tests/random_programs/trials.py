@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from . import refusals
-from .comparison import differences
+from .comparison import differences, size_of
 from .execution import Plain, executed, place_of
 from .programs import Program
 
@@ -65,6 +65,8 @@ def _judged(program: Program) -> Outcome:
     found = differences(ours, plain)
     if not found:
         return Outcome(Verdict.EQUAL)
+    if size_of(ours, plain) <= 1000 * size_of(executed(program, Plain(noise=1e-14)), plain):
+        return Outcome(Verdict.NO_PROGRAM, "its own numbers move as much when its batches do")
     said = "\n".join(f"{path} {how}" for path, how in list(found.items())[:8])
     return Outcome(Verdict.DIFFERENT, _category(found), said)
 
