@@ -328,7 +328,7 @@ class Penalty(Action):
     def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
         assert batch is not None
         inputs = batch[0].detach().clone().requires_grad_()
-        outputs = hands.model(inputs)
+        outputs = hands.forward(inputs)
         if not outputs.requires_grad:
             return
         (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)

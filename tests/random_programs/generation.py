@@ -77,7 +77,7 @@ class _Draw:
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
             draw.choice(["closure", "closure", "trainer", "arguments"]),
-            draw.random() < 0.7,
+            draw.random() < 0.7 or "shared buffer" in text,  # which `Module.to` makes two
             draw.random() < 0.2,
             draw.random() < 0.08 and not sparse,
         )
@@ -209,7 +209,9 @@ class _Draw:
         if way == "backward twice" and self._sees_calls:
             way = "backward"
         loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)
-        return actions.Backward(loss, way, 1 if self._sees_calls or way == "assign" else draw.choice([1, 1, 1, 2]))
+        return actions.Backward(
+            loss, way, 1 if self._sees_calls or way in ("assign", "add") else draw.choice([1, 1, 1, 2])
+        )
 
     def _edit(self) -> Action:
         return actions.Clip(self._draw.choice(actions.CLIPS))
