@@ -47,7 +47,6 @@ from torchstrategy._torch import (
     will_be_reached,
 )
 from torchstrategy._trace import traced
-from torchstrategy._uncounted import DataReads
 from torchstrategy._variables import is_variable
 
 Together = Callable[[Callable[[], None]], None]
@@ -98,7 +97,6 @@ class Gradients:
         self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
         self._num_handed_in = 0
         self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
-        self._reads = DataReads({})  # of those
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
@@ -181,6 +179,7 @@ class Gradients:
         try:
             yield
         finally:
+            self.forget_arrived()
             self._take()
             if self._has_updated:
                 self._kept = list(self.so_far)
@@ -188,10 +187,11 @@ class Gradients:
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
         known = self._everywhere.get(id(gradient))
-        # Memory of the CPU may be written in ways that nothing notices.
-        if known is None or version(gradient) != known[1] or gradient.is_cpu or self._reads.has(id(gradient)):
-            return None
-        return known[2][replica]
+        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+
+    def forget_arrived(self) -> None:
+        """The owners' gradients may be written from here on, also in ways that torch does not count."""
+        self._everywhere.clear()
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -365,9 +365,10 @@ class Gradients:
         total: dict[int, torch.Tensor] = {}
         for index, column in zip(indices, zip(*sums, strict=True), strict=True):
             gradients = [gradient for gradient in column if gradient is not None]
-            total[index] = gradient = gradients[0].to(self.owners[index].device)
+            total[index] = gradient = (
+                gradients[0].detach().to(self.owners[index].device)
+            )  # as a view it cannot be cleared
             self._everywhere[id(gradient)] = gradient, version(gradient), gradients
-        self._reads = DataReads({id(g): g for g in total.values() if not g.is_cpu and g.layout is torch.strided})
         return total
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

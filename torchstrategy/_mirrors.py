@@ -125,14 +125,14 @@ class Mirrors:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
         if self._is_outdated or not self._structure.is_same():
             return False
+        if not self._attributes.bring(self._named_attributes):
+            return False
         values = held_in(self._insides)  # the tables are among them
         if not same(self._known_values, values):
             if not self._bring_attributes():
                 return False
             self._known_values = values
-            self._attributes.collect()
-        if not self._attributes.bring():
-            return False
+            self._attributes.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self._replicas:
@@ -228,7 +228,7 @@ class Mirrors:
         states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
         lead.return_attributes(self._insides, self._computed, self._metrics.states)
-        self._attributes.give_back(shares.present[0])
+        self._attributes.give_back(shares.present[0], self._named_attributes)
         if any(changes):
             self._return_changes(shares, changes[0])
         for state in states:
@@ -301,7 +301,8 @@ class Mirrors:
             left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
             for name in [name for name in inside if name not in left_out]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
-                if type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of and MISSING not in local:
+                is_everywhere = not any(value is MISSING for value in local)
+                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
                     yield f"{self._paths[position]}.{name}", inside[name], local
 
     def _bring_attributes(self) -> bool:

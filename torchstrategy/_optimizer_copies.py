@@ -193,8 +193,7 @@ def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
 def _sent(name: str, value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    # The number of steps, which torch keeps on the CPU.
-    stays = name == "step" and value.device.type == "cpu"
+    stays = value.is_cpu and value.dim() == 0  # the number of steps, say, which torch keeps on the CPU
     return value.detach().to(value.device if stays else parameter.device, copy=True)
 
 

@@ -20,13 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
-from torchstrategy._held import is_data, tensors_in
+from torchstrategy._held import PLAIN, is_data, tensors_in
 from torchstrategy._ledger import LocalParameter, set_plain_data
 from torchstrategy._originals import Originals, write_value
 from torchstrategy._parts import TORCHS_OWN
 from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
 from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
+from torchstrategy._uncounted import reads_of
 from torchstrategy._variables import LocalVariable, Variable, is_variable
 
 
@@ -95,6 +96,7 @@ class ReplicaModules:
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
+        self._reads = reads_of(own)
         self._agree()
         self._structure = Structure(self.insides, counts_hooks=True)
 
@@ -169,6 +171,7 @@ class ReplicaModules:
             table, name = self._slots[index]
             table[name] = own
             self._agreed[index] = (own, version(own))
+        self._reads = reads_of([own for own, _ in self._agreed])
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""
@@ -215,8 +218,8 @@ class ReplicaModules:
         for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
             for name in {**known, **local}:
                 value = local.get(name, MISSING)
-                is_own = name in TORCHS_OWN and name != "training"
-                if value is not known.get(name, MISSING) and not is_own and name not in states.get(position, ()):
+                is_table = name in TORCHS_OWN and not isinstance(value, PLAIN)
+                if value is not known.get(name, MISSING) and not is_table and name not in states.get(position, ()):
                     _return(originals[position], name, value, name in computed[position])
         self._agree()
 
@@ -260,11 +263,12 @@ class ReplicaModules:
 
     def written_buffers(self, originals: Originals) -> set[int]:
         """The buffers that the step wrote, or put another tensor in the place of."""
-        written = set()
-        for index, (own, agreed) in enumerate(self._agreed):
-            buffer = self.buffer(index)
-            is_uncounted = originals.are_running[index] and differ(own, originals.tensors[index])
-            if is_uncounted or buffer is not own or version(own) != agreed:
+        written = self._reads.take()
+        for index, ((own, agreed), original) in enumerate(zip(self._agreed, originals.tensors, strict=True)):
+            # What may be written uncounted is compared: by torch's kernels, and on the CPU by anybody.
+            is_compared = originals.are_running[index] or (own.is_cpu and original.is_cpu)
+            is_counted = self.buffer(index) is not own or version(own) != agreed
+            if is_counted or (is_compared and differ(own, original)):
                 written.add(index)
         return written
 

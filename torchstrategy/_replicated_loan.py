@@ -98,6 +98,12 @@ class ReplicatedLoan(Loan, Owners):
 
     @contextmanager
     def published(self) -> Iterator[None]:
+        with self._published():
+            self._copies.gradients.forget_arrived()  # a merge function may write on gradients as it likes
+            yield
+
+    @contextmanager
+    def _published(self) -> Iterator[None]:
         self._check_unwritten()
         with self._as_they_are(), self._copies.gradients.published():
             yield
@@ -108,6 +114,8 @@ class ReplicatedLoan(Loan, Owners):
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self._cross_replica(), self._updating():
+            if optimizer is None:
+                self._copies.gradients.forget_arrived()  # a scaler writes on gradients, and torch does not count it
             result = call()
             self._has_written(optimizer)
             return result
@@ -201,7 +209,7 @@ class ReplicatedLoan(Loan, Owners):
     def _updating(self) -> Iterator[None]:
         self._copies.mirrors.check_structure(self._shares.present)
         self._return_settings()
-        with self.published():
+        with self._published():
             yield
         for optimizers in self._optimizers.values():
             for optimizer in optimizers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import Any, final
 
@@ -90,10 +90,6 @@ class DataReads:
         if storage in self._keys:
             self._read.add(storage)
 
-    def has(self, key: int) -> bool:
-        """Whether a program has asked for the `.data` of a tensor."""
-        return key in self._storages and self._storages[key]._cdata in self._read
-
     def take(self) -> set[int]:
         """The tensors that may have been written, since they were read or what was given out is still there."""
         if not self._read:
@@ -103,6 +99,12 @@ class DataReads:
             self._storages[key]._cdata for key in found if num_users(self._storages[key]) > self._users[key]
         )
         return found
+
+
+def reads_of(tensors: Sequence[torch.Tensor]) -> DataReads:
+    """Of which of some tensors, by their position, a program asks for the `.data` from here on."""
+    elsewhere = {i: t for i, t in enumerate(tensors) if not t.is_cpu and t.layout is torch.strided}
+    return DataReads(elsewhere)
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
