@@ -284,7 +284,7 @@ _PEEKS: dict[str, Any] = {
     "attributes": _attributes,
     "teacher": lambda h: sum(float(p.sum()) for p in h.teacher.parameters()) if h.teacher is not None else 0.0,
     "steps": lambda h: sum(getattr(s, "last_epoch", 0) for s in h.schedulers),
-    "names": lambda h: float(len([*h.model.named_parameters()]) + len(str(h.model))),
+    "names": lambda h: float(sum(len(name) for name, _ in h.model.named_parameters())),
     "scale": lambda h: 0.0 if h.scaler is None else h.scaler.get_scale(),
 }
 PEEKS = list(_PEEKS)

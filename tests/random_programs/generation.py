@@ -57,10 +57,12 @@ class _Draw:
         sparse = any("sparse" in repr(layer) for layer in chosen)
         text = repr(chosen)
         self._sees_the_batch = "Norm(kind='batch" in text or "running mean" in text
-        self._sees_calls = self._sees_the_batch or "Count(" in text or "Buffer(" in text or "spectral" in text
+        counts = ("Count(", "Buffer(", "spectral", "shared buffer", "'property'")
+        self._sees_calls = self._sees_the_batch or any(word in text for word in counts)
         self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
         made = self._optimizers(sparse)
-        before, step, after = self._loop(len(made))
+        scaler = draw.random() < 0.08 and not sparse
+        before, step, after = self._loop(len(made), scaler)
         ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
         self._may_fail_late = ends_with_update and not self._sees_calls
         self._repeats = repr(step).count("Backward(") > 1 or "twice" in repr(step) or "micro=2" in repr(step)
@@ -79,7 +81,7 @@ class _Draw:
             draw.choice(["closure", "closure", "trainer", "arguments"]),
             draw.random() < 0.7 or "shared buffer" in text,  # which `Module.to` makes two
             draw.random() < 0.2,
-            draw.random() < 0.08 and not sparse,
+            scaler,
         )
 
     def _parts(self, one: Callable[[], T], count: int) -> list[T]:
@@ -176,13 +178,15 @@ class _Draw:
 
     # The step
 
-    def _loop(self, count: int) -> tuple[list[Action], list[Action], list[Action]]:
+    def _loop(self, count: int, scaler: bool) -> tuple[list[Action], list[Action], list[Action]]:
         draw, every = self._draw, self._draw.choice([1, 1, 1, 1, 2, 3])
         clear: list[Action] = [actions.Clear(draw.choice(actions.CLEARINGS), every)]
         back: list[Action] = [self._backward()]
         if draw.random() < 0.15 and not self._sees_calls:
             back.append(self._backward())
         edits: list[Action] = self._parts(self._edit, draw.choice([0, 0, 0, 1, 1, 2]))
+        if scaler and draw.random() < 0.5:
+            edits[:0] = [actions.Unscale(index) for index in range(count)]
         updates: list[Action] = [actions.Update(index, every) for index in range(count)]
         if draw.random() < 0.5:
             updates.append(actions.Schedule(draw.randint(0, 1)))

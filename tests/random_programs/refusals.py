@@ -1,8 +1,9 @@
-"""The refusals that are documented: their words, and the sentence in docs/ that says so."""
+"""The refusals that are documented: their words, and where the documentation says so."""
 
 from __future__ import annotations
 
-DOCUMENTED: dict[str, str] = {}
+# Words of the message: a page, and a sentence that stands there.
+DOCUMENTED: dict[str, tuple[str, str]] = {}
 
 
 def documented(message: str) -> str:

@@ -26,7 +26,7 @@ def _dlpack(t: torch.Tensor) -> None:
 
 
 def _storage(t: torch.Tensor) -> None:
-    if t.is_contiguous():
+    if t.is_contiguous() and t.device.type == "cpu":  # elsewhere nothing can see it
         t.untyped_storage().copy_(_new(t).contiguous().untyped_storage())
     else:
         t.data.copy_(_new(t))
