@@ -126,6 +126,7 @@ class _Task:
             outcome = _Failed(self._replica, error)
         self.is_running = False
         self._reports.put(outcome)
+        del outcome  # an error has this frame, which would have the error
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
