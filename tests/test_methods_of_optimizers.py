@@ -282,3 +282,23 @@ def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(make: A
         step(twin, plain, data(7, seed=seed))
         assert_close(parameters(model), parameters(twin), f"step {seed}", 1e-10, 1e-10)
         assert_replicas_agree(strategy, model, ours)
+
+
+@pytest.mark.parametrize("name", ["step", "second_step", "zero_grad"])
+def test_a_method_that_was_taken_from_an_optimizer_before_the_run_is_refused(
+    several: torchstrategy.Strategy, name: str
+) -> None:
+    """Each replica called that of the user's own optimizer; clearing gradients is for each to do."""
+    (model, optimizer), _ = built(several, mlp, AROUND["around one of its own"])
+    method = getattr(optimizer, name)
+
+    def step(batch: Any) -> None:
+        mse(model, batch).backward()
+        method()
+
+    if name == "zero_grad":
+        several.run(step, args=(deal(several, data(7)),))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return
+    with pytest.raises(RuntimeError, match=rf"SAM\.{name}, a method that was taken from its object"):
+        several.run(step, args=(deal(several, data(7)),))
