@@ -5,6 +5,7 @@ Whatever method a step calls, it acts once, on the user's own optimizer and with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,3 +303,24 @@ def test_a_method_that_was_taken_from_an_optimizer_before_the_run_is_refused(
         return
     with pytest.raises(RuntimeError, match=rf"SAM\.{name}, a method that was taken from its object"):
         several.run(step, args=(deal(several, data(7)),))
+
+
+def test_the_state_is_read_in_a_step_and_not_written(make: Any) -> None:
+    """Of a parameter without state it was a bare KeyError; what one replica wrote, the next one wrote over."""
+    strategy = make(2)
+    (model, optimizer), _ = built(strategy, mlp, sgd)
+
+    def reads(batch: Any) -> bool:
+        before = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
+        plain_step(model, optimizer, batch)
+        saved = copy.deepcopy(optimizer.state_dict())
+        return before == [None] * 4 and all(type(saved["state"][i]) is dict for i in range(4))
+
+    assert strategy.run(reads, args=(deal(strategy, data(7)),)) is True
+
+    def writes() -> None:
+        for p in model.parameters():
+            optimizer.state[p]["old"] = p.detach().clone()
+
+    with pytest.raises(RuntimeError, match=r"wrote on the state of SGD in a replica.*merge_call"):
+        strategy.run(writes)
