@@ -89,8 +89,9 @@ class ReplicatedStorage(Storage):
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
         named = captured(*step)
-        refuse_bound_methods(named.counters)
         self._take_around(named)
+        ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
+        refuse_bound_methods([*named.counters, *ours])
         variables = _alive(self._variables)  # held for as long as the run has copies of them
         copies = self._borrow(variables)
         originals = copies.originals()
