@@ -14,7 +14,8 @@ from torchstrategy._input._dealing import in_equal_parts, in_proportion
 from torchstrategy._input._iterator import DistributedIterator
 from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input._reading import OnDemand
-from torchstrategy._input._source import Source, State, is_map_style
+from torchstrategy._input._source import Source, is_map_style
+from torchstrategy._input._states import State
 from torchstrategy._input._steps import Dealer, InPieces, OneForEach, Steps
 from torchstrategy._input._transfer import Route
 from torchstrategy._types import Device, Tree
@@ -239,10 +240,10 @@ def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
 
 def _checked(state_dict: Any) -> list[State]:
     states = state_dict.get("sources") if isinstance(state_dict, dict) else None
-    if not isinstance(states, list):
+    if not isinstance(states, list) or len(state_dict) != 1:
         raise TypeError(
-            f"load_state_dict takes what DistributedDataset.state_dict() returned; got {type(state_dict).__name__} "
-            f"{state_dict!r:.60}."
+            f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
+            f"{type(state_dict).__name__} {state_dict!r:.60}."
         )
     return states
 
