@@ -179,7 +179,9 @@ def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
     raise ValueError(
         f"The leaves of a batch have different numbers of rows: batch{first} has {rows} and batch{name} has {count}. "
         "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
-        "tensor without dimensions, or, of a list, a dict."
+        "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as the boxes of an image "
+        "are, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say how "
+        "it is cut: torchstrategy.register_batch_type(...)."
     )
 
 
