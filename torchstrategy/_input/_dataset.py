@@ -193,7 +193,7 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
     sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
     routes = _routes(devices, options)
     is_moved = any(route.has_copies for route in routes)
-    dealer = InPieces(source, replicas, sizes, is_moved=is_moved, is_even=shares is None)
+    dealer = InPieces(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
     return DistributedDataset(dealer, routes, options)
 
 
@@ -217,7 +217,8 @@ def distributed_from_function(
     else:
         contexts = [InputContext(1, 0, replicas)]
     sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
-    return DistributedDataset(OneForEach(sources, replicas), _routes(devices, options), options)
+    dealer = OneForEach(sources, replicas, options.lists_are_rows)
+    return DistributedDataset(dealer, _routes(devices, options), options)
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from torchstrategy._errors import an
 from torchstrategy._input._states import State, check_form, check_generators
@@ -92,6 +92,11 @@ class Source:
     def is_batched(self) -> bool:
         """Whether its elements may be batches."""
         return not is_map_style(self._dataset)
+
+    @property
+    def makes_columns(self) -> bool:
+        """Whether the tensors in a list that it yields are columns for certain: it stacks rows itself."""
+        return getattr(self._dataset, "collate_fn", None) is default_collate
 
     @property
     def rows(self) -> int | None:
