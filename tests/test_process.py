@@ -237,6 +237,56 @@ def test_a_run_in_a_forked_child_works_and_one_that_it_was_forked_in_does_not_ha
     assert json.loads(done.stdout) == dict.fromkeys(whens, "it ended")
 
 
+FORK_IN_A_REPLICA = """
+import os, sys, torch, torchstrategy
+
+strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def meets():
+    torchstrategy.get_replica_context().all_reduce("sum", torch.ones(()))
+
+def reads():
+    model.weight.grad
+
+def catches():
+    try:
+        meets()
+    except RuntimeError as error:
+        assert "forked in replica" in str(error) and "os._exit" in str(error)
+        os._exit(5)
+
+def leaves():
+    os._exit(6)
+
+statuses = []
+
+def step(in_child):
+    model(torch.ones(1, 2)).sum().backward()
+    child = os.fork()
+    if child == 0:
+        return in_child()
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    optimizer.step()
+
+ways = [meets, reads, optimizer.step, catches, leaves, lambda: None, lambda: sys.exit(7)]
+for way in ways:
+    strategy.run(step, args=(way,))
+print(statuses[::2], statuses[1::2])
+"""
+
+
+@needs_fork
+def test_a_child_that_was_forked_in_a_replica_does_not_wait_for_the_others() -> None:
+    """It waited for ever at the next meeting, and at the end of the step, and its parent waited for it."""
+    done = run_program(FORK_IN_A_REPLICA)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "[1, 1, 1, 5, 6, 1, 7] [1, 1, 1, 5, 6, 1, 7]"
+    assert "the threads of the other replicas" in done.stderr
+
+
 # The interpreter's exit
 
 

@@ -1040,14 +1040,19 @@ def test_a_module_and_its_parameters_are_known_to_their_strategy(topology: str) 
 
 
 @pytest.mark.parametrize(
-    "make", [torch.nn.ReLU, lambda: torch.nn.ParameterList([torch.ones(1)])[0]], ids=["module", "parameter"]
+    ("make", "part"),
+    [(torch.nn.ReLU, lambda it: it), (lambda: torch.nn.ParameterList([torch.ones(1)]), lambda it: it[0])],
+    ids=["module", "parameter"],
 )
-def test_a_module_without_parameters_and_a_parameter_of_a_module_are_known_too(make: Callable[[], Any]) -> None:
+def test_a_module_without_parameters_and_a_parameter_of_a_module_are_known_too(
+    make: Callable[[], Any], part: Callable[[Any], Any]
+) -> None:
     strategy = central(2)
     with strategy.scope():
-        thing = make()
-    assert strategy.extended.variable_created_in_scope(thing) is True
-    assert strategy.extended.variable_created_in_scope(make()) is False
+        module = make()
+    outside = make()
+    assert strategy.extended.variable_created_in_scope(part(module)) is True
+    assert strategy.extended.variable_created_in_scope(part(outside)) is False
 
 
 @pytest.mark.parametrize("junk", [3, None, "weight"], ids=shown)

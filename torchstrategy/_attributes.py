@@ -13,8 +13,12 @@ from typing import Any, final
 
 from torchstrategy._held import Contents, Leaf, Place, contents_of, is_data, places_and_leaves, write
 from torchstrategy._originals import Original, Originals, write_value
-from torchstrategy._replica_modules import ReplicaModules
+from torchstrategy._replica_modules import ReplicaModules, differ
 from torchstrategy._torch import versions
+from torchstrategy._uncounted import reads_of
+
+Named = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
+"""Lists attributes: for each the path, the value, and what each replica has in its place."""
 
 
 @final
@@ -23,30 +27,27 @@ class Attributes:
 
     Args:
         replicas: What each replica has.
-        named: Lists the attributes of the originals: their paths, their values, and what each replica has.
+        named: Lists the attributes of the originals.
     """
 
-    def __init__(
-        self, replicas: Sequence[ReplicaModules], named: Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
-    ) -> None:
+    def __init__(self, replicas: Sequence[ReplicaModules], named: Named) -> None:
         self._replicas = replicas
-        self._named = named
-        self.collect()
+        self.collect(named)
 
-    def collect(self) -> None:
+    def collect(self, named: Named) -> None:
         """Looks for all that they hold now, in which the copies agree with the originals."""
         places: dict[int, Place] = {}
         leaves: dict[int, Leaf] = {}
-        for path, value, local in self._named():
+        for path, value, local in named():
             found, tensors = places_and_leaves(path, value, local)
             places.update((id(place.original), place) for place in found)
             leaves.update((id(leaf.original), leaf) for leaf in tensors)
         self._places, self._leaves = list(places.values()), list(leaves.values())
         self._tensors = Originals([Original(leaf.path, leaf.original) for leaf in self._leaves])
-        self._tensors.watch(range(len(self._leaves)))
+        self._tensors.watch(dict.fromkeys(range(len(self._leaves)), 0))
         self._agree()
 
-    def bring(self) -> bool:
+    def bring(self, named: Named) -> bool:
         """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
         changed = Contents([place.original for place in self._places]).differing(self._known)
         for index in changed:
@@ -55,7 +56,7 @@ class Attributes:
                 own = {id(other.original): other.local[r] for other in self._places}
                 write(place.local[r], replica.copied(contents_of(place.original), own))
         if changed:
-            self.collect()
+            self.collect(named)
         written, _ = self._tensors.take_changes()
         for index in written:
             original, local = self._leaves[index].original, self._leaves[index].local
@@ -67,7 +68,7 @@ class Attributes:
             self._agree()
         return True
 
-    def give_back(self, lead: int) -> None:
+    def give_back(self, lead: int, named: Named) -> None:
         """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
         own = {id(place.local[lead]): place for place in self._places}
@@ -82,21 +83,24 @@ class Attributes:
                     memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
                     write(target, copy.deepcopy(contents, memo))
         if has_brought:
-            self.collect()
+            self.collect(named)
         elif self._leaves:
             self._give_back_tensors(lead)
 
     def _give_back_tensors(self, lead: int) -> None:
-        local = [leaf.local[lead] for leaf in self._leaves]
+        local, read = [leaf.local[lead] for leaf in self._leaves], self._reads[lead].take()
         for index, (before, now) in enumerate(zip(self._versions[lead], versions(local), strict=True)):
-            if before != now and not local[index].requires_grad:
-                self._tensors.take(index, local[index])
+            own, original = local[index], self._leaves[index].original
+            is_uncounted = index in read or (own.is_cpu and original.is_cpu and differ(own, original))
+            if (before != now or is_uncounted) and own.shape == original.shape and not own.requires_grad:
+                self._tensors.take(index, own)
 
     def _agree(self) -> None:
         self._known = Contents([place.original for place in self._places])
         count = range(len(self._replicas))
         self._known_local = [Contents([place.local[r] for place in self._places]) for r in count]
         self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
+        self._reads = [reads_of([leaf.local[r] for leaf in self._leaves]) for r in count]
 
 
 def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, final
@@ -100,7 +101,7 @@ class _Walk:
             self._makers.add(id(value))
             self._holders.setdefault(id(value), set()).add(holder)
             self._look_at_part(name, value)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, (list, tuple, dict, deque)):
             self._look_at_items(name, value, objects, holder)
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, COUNTERS):
             self._counters.append((value.__name__, value))
@@ -109,6 +110,8 @@ class _Walk:
                 self._look_into_function(name, value, functions - 1)
         elif not isinstance(value, _NOT_LOOKED_INTO):
             self._look_into_object(name, value, functions, objects, holder)
+        elif isinstance(value, type) and _package(value) not in _NOT_THE_USERS:
+            self._others_of(name, value)
 
     def _look_at_part(self, name: str, value: Any) -> None:
         if id(value) in self._seen:
@@ -141,10 +144,15 @@ class _Walk:
         if objects <= 0 or id(value) in self._objects or _package(type(value)) in _NOT_THE_USERS:
             return
         self._objects[id(value)] = name, value
+        self._others_of(name, type(value))
         for attribute, held in attributes_of(value):
             self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
         if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
             self._look_into_function(name, call, functions - 1)
+
+    def _others_of(self, name: str, cls: type) -> None:
+        """Notes the tensors that a class itself has."""
+        self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
 
     def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
         if isinstance(fn, functools.partial):

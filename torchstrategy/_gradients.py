@@ -15,6 +15,7 @@ were.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,16 +28,16 @@ import torch
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import added, brought
 from torchstrategy._conductors import combined_gradients
-from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
+from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, CurrentRun, LocalParameter, Reads, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
 from torchstrategy._sums import accumulate, equal, weighted
 from torchstrategy._torch import (
-    are_dense,
     has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
+    on_computed,
     on_gradient,
     set_slot,
     set_slots,
@@ -47,7 +48,6 @@ from torchstrategy._torch import (
     will_be_reached,
 )
 from torchstrategy._trace import traced
-from torchstrategy._uncounted import DataReads
 from torchstrategy._variables import is_variable
 
 Together = Callable[[Callable[[], None]], None]
@@ -98,7 +98,6 @@ class Gradients:
         self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
         self._num_handed_in = 0
         self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
-        self._reads = DataReads({})  # of those
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
@@ -181,17 +180,20 @@ class Gradients:
         try:
             yield
         finally:
+            self.forget_arrived()
             self._take()
             if self._has_updated:
                 self._kept = list(self.so_far)
+            self._show_again()
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
         known = self._everywhere.get(id(gradient))
-        # Memory of the CPU may be written in ways that nothing notices.
-        if known is None or version(gradient) != known[1] or gradient.is_cpu or self._reads.has(id(gradient)):
-            return None
-        return known[2][replica]
+        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+
+    def forget_arrived(self) -> None:
+        """The owners' gradients may be written from here on, also in ways that torch does not count."""
+        self._everywhere.clear()
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -221,6 +223,7 @@ class Gradients:
             self._together(lambda: None)
         else:
             self.settle()
+            self._show_again()
 
     def settle(self) -> None:
         """Adds up what the replicas have collected.
@@ -246,27 +249,28 @@ class Gradients:
         if combined and len(self.ledgers) > 1:
             combined_gradients()
 
-    def check_reads(self, seen: Sequence[set[int]]) -> None:
+    def check_reads(self, reads: Sequence[Reads]) -> None:
         """Refuses to settle if a replica has read, as complete, a gradient that others still had to add to.
 
         Raises:
             RuntimeError: Naming the parameter and the replicas.
         """
         assert self._shares is not None
-        present = self._shares.present
-        if not any(seen):
+        if not any(read.all for read in reads):
             return
+        present = self._shares.present
         local = {r: self.ledgers[r].local_indices() for r in present}
-        for r, read in zip(present, seen, strict=True):
-            for other in present:
-                missed = (read & local[other]) - local[r]
+        for r, read in zip(present, reads, strict=True):
+            for other, others in zip(present, reads, strict=True):
+                missed = local[other] & read.doubtful - local[r]
+                if not local[r]:  # it ran no backward: was this read the one at which the other has come here?
+                    missed |= local[other] & read.all - others.all
                 if missed:
-                    raise RuntimeError(
-                        f"Replica {r} read the gradient of {self.names[min(missed)]} to which replica {other} still "
-                        "had to add: the parameter was used in one replica and not in the other, and backward ran "
-                        "between two reads of gradients without a forward. Run all backwards before the first read, or "
-                        "read gradients after strategy.run."
-                    )
+                    raise RuntimeError(_missed(self.names[min(missed)], r, other))
+
+    def _show_again(self) -> None:
+        for ledger in self.ledgers:
+            ledger.show_again()
 
     def _weighing(self) -> list[int]:
         """The replicas whose gradients count: those that were dealt rows."""
@@ -275,9 +279,6 @@ class Gradients:
 
     def _settle_views(self) -> None:
         assert self._shares is not None
-        for ledger in self.ledgers:
-            for index in ledger.were_shown:
-                ledger.held(index)
         ledgers = [self.ledgers[r] for r in self._weighing()]
         first = ledgers[0].views
         if all(view is CLEARED for view in first.values()) and all(other.views == first for other in ledgers[1:]):
@@ -288,10 +289,6 @@ class Gradients:
                 self.so_far[index] = self._agreed(index)
         for ledger in self.ledgers:
             ledger.settled()
-            for index in ledger.were_shown:  # the step may write on what it has, and that be the new gradient
-                so_far, held = self.so_far[index], ledger.held(index)
-                if so_far is not None and held is not None and are_dense([so_far, held]):
-                    self.so_far[index] = so_far.clone() if so_far.data_ptr() == held.data_ptr() else so_far
 
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of the gradient so far."""
@@ -365,9 +362,10 @@ class Gradients:
         total: dict[int, torch.Tensor] = {}
         for index, column in zip(indices, zip(*sums, strict=True), strict=True):
             gradients = [gradient for gradient in column if gradient is not None]
-            total[index] = gradient = gradients[0].to(self.owners[index].device)
+            total[index] = gradient = (
+                gradients[0].detach().to(self.owners[index].device)
+            )  # as a view it cannot be cleared
             self._everywhere[id(gradient)] = gradient, version(gradient), gradients
-        self._reads = DataReads({id(g): g for g in total.values() if not g.is_cpu and g.layout is torch.strided})
         return total
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -395,6 +393,7 @@ class Gradients:
             parameter = ledger.parameters[index] if index < len(ledger.parameters) else None
             if parameter is not None and parameter.requires_grad and not parameter.counts:
                 parameter.counts = True
+                on_computed(parameter, functools.partial(_computed, parameter.run, index))
                 on_gradient(parameter, _counted)
 
     def _seen_by_hooks(self) -> set[int]:
@@ -409,14 +408,17 @@ class Gradients:
                         "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
                         "or run one backward in each strategy.run."
                     )
-                if owner._backward_hooks and any(index in other.put for other in self.ledgers):
-                    raise RuntimeError(
-                        f"{self.names[index]} has a gradient hook, and the step assigned its .grad before a backward: "
-                        "the hook would see the sum of both. Remove the hook, or add to .grad after the backward."
-                    )
                 if has_gradient_hooks(owner):
                     seen.add(index)
+            for index, times in ledger.computed.items():
+                if times > ledger.added.get(index, 0) and self.owners[index]._backward_hooks:
+                    raise RuntimeError(
+                        f"{self.names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
+                        "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
+                        "replica has that of its own rows. Remove the hook, or call backward() and use .grad."
+                    )
             ledger.added.clear()
+            ledger.computed.clear()
         return seen
 
     def _take(self) -> None:
@@ -428,6 +430,7 @@ class Gradients:
 
     def _leave(self) -> None:
         self._shares = None  # first: what is interrupted after this has ended
+        self.forget_arrived()
         self.so_far, self._kept = [], []
         self._total, self._num_handed_in = {}, 0
         self.owners, self.hooked, self._together = [], set(), None
@@ -439,9 +442,19 @@ def _stray_gradient(name: str) -> str:
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, without its share. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor that is in no module, or a list of parameters that was made outside of the step. Create the module in "
-        "the scope or give it to strategy.distribute_module(module); put the tensor into such a module; call "
-        "model.parameters() inside the step."
+        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
+        "starts, where names mean the user's own objects. Create the module in the scope or give it to "
+        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
+        "step; call backward on the thread of the step."
+    )
+
+
+def _missed(name: str, replica: int, other: int) -> str:
+    return (
+        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add: the parameter was "
+        "used in one replica and not in the other, and either the one ran no backward, or backward ran twice without a "
+        "forward and a read of all gradients in between. Let every replica run backward, one without a loss on zero: "
+        "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
     )
 
 
@@ -491,10 +504,16 @@ def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         set_slot(owner, gradient if before is None else before + gradient)
 
 
+def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+    if run.ledger is not None:
+        run.ledger.computed[index] = run.ledger.computed.get(index, 0) + 1
+
+
 def _counted(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, LocalParameter)
     if parameter.run.ledger is not None:
-        parameter.run.ledger.count(parameter.position)
+        added = parameter.run.ledger.added
+        added[parameter.position] = added.get(parameter.position, 0) + 1
 
 
 hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too

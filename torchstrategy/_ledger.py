@@ -16,6 +16,7 @@ import torch
 
 from torchstrategy._replica import Replica
 from torchstrategy._torch import (
+    are_dense,
     is_compiling,
     make_parameter,
     num_nodes,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torchstrategy._gradients import Gradients
 
 READING = "the first read of a gradient (.grad) after backward"
+PUTTING = "the assignment of a gradient (.grad) to a parameter that has a hook"
 CLEARING = "clearing a gradient that a hook waits for, after backward"
 
 _DATA: Any = torch.Tensor.data
@@ -113,11 +115,28 @@ class View(NamedTuple):
     gradient: torch.Tensor | None
     had_none: bool = False  # it cleared it when there was none, of this replica or so far
     version: int | None = None  # of what it was shown
-    is_zeros: bool = False  # it cleared it, and left zeros
+    are_zeros: bool = False  # it cleared it, and left zeros that count what is written on them
 
-    def is_as_shown(self) -> bool:
-        """Whether the step has done nothing to what it was shown, as far as torch counts it."""
-        return self.gradient is not None and _version(self.gradient) == self.version
+    def is_as_shown(self, so_far: torch.Tensor | None) -> bool:
+        """Whether the step has done nothing to what it was shown.
+
+        Torch does not count what is written through `.data`, or by NumPy. In host memory the numbers tell, of which no
+        more are looked at than cost nothing.
+        """
+        shown = self.gradient
+        if shown is None or so_far is None or _version(shown) != self.version:
+            return False
+        if shown.device.type != "cpu" or so_far.device.type != "cpu" or not are_dense([shown, so_far]):
+            return True
+        some = slice(None, None, max(1, shown.numel() // _SAMPLE))
+        return torch.equal(shown.detach().view(-1)[some], so_far.detach().view(-1)[some])
+
+
+class Reads(NamedTuple):
+    """The parameters whose gradients a replica took for settled, and read without a meeting."""
+
+    all: set[int]
+    doubtful: set[int]  # since backward may have run before
 
 
 CLEARED = View(None)
@@ -128,6 +147,7 @@ CLEARED_NOTHING = View(None, had_none=True)
 # for the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held
 # back until then, so that the end of the heap is not free. Where gradients are large, their memory is for others.
 _FEW = 4
+_SAMPLE = 1 << 14
 _MANY = 4096  # slots that can be looked at in a time that does not matter beside a meeting: 0.2 ms
 _SMALL = 1 << 25  # bytes of all gradients of a replica
 
@@ -149,14 +169,19 @@ class ReplicaLedger:
         self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.put: set[int] = set()  # of which the step put a gradient there itself
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
-        self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
+        # Since gradients were settled, of parameters whose owners have hooks: how often one was computed, and added.
+        self.computed: dict[int, int] = {}
+        self.added: dict[int, int] = {}
         self._held_back: torch.Tensor | None = None  # see `_FEW`
-        self._run = CurrentRun()
+        known = (parameter.run for parameter in parameters if parameter.run is not LocalParameter.run)
+        self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
             parameter.run, parameter.position = self._run, index
-        # What the step was shown before gradients were settled, and may go on holding; and the version of each.
-        self.were_shown: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self.settled()
+        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # before gradients were settled
+        self._reads: set[int] = set()  # since gradients were settled
+        self._unlooked: set[int] = set()  # and since the last look at all slots
+        self._last_read = self._num_nodes = -1
+        self._num_looks = _MANY  # for how many slots there is time
 
     @property
     def gradients(self) -> Gradients:
@@ -176,8 +201,10 @@ class ReplicaLedger:
         replica. Nor if the step has cleared, replaced or changed what it was shown, which may be with its own rows.
         """
         view = self.views.get(index)
-        if (view is not None and not view.is_as_shown()) or self._ran_backward(index):
+        if (view is not None and not view.is_as_shown(self.gradients.so_far[index])) or self._ran_backward(index):
             self._settle(READING)
+        else:
+            self._reads.add(index)
         self._last_read = index
         return self._view(index)
 
@@ -203,14 +230,15 @@ class ReplicaLedger:
         assert self.replica is not None
         gradients = self.gradients
 
-        def combine(brought: Sequence[set[int]]) -> list[None]:
+        def combine(brought: Sequence[Reads]) -> list[None]:
             gradients.check_reads(brought)
             gradients.settle_in_step()
             return [None] * len(brought)
 
         self.hand_in()
         # Between what was read without a look, and a forward, there was no backward.
-        self.replica.meet(meeting, combine, self._unlooked if num_nodes() == self._num_nodes else set())
+        unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
+        self.replica.meet(meeting, combine, Reads(self._reads, unlooked))
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
         """What backward has made, hooks see before the step clears it: in plain PyTorch they saw it in backward."""
@@ -222,11 +250,13 @@ class ReplicaLedger:
         view = self.views.get(index)
         if value is not None and view is not None and view.gradient is value:
             return  # `p.grad += x` has already changed the view in place
-        if self.gradients.hooked:
+        is_hooked = index in self.gradients.hooked
+        if is_hooked:
             self._let_hooks_see([index])
             view = self.views.get(index)
-        was_shown = view is not None and view.gradient is not None and not (view.is_zeros and view.is_as_shown())
-        self.were_shown.pop(index, None)
+        was_shown = view is not None and view.gradient is not None
+        if view is not None and view.are_zeros and view.gradient is not None:
+            was_shown = _version(view.gradient) > 0
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.views[index] = View(value)
@@ -236,12 +266,12 @@ class ReplicaLedger:
             set_slot(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
+                if is_hooked:  # no hook sees it, and it must not become one with what a backward adds
+                    self._settle(PUTTING)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
-        for index in indices if self.were_shown else ():
-            self.were_shown.pop(index, None)
         if set_to_none and not self.views and not self.local_indices():  # as at the beginning of most steps
             so_far = self.gradients.so_far
             self.views = {index: CLEARED_NOTHING if so_far[index] is None else CLEARED for index in indices}
@@ -251,7 +281,7 @@ class ReplicaLedger:
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
             zeros = {i: torch.zeros_like(self.own(i)) for i in shown}
-            cleared.update((i, View(zero.detach(), version=_version(zero), is_zeros=True)) for i, zero in zeros.items())
+            cleared.update((index, View(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
         self.views.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -259,6 +289,7 @@ class ReplicaLedger:
 
     def hand_in(self) -> None:
         """The replica has come to a meeting that settles gradients: what it has collected can be added up."""
+        assert self.replica is not None
         self.gradients.hand_in(self.replica.index)
 
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
@@ -283,47 +314,38 @@ class ReplicaLedger:
         """What the user calls a parameter."""
         return self.gradients.names[index]
 
-    def count(self, index: int) -> None:
-        """Notes that backward has added to the gradient of a parameter."""
-        self.added[index] = self.added.get(index, 0) + 1
-
     def leave(self) -> None:
         """The run has ended."""
         self._run.ledger = self.replica = None
-        self.views.clear()
         self.settled()
-        self.were_shown.clear()
+        self._shown.clear()
         self.with_graph.clear()
         self.added.clear()
+        self.computed.clear()
 
     def settled(self) -> None:
         """Gradients were settled: from here on, the step is shown them as they are now."""
-        known = {i: view for i, view in self.views.items() if view.version is not None}
-        shown = {i: (weakref.ref(v.gradient), _version(v.gradient)) for i, v in known.items() if v.gradient is not None}
-        known.clear()
+        for index, view in self.views.items():
+            if view.gradient is not None and view.version is not None:
+                self._shown[index] = weakref.ref(view.gradient)
         self.views.clear()
-        self.were_shown = {i: pair for i, pair in {**self.were_shown, **shown}.items() if pair[0]() is not None}
         self.handed_in = set()
         self.put.clear()
-        self._unlooked: set[int] = set()  # read without a look at all slots
+        self._reads, self._unlooked = set(), set()
         self._last_read = self._num_nodes = -1
-        self._num_looks = _MANY  # at one slot each, that are not counted
+        self._num_looks = _MANY
 
-    def held(self, index: int) -> torch.Tensor | None:
-        """What the step was shown of a gradient before gradients were settled, if it still has it.
-
-        Raises:
-            RuntimeError: If the step has written on it since.
-        """
-        reference, known = self.were_shown.get(index, (_nothing, 0))
-        tensor = reference()
-        if tensor is not None and _version(tensor) != known:
-            raise RuntimeError(
-                f"A step wrote on what it had read as {self.name(index)}.grad, and meanwhile the replicas had met and "
-                "made a new gradient of all of theirs. Read .grad again after a meeting (optimizer.step, merge_call, "
-                "the first read of a gradient after backward, clip_grad_norm_ among them), and write on that."
-            )
-        return tensor
+    def show_again(self) -> None:
+        """What the step was shown and has kept, it has as the gradient of now: in plain PyTorch it is one tensor."""
+        shown, self._shown = self._shown, {}
+        for index, reference in shown.items():
+            so_far, tensor = self.gradients.so_far[index], reference()
+            if so_far is not None and tensor is not None and _fits(tensor, so_far):
+                if tensor.data_ptr() == so_far.data_ptr():  # of the first replica, whose it was
+                    self.gradients.so_far[index] = so_far.clone()
+                with torch.no_grad():
+                    tensor.copy_(so_far)
+                self.views[index] = View(tensor, version=_version(tensor))
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
@@ -354,13 +376,7 @@ class ReplicaLedger:
         so_far = self.gradients.so_far[index]
         if so_far is None:
             return None
-        shown = self.held(index)  # in plain PyTorch it is the very gradient, too
-        if shown is None or index in self.with_graph or not _fits(shown, so_far):
-            shown = so_far.to(self.parameters[index].device, copy=True)
-        else:
-            with torch.no_grad():
-                shown.copy_(so_far)
-        self.were_shown.pop(index, None)
+        shown = so_far.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             shown = _made_together(shown, self.name(index))
         self.views[index] = View(shown, version=_version(shown))
@@ -372,12 +388,8 @@ def _version(gradient: torch.Tensor) -> int:
 
 
 def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
-    is_plain = not shown.requires_grad and shown.layout is torch.strided is gradient.layout
+    is_plain = not shown.requires_grad and are_dense([shown, gradient])
     return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
-
-
-def _nothing() -> None:
-    return None
 
 
 @final
@@ -410,7 +422,7 @@ def _made_together(gradient: torch.Tensor, name: str) -> torch.Tensor:
 def written_in_replica(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
-        f"{name} was written in place in a replica. Every replica would do so once, on memory that they may share or "
-        "may not, and nothing would bring the copies together. Write on parameters after strategy.run, or in a "
-        "merge function: get_replica_context().merge_call(lambda strategy: ...)."
+        f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would do so "
+        "once, on memory that they may share or may not, and nothing would bring the copies together. Write on "
+        "parameters after strategy.run, or in a merge function: get_replica_context().merge_call(lambda strategy: ...)."
     )

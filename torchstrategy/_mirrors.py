@@ -88,7 +88,7 @@ class Mirrors:
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
         self._watch_parameters()
-        self._buffers.watch(range(len(self._buffers.names)))
+        self._buffers.watch(dict.fromkeys(range(len(self._buffers.names)), 0))
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
@@ -125,14 +125,14 @@ class Mirrors:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
         if self._is_outdated or not self._structure.is_same():
             return False
+        if not self._attributes.bring(self._named_attributes):
+            return False
         values = held_in(self._insides)  # the tables are among them
         if not same(self._known_values, values):
             if not self._bring_attributes():
                 return False
             self._known_values = values
-            self._attributes.collect()
-        if not self._attributes.bring():
-            return False
+            self._attributes.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self._replicas:
@@ -164,9 +164,8 @@ class Mirrors:
 
     def _watch_parameters(self) -> None:
         """What all replicas share can be written in any way; of the others, copies have to follow."""
-        self._parameters.watch(
-            index for index, shared in enumerate(zip(*self.sharing(), strict=True)) if not all(shared)
-        )
+        shared = enumerate(zip(*self.sharing(), strict=True))
+        self._parameters.watch({index: sum(by_replica) for index, by_replica in shared if not all(by_replica)})
 
     def sharing(self) -> list[list[bool]]:
         """For each replica, which of its parameters share the memory of the originals."""
@@ -228,7 +227,7 @@ class Mirrors:
         states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
         lead.return_attributes(self._insides, self._computed, self._metrics.states)
-        self._attributes.give_back(shares.present[0])
+        self._attributes.give_back(shares.present[0], self._named_attributes)
         if any(changes):
             self._return_changes(shares, changes[0])
         for state in states:
@@ -301,7 +300,8 @@ class Mirrors:
             left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
             for name in [name for name in inside if name not in left_out]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
-                if type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of and MISSING not in local:
+                is_everywhere = not any(value is MISSING for value in local)
+                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
                     yield f"{self._paths[position]}.{name}", inside[name], local
 
     def _bring_attributes(self) -> bool:

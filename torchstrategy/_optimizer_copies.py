@@ -113,7 +113,7 @@ class _State:
         self._values = _values(optimizer)
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._tensors = Originals([Original("", tensor) for tensor in tensors])
-        self._tensors.watch(range(len(tensors)))
+        self._tensors.watch(dict.fromkeys(range(len(tensors)), 0))
 
     def is_that_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has the very same values in its state."""
@@ -159,7 +159,7 @@ class _Copy:
         for owner in _owners(optimizer, self._local):
             if owner in state:
                 plain = self._plain[id(owner)]
-                self._optimizer.state[plain] = {name: _sent(name, value, plain) for name, value in state[owner].items()}
+                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
 
     def step(self, owners: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
         if not owners:
@@ -190,11 +190,10 @@ def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _sent(name: str, value: Any, parameter: torch.Tensor) -> Any:
+def _sent(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    # The number of steps, which torch keeps on the CPU.
-    stays = name == "step" and value.device.type == "cpu"
+    stays = value.is_cpu and value.dim() == 0  # the number of steps, say, which torch keeps on the CPU
     return value.detach().to(value.device if stays else parameter.device, copy=True)
 
 

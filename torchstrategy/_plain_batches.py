@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchstrategy._records import is_record, parts_of
@@ -25,7 +26,7 @@ def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether something among the leaves of arguments has rows, and nothing was dealt out."""
     flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
     is_dealt = any(isinstance(leaf, DistributedValues) for leaf in flat)
-    return not is_dealt and any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in flat)
+    return not is_dealt and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
 
 
 def _within(leaves: Sequence[Any]) -> Iterator[Any]:
@@ -44,6 +45,7 @@ def warn_of_plain_batch(num_replicas: int) -> None:
     warn(_NOT_DEALT.format(count=num_replicas), UndistributedBatchWarning)
 
 
+_ARRAYS = (torch.Tensor, np.ndarray)
 _NOT_DEALT = (
     "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
     "costs {count} times the work, and counts each row {count} times where results are added up. Deal the batches out, "

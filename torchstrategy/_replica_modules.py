@@ -21,13 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
 from torchstrategy._deep_copy import deep_copied
-from torchstrategy._held import is_data, tensors_in
+from torchstrategy._held import PLAIN, is_data, tensors_in
 from torchstrategy._ledger import LocalParameter, set_plain_data
 from torchstrategy._originals import Originals, write_value
 from torchstrategy._parts import TORCHS_OWN
 from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
 from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
+from torchstrategy._uncounted import reads_of
 from torchstrategy._variables import LocalVariable, Variable, is_variable
 
 
@@ -82,10 +83,7 @@ class ReplicaModules:
             for tensor in chain(module._parameters.values(), module._buffers.values()):
                 self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
         copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
-        originals = (m for root in roots for m in root.modules())
-        pairs = {
-            id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
-        }
+        pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
@@ -96,6 +94,7 @@ class ReplicaModules:
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
+        self._reads = reads_of(own)
         self._agree()
         self._structure = Structure(self.insides, counts_hooks=True)
 
@@ -170,6 +169,7 @@ class ReplicaModules:
             table, name = self._slots[index]
             table[name] = own
             self._agreed[index] = (own, version(own))
+        self._reads = reads_of([own for own, _ in self._agreed])
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""
@@ -216,8 +216,8 @@ class ReplicaModules:
         for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
             for name in {**known, **local}:
                 value = local.get(name, MISSING)
-                is_own = name in TORCHS_OWN and name != "training"
-                if value is not known.get(name, MISSING) and not is_own and name not in states.get(position, ()):
+                is_table = name in TORCHS_OWN and not isinstance(value, PLAIN)
+                if value is not known.get(name, MISSING) and not is_table and name not in states.get(position, ()):
                     _return(originals[position], name, value, name in computed[position])
         self._agree()
 
@@ -261,11 +261,12 @@ class ReplicaModules:
 
     def written_buffers(self, originals: Originals) -> set[int]:
         """The buffers that the step wrote, or put another tensor in the place of."""
-        written = set()
-        for index, (own, agreed) in enumerate(self._agreed):
-            buffer = self.buffer(index)
-            is_uncounted = originals.are_running[index] and differ(own, originals.tensors[index])
-            if is_uncounted or buffer is not own or version(own) != agreed:
+        written = self._reads.take()
+        for index, ((own, agreed), original) in enumerate(zip(self._agreed, originals.tensors, strict=True)):
+            # What may be written uncounted is compared: by torch's kernels, and on the CPU by anybody.
+            is_compared = originals.are_running[index] or (own.is_cpu and original.is_cpu)
+            is_counted = self.buffer(index) is not own or version(own) != agreed
+            if is_counted or (is_compared and differ(own, original)):
                 written.add(index)
         return written
 
@@ -371,6 +372,14 @@ def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]
         return copied
     except Exception as error:
         raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
+
+
+def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    modules, copies = list(root.modules()), list(copied.modules())
+    if len(modules) != len(copies):
+        what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"
+        raise uncopyable(type(root).__name__, TypeError(what))
+    return zip(modules, copies, strict=True)
 
 
 def uncopyable(name: str, error: Exception) -> TypeError:

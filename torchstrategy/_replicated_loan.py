@@ -22,6 +22,7 @@ from torchstrategy._optimizer_copies import is_torchs, parameters_of
 from torchstrategy._plain_batches import trained, warn_of_plain_batch
 from torchstrategy._replica import Replica, Watch
 from torchstrategy._shares import Shares
+from torchstrategy._stand_ins import plain_class
 from torchstrategy._storage import CrossReplica, Loan
 from torchstrategy._torch import version
 from torchstrategy._trainers import Trainers
@@ -64,6 +65,7 @@ class ReplicatedLoan(Loan, Owners):
         self._callers_device = torch.get_default_device()
         self._local: dict[int, Mapping[int, object]] = {}
         self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
+        self._on_other_thread: str | None = None  # what is wrong with a step that an optimizer has taken there
         self._shown = ExitStack()  # in which the owners have their gradients
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
@@ -98,6 +100,12 @@ class ReplicatedLoan(Loan, Owners):
 
     @contextmanager
     def published(self) -> Iterator[None]:
+        with self._published():
+            self._copies.gradients.forget_arrived()  # a merge function may write on gradients as it likes
+            yield
+
+    @contextmanager
+    def _published(self) -> Iterator[None]:
         self._check_unwritten()
         with self._as_they_are(), self._copies.gradients.published():
             yield
@@ -108,6 +116,8 @@ class ReplicatedLoan(Loan, Owners):
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self._cross_replica(), self._updating():
+            if optimizer is None:
+                self._copies.gradients.forget_arrived()  # a scaler writes on gradients, and torch does not count it
             result = call()
             self._has_written(optimizer)
             return result
@@ -169,19 +179,22 @@ class ReplicatedLoan(Loan, Owners):
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
         in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
-        if not in_this_run and (is_in_replica() or threading.get_ident() != self._thread):
+        if not in_this_run and is_in_replica():
             return
         known = self._copies.known | self._outsider_ids
         if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
-        if in_this_run:
+        if not in_this_run and threading.get_ident() != self._thread:
+            self._on_other_thread = _stepped_on_other_thread(optimizer)
+        elif in_this_run:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
                 "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it, and "
                 "its model, in the scope; or give them to strategy.distribute_module(model) and "
                 "strategy.distribute_optimizer(optimizer); or step after strategy.run."
             )
-        self._copies.gradients.keep()
+        else:
+            self._copies.gradients.keep()
 
     def _has_written(self, optimizer: Optimizer | None) -> None:
         """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
@@ -192,6 +205,8 @@ class ReplicatedLoan(Loan, Owners):
     def _check_unwritten(self) -> None:
         self._trainers.check_unwritten()
         if self._copies.gradients.is_alone:  # else another thread may train the same parameters
+            if self._on_other_thread is not None:
+                raise RuntimeError(self._on_other_thread)
             self._copies.mirrors.check_unwritten(self._shares.present)
             for tensor, name, known in self._outsiders:
                 if version(tensor) != known:
@@ -201,7 +216,7 @@ class ReplicatedLoan(Loan, Owners):
     def _updating(self) -> Iterator[None]:
         self._copies.mirrors.check_structure(self._shares.present)
         self._return_settings()
-        with self.published():
+        with self._published():
             yield
         for optimizers in self._optimizers.values():
             for optimizer in optimizers:
@@ -217,3 +232,13 @@ _PLAIN_BATCH = (0, "a plain batch")
 
 def _here(loss: Any) -> Any:
     return loss.cpu() if isinstance(loss, torch.Tensor) else loss
+
+
+def _stepped_on_other_thread(optimizer: Optimizer) -> str:
+    return (
+        f"{plain_class(type(optimizer)).__name__}.step() was called on the thread {threading.current_thread().name!r}, "
+        "which is none of a replica, while strategy.run was at work with the same parameters. A thread that a step "
+        "starts has the user's own model and optimizer, not its replica's; so has a hook that autograd calls on a "
+        "thread of its own. Call backward and optimizer.step() in the step itself; or train on the other thread when "
+        "strategy.run has returned."
+    )

@@ -32,7 +32,7 @@ from torchstrategy._plain_batches import has_plain_rows
 from torchstrategy._replicated_loan import ReplicatedLoan
 from torchstrategy._shared_writes import SharedTensors, shared_tensors
 from torchstrategy._shares import Shares
-from torchstrategy._stand_ins import put_up, resting, take_down
+from torchstrategy._stand_ins import own, put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._trace import traced
 from torchstrategy._trainers import Trainers
@@ -259,7 +259,7 @@ class ReplicatedStorage(Storage):
             for copies in self._standing_still():
                 copies.step(optimizer)
         # Only torch's own are known to write in ways that torch counts, and of those the fused ones do not.
-        if not is_torchs(optimizer) or any(group.get("fused") for group in vars(optimizer)["param_groups"]):
+        if not is_torchs(optimizer) or any(group.get("fused") for group in own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
                 copies.mirrors.note_written(parameters_of(optimizer))
 

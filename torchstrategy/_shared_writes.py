@@ -93,8 +93,9 @@ class SharedWrites(Watch):
     ) -> None:
         super().__init__(take_turns)
         self._known = known
-        self._counted = [pair for pair in tensors if not pair[1].is_inference()]
-        self._read = [pair for pair in read if _can_be_read(pair[1])]
+        with unseen_by_function_modes():
+            self._counted = [pair for pair in tensors if not pair[1].is_inference()]
+        self._read = read
         self._writers: dict[int, list[Collection[int]]] = {}
         self._marks: list[int] = []
 
@@ -129,13 +130,14 @@ def shared_tensors(
         is_own: Whether replicas have copies of a module.
         known: The ids of the parameters of which replicas have copies.
     """
-    found = {id(tensor): (name, tensor) for name, tensor in (*named.others, *named.tensors)}
+    pairs = [*named.others, *named.tensors]
     for name, module in named.modules:
         if not is_own(module):
             for path, part in module.named_modules(prefix=name):
                 if not is_own(part) and not is_metric(vars(part)):
-                    found.update({id(tensor): (where, tensor) for where, tensor in _tensors_of(path, part)})
-    return [pair for key, pair in found.items() if key not in known and not is_variable(pair[1])]
+                    pairs += _tensors_of(path, part)
+    found = {id(pair[1]): pair for pair in reversed(pairs)}  # by the first name of each
+    return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
 
 
 def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,21 +151,20 @@ def _root(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether its numbers lie in one piece of the CPU's memory, in which there is nothing else."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or type(tensor) not in _PLAIN:
-        return False
+def _digest(tensor: torch.Tensor) -> int:
+    """What changes with the numbers, if they lie in one piece of the CPU's memory in which there is nothing else."""
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    if not is_plain or tensor.device.type != "cpu":
+        return 0
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
-            return False
+            return 0
         expected *= size
-    return True
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    size = min(tensor.numel() * tensor.element_size(), _READ)
-    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
+    begin, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    if not size or begin + size > tensor.untyped_storage().nbytes():  # some take the memory away while it is not used
+        return 0
+    return zlib.crc32((ctypes.c_char * min(size, _READ)).from_address(tensor.data_ptr()))
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -84,7 +84,7 @@ class _OptimizerStandIn(_StandIn):
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
         _only_outside(self, "param_groups = ...")
-        vars(self)["param_groups"] = value
+        _set_own(self, "param_groups", value)
 
     @property
     def state(self) -> Any:
@@ -94,7 +94,7 @@ class _OptimizerStandIn(_StandIn):
     @state.setter
     def state(self, value: Any) -> None:
         _only_outside(self, "state = ...")
-        vars(self)["state"] = value
+        _set_own(self, "state", value)
 
     @property
     def step(self) -> Any:
@@ -129,6 +129,14 @@ def own(optimizer: Any, name: str) -> Any:
     """The `param_groups` or `state` of the user's own optimizer, which an optimizer around another computes."""
     inside = vars(optimizer)
     return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+
+
+def _set_own(optimizer: Any, name: str, value: Any) -> None:
+    computed = getattr(plain_class(type(optimizer)), name, None)
+    if computed is None:
+        vars(optimizer)[name] = value
+    else:
+        computed.__set__(optimizer, value)
 
 
 def _methods_of(cls: type) -> dict[str, Any]:

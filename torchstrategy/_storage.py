@@ -112,9 +112,10 @@ class Storage(ABC):
         """
         if is_variable(parameter):
             self._require_free(parameter)
-        elif _owner_of(parameter) is not self:
+        else:
             self._require_free(parameter)
-            _holders[id(parameter)] = weakref.ref(module, functools.partial(_forget, id(parameter))), weakref.ref(self)
+            holder = weakref.ref(module, functools.partial(_forget, id(parameter)))
+            _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
 
     def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
         if _owner_of(thing) not in (None, self):
@@ -159,30 +160,28 @@ class Storage(ABC):
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
-# By the id of a parameter, a module that has it, and the storage that it belongs to. There is no reference to the
-# parameter itself: torch refuses to swap a tensor that has a weak one.
-_holders: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Storage]]] = {}
+# By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
+# to the parameter itself: torch refuses to swap a tensor that has a weak one.
+_holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] = {}
 
 
 def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
-    """A module that had a parameter is gone."""
-    if key in _holders and _holders[key][0] is module:
-        del _holders[key]
+    """A module that was given a parameter is gone. Called by the collector, on any thread."""
+    others = [pair for pair in _holders.pop(key, []) if pair[0] is not module]
+    if others:
+        _holders[key] = others
 
 
 def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
     """The storage that a module or parameter belongs to."""
     if isinstance(thing, torch.Tensor) and not is_variable(thing):
-        holder, owner = _holders.get(id(thing), (_nobody, _nobody))
-        module = holder()
-        has_it = module is not None and any(parameter is thing for parameter in module._parameters.values())
-        return owner() if has_it else None
+        for holder, owner in _holders.get(id(thing), []):
+            module = holder()
+            if module is not None and any(parameter is thing for parameter in module._parameters.values()):
+                return owner()
+        return None
     known: weakref.ref[Storage] | None = _owners.get(thing)
     return None if known is None else known()
-
-
-def _nobody() -> None:
-    return None
 
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:

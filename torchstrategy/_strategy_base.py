@@ -474,6 +474,11 @@ class StrategyBase:
         require_cross_replica(self, "Strategy.distribute_optimizer")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"distribute_optimizer takes a torch.optim.Optimizer; got a {type(optimizer).__name__}.")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"This {type(optimizer).__name__} has no param_groups, so nobody can tell what it updates. Call "
+                "super().__init__(params, defaults) in its __init__; or take those of the optimizer that it is around."
+            )
         self._extended._distribute_optimizer(optimizer)
         return optimizer
 

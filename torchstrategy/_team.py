@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +43,7 @@ class _ThreadReplica(Replica):
         super().__init__(index, device)
         self._inbox = inbox
         self._reports = reports
+        self._process = os.getpid()
         self._thread: int | None = None  # on which the step runs, as long as it does
 
     def perform(self, call: Callable[[Replica], Tree]) -> Tree:
@@ -65,11 +68,21 @@ class _ThreadReplica(Replica):
             return self._stand_still(_Met(self.index, name, combine, brought))
 
     def _stand_still(self, report: _Report) -> Tree:
+        if os.getpid() != self._process:
+            raise RuntimeError(_FORKED.format(replica=self.index))
         self._reports.put(report)
         answer = self._inbox.get()
         if answer is _STOP:
             raise ReplicaStopped
         return answer.value
+
+
+_FORKED = (
+    "This process was forked in replica {replica}, in the middle of strategy.run: the threads of the other replicas, "
+    "and that of the caller, are not in it, and nobody answers here. Let a child do what it is for and leave by "
+    "os._exit, without meeting (all_reduce, merge_call, optimizer.step, the first read of a gradient after backward) "
+    "and without coming to the end of the step; or fork outside of strategy.run."
+)
 
 
 class _Met(NamedTuple):
@@ -117,6 +130,7 @@ class _Task:
     def run(self) -> None:
         """Calls the step and reports how it ended."""
         outcome: _Report
+        process = os.getpid()
         self.is_running = True
         try:
             if self.is_cancelled:
@@ -124,8 +138,21 @@ class _Task:
             outcome = _Ended(self._replica, self._call())
         except BaseException as error:
             outcome = _Failed(self._replica, error)
+        if os.getpid() != process:
+            _end_child(outcome)
         self.is_running = False
         self._reports.put(outcome)
+
+
+def _end_child(outcome: _Report) -> None:
+    """A child that was forked in a step has come to its end, where nobody waits for it: it ends as scripts do."""
+    error = outcome.error if isinstance(outcome, _Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = error.code if isinstance(error, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:

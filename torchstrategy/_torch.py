@@ -89,6 +89,7 @@ __all__ = [
     "negative_view",
     "num_nodes",
     "num_users",
+    "on_computed",
     "on_gradient",
     "operator_names",
     "pointers",
@@ -245,8 +246,10 @@ _autograd: Any = torch.autograd
 keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
 
 
+# Public, but without annotations.
+on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
-on_gradient = torch.Tensor.register_post_accumulate_grad_hook  # public, but without annotations
+on_gradient = torch.Tensor.register_post_accumulate_grad_hook
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
