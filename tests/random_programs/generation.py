@@ -43,7 +43,7 @@ class _Draw:
 
     def __init__(self, draw: random.Random, simulated: int, without: Any, kinds: list[str]) -> None:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
-        self._steps = draw.choice([2, 2, 3, 3, 4, 5, 6])
+        self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
         self._may_fail_late = False
 
@@ -66,6 +66,7 @@ class _Draw:
         ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
         self._may_fail_late = ends_with_update and not self._sees_calls
         self._repeats = repr(step).count("Backward(") > 1 or "twice" in repr(step) or "micro=2" in repr(step)
+        self._repeats = self._repeats or "assign" in repr(step) or "add" in repr(step)
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
         return Program(
@@ -210,7 +211,7 @@ class _Draw:
     def _backward(self) -> Action:
         draw = self._draw
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
-        if way == "backward twice" and self._sees_calls:
+        if way in ("backward twice", "assign", "add") and self._sees_calls:
             way = "backward"
         loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)
         return actions.Backward(

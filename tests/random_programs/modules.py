@@ -566,6 +566,8 @@ class WithProperty(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
