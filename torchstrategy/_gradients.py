@@ -430,6 +430,7 @@ class Gradients:
 
     def _leave(self) -> None:
         self._shares = None  # first: what is interrupted after this has ended
+        self.forget_arrived()
         self.so_far, self._kept = [], []
         self._total, self._num_handed_in = {}, 0
         self.owners, self.hooked, self._together = [], set(), None

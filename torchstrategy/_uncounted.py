@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, final
 
@@ -28,16 +28,17 @@ class UncountedWrites:
 
     Args:
         tensors: The tensors, by a number of the caller's. They have to lie where they lie for as long as this is used.
+        num_sharing: How many copies share the memory of each.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[int, torch.Tensor], num_sharing: Mapping[int, int]) -> None:
         dense = {key: t for key, t in tensors.items() if t.layout is torch.strided}
         here = {key: _bits(tensor) for key, tensor in dense.items() if tensor.is_cpu}
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
         self._large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
         self._sums: dict[int, torch.Tensor] = {}  # of the large ones, where they are known
-        self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
+        self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu}, num_sharing)
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
 
@@ -72,22 +73,24 @@ class DataReads:
 
     Args:
         tensors: The tensors, by a number of the caller's. They are not kept alive, and their memory is.
+        num_sharing: How many copies of ours share the memory of each; none, where it does not say.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[int, torch.Tensor], num_sharing: Mapping[int, int]) -> None:
         self._storages = {key: tensor.untyped_storage() for key, tensor in tensors.items()}
-        self._keys = {storage._cdata for storage in self._storages.values()}
-        self._users = {key: num_users(storage) for key, storage in self._storages.items()}
-        known = Counter(storage._cdata for storage in self._storages.values())
-        # Somebody may have asked before: then the memory has more users than the tensors that are known.
-        self._read = {s._cdata for key, s in self._storages.items() if self._users[key] > known[s._cdata] + 1}
+        # The tensors that are known to be of a storage, and the Python object for it.
+        self._known = Counter(storage._cdata for storage in self._storages.values())
+        for key, storage in self._storages.items():
+            self._known[storage._cdata] += num_sharing.get(key, 0)
+        self._known.update(set(self._known))
+        self._read = self._shared_with_others(self._storages)  # somebody may have asked before
         if tensors:
             _listen()
             _listeners.add(self)
 
     def note(self, storage: int) -> None:
         """A program has asked for the `.data` of a tensor of this storage. Called on any thread."""
-        if storage in self._keys:
+        if storage in self._known:
             self._read.add(storage)
 
     def take(self) -> set[int]:
@@ -95,16 +98,19 @@ class DataReads:
         if not self._read:
             return set()
         found, self._read = {key for key, s in self._storages.items() if s._cdata in self._read}, set()
-        self._read.update(
-            self._storages[key]._cdata for key in found if num_users(self._storages[key]) > self._users[key]
-        )
+        self._read |= self._shared_with_others(found)
         return found
+
+    def _shared_with_others(self, keys: Iterable[int]) -> set[int]:
+        """The storages, of those of some tensors, that more is a view of than what is known."""
+        storages = [self._storages[key] for key in keys]
+        return {storage._cdata for storage in storages if num_users(storage) > self._known[storage._cdata]}
 
 
 def reads_of(tensors: Sequence[torch.Tensor]) -> DataReads:
     """Of which of some tensors, by their position, a program asks for the `.data` from here on."""
     elsewhere = {i: t for i, t in enumerate(tensors) if not t.is_cpu and t.layout is torch.strided}
-    return DataReads(elsewhere)
+    return DataReads(elsewhere, {})
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
