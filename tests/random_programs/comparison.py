@@ -33,6 +33,8 @@ def snapshot(training: Training) -> Snapshot:
         found.update(_of(f"scheduler {index}", state))
     if training.scaler is not None:
         found.update(_of("scaler", training.scaler.state_dict()))
+    if training.trainer is not None:
+        found["trainer.steps"] = training.trainer.steps
     for index, result in enumerate(training.results):
         found[f"result {index}"] = result
     return found

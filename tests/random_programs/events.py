@@ -57,7 +57,9 @@ class WriteBuffers(Event):
     index: int | None = None
 
     def do(self, training: Training) -> None:
-        floating = [b for b in training.model.buffers() if b.is_floating_point() and b.is_contiguous()]
+        others = [m.buffer for m in training.model.modules() if isinstance(m, modules.Buffered) and m.shares_memory]
+        buffers = [b for b in training.model.buffers() if not any(b is other for other in others)]
+        floating = [b for b in buffers if b.is_floating_point() and b.is_contiguous()]
         for buffer in _chosen(floating, self.index):
             if self.how == "vector_to_parameters":
                 buffer.data.mul_(0.5)
@@ -376,6 +378,28 @@ class CopyBoth(Event):
         training.forward = training.place.wrapped(training.model)
         training.optimizers = [training.place.adopt_optimizer(optimizer) for optimizer in updates]
         training.schedule()
+
+
+@dataclass(frozen=True)
+class Regroup(Event):
+    """Takes a parameter out of a group, or changes the order of parameters or groups."""
+
+    how: str = "remove"
+    optimizer: int = 0
+
+    def do(self, training: Training) -> None:
+        for optimizer in _one(training.optimizers, self.optimizer):
+            groups = optimizer.param_groups
+            if self.how == "remove" and len(groups[0]["params"]) > 1:
+                groups[0]["params"].pop()
+            elif self.how == "reverse":
+                groups[0]["params"].reverse()
+            elif self.how == "reverse groups":
+                groups.reverse()
+            elif self.how == "new list":
+                groups[0]["params"] = list(groups[0]["params"])
+            elif self.how == "split" and len(groups[0]["params"]) > 1:
+                groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.02})
 
 
 @dataclass(frozen=True)

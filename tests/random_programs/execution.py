@@ -55,16 +55,21 @@ class Trial(Training):
         for action in self.program.before:
             action.do(self, None, k)
         dealt = self.place.deal(batch)
-        for result in self._run(dealt, k):
-            self.results.append(self.place.gathered(result).cpu().clone())
+        for actions in (self.program.step, self.program.then):
+            for result in self._run(actions, dealt, k) if actions or actions is self.program.step else []:
+                self.results.append(self.place.gathered(result).cpu().clone())
         for action in self.program.after:
             action.do(self, None, k)
         self.taken += 1
 
-    def _run(self, batch: Any, k: int) -> list[Any]:
-        actions = self.program.step
-        if self.program.reach == "trainer":
-            return self.place.run(_Trainer(self, actions).step, batch, k)
+    def _run(self, actions: Any, batch: Any, k: int) -> list[Any]:
+        if self.program.reach.startswith("trainer"):
+            kind = _Trainer if self.program.reach == "trainer" else _TrainerWithParts
+            if self.trainer is None:
+                self.trainer = kind()
+            self.trainer.take(self)
+            self.trainer.actions = actions
+            return self.place.run(self.trainer.step, batch, k)
         hands = (self.model, self.optimizers, self.schedulers, self.scaler, self.teacher, self.forward)
         if self.forward is self.model:
             hands = (*hands[:-1], None)
@@ -103,24 +108,38 @@ class Trial(Training):
 class _Trainer:
     """An object that holds what is trained, as many programs have."""
 
-    def __init__(self, hands: Hands, actions: Any) -> None:
+    def __init__(self) -> None:
+        self.steps, self.actions = 0, ()
+
+    def take(self, hands: Hands) -> None:
+        """It goes on with these."""
         self.model, self.optimizers, self.schedulers = hands.model, hands.optimizers, hands.schedulers
-        self.scaler, self.teacher, self.actions = hands.scaler, hands.teacher, actions
+        self.scaler, self.teacher = hands.scaler, hands.teacher
         self.forward = None if hands.forward is hands.model else hands.forward
+
+    def hands(self) -> list[Any]:
+        """What the step works with."""
+        return [self.model, self.optimizers, self.schedulers, self.scaler, self.teacher, self.forward]
 
     def step(self, batch: Any, k: int) -> list[Any]:
         """The step."""
-        return _step(
-            self.actions,
-            batch,
-            k,
-            self.model,
-            self.optimizers,
-            self.schedulers,
-            self.scaler,
-            self.teacher,
-            self.forward,
-        )
+        self.steps += 1
+        self.rows = len(batch[0])
+        return _step(self.actions, batch, k, *self.hands())
+
+
+class _TrainerWithParts(_Trainer):
+    """One that has them in containers."""
+
+    def take(self, hands: Hands) -> None:
+        forward = None if hands.forward is hands.model else hands.forward
+        self.parts = {"model": hands.model, "forward": forward, "teachers": [hands.teacher]}
+        self.updates = (hands.optimizers, {"schedulers": hands.schedulers, "scaler": hands.scaler})
+
+    def hands(self) -> list[Any]:
+        optimizers, others = self.updates
+        model, forward, teachers = self.parts["model"], self.parts["forward"], self.parts["teachers"]
+        return [model, optimizers, others["schedulers"], others["scaler"], teachers[0], forward]
 
 
 def _step(actions: Any, batch: Batch, k: int, *hands: Any) -> list[Any]:

@@ -43,9 +43,9 @@ class _Draw:
 
     def __init__(self, draw: random.Random, simulated: int, without: Any, kinds: list[str]) -> None:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
-        self._steps = draw.choice([2, 2, 3, 3, 4, 5, 6])
+        self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
-        self._may_fail_late = False
+        self._may_fail_late = self._some_rows = False
 
     def program(self) -> Program:
         draw = self._draw
@@ -59,13 +59,18 @@ class _Draw:
         self._sees_the_batch = "Norm(kind='batch" in text or "running mean" in text
         counts = ("Count(", "Buffer(", "spectral", "shared buffer", "'property'")
         self._sees_calls = self._sees_the_batch or any(word in text for word in counts)
+        self._some_rows = "of some rows" in text
         self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
         made = self._optimizers(sparse)
         scaler = draw.random() < 0.08 and not sparse
         before, step, after = self._loop(len(made), scaler)
+        cut = draw.randint(1, len(step)) if step and draw.random() < 0.12 else len(step)
+        step, then = step[:cut], step[cut:]
         ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
         self._may_fail_late = ends_with_update and not self._sees_calls
-        self._repeats = repr(step).count("Backward(") > 1 or "twice" in repr(step) or "micro=2" in repr(step)
+        line = [*step, *then]
+        self._repeats = repr(line).count("Backward(") > 1 or "twice" in repr(line) or "micro=2" in repr(line)
+        self._repeats = self._repeats or "assign" in repr(line) or "add" in repr(line)
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
         return Program(
@@ -74,11 +79,12 @@ class _Draw:
             tuple(made),
             tuple(before),
             tuple(step),
+            tuple(then),
             tuple(after),
             tuple(draw.randint(2 if self._sees_the_batch else 1, 7) for _ in range(self._steps)),
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
-            draw.choice(["closure", "closure", "trainer", "arguments"]),
+            draw.choice(["closure", "closure", "trainer", "trainer with parts", "arguments"]),
             draw.random() < 0.7 or "shared buffer" in text,  # which `Module.to` makes two
             draw.random() < 0.2,
             scaler,
@@ -129,6 +135,9 @@ class _Draw:
         if kind == 27:
             ways = modules.WAYS_OF_CALLING if isinstance(inner, layers.Linear) else modules.WAYS_OF_CALLING[:5]
             return layers.Wrapped(inner, draw.choice(ways))
+        if kind == 28 and draw.random() < 0.3:
+            inside = tuple(self._parts(self._layer, draw.randint(1, 3)))
+            return layers.Nested(inside or (inner,), draw.choice(["sequential", "list", "dict", "list and names"]))
         if kind == 28:
             return layers.Hooked(inner, draw.choice(layers.HOOKS))
         if kind == 29:
@@ -210,7 +219,7 @@ class _Draw:
     def _backward(self) -> Action:
         draw = self._draw
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
-        if way == "backward twice" and self._sees_calls:
+        if way in ("backward twice", "assign", "add") and (self._sees_calls or self._some_rows):
             way = "backward"
         loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)
         return actions.Backward(
@@ -265,6 +274,9 @@ class _Draw:
             lambda: events.CopyBoth(draw.choice(["deepcopy", "pickle"])),
             lambda: events.Rate(*draw.choice([("lr", 0.02), ("weight_decay", 0.1), ("momentum", 0.5)])),
             events.ScheduleOutside,
+            lambda: events.Regroup(
+                draw.choice(["remove", "reverse", "reverse groups", "new list", "split"]), draw.randint(0, 1)
+            ),
             lambda: events.ClearOutside(draw.random() < 0.5),
             *[lambda: events.UpdateOutside(draw.randint(0, 1))] * 2,
             events.TrainOutside,

@@ -205,6 +205,20 @@ class Wrapped(Layer):
 
 
 @dataclass(frozen=True)
+class Nested(Layer):
+    """Layers in a container."""
+
+    layers: tuple[Layer, ...] = (Linear(),)
+    kind: str = "sequential"
+
+    def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
+        inside: list[nn.Module] = []
+        for layer in self.layers:
+            inside.append(layer.build(width, [*so_far, *inside]))
+        return nn.Sequential(*inside) if self.kind == "sequential" else modules.InContainer(self.kind, inside)
+
+
+@dataclass(frozen=True)
 class Frozen(Layer):
     layer: Layer = Linear()
 

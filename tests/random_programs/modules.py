@@ -274,6 +274,7 @@ class Buffered(nn.Module):
     def __init__(self, kind: str, width: int, persistent: bool) -> None:
         super().__init__()
         self.kind = kind
+        self.shares_memory = kind in ("expanded", "view of another", "transposed")  # until it is moved
         self.weight = nn.Parameter(torch.full((width,), 0.75))
         self.register_buffer("buffer", _BUFFERS[kind][0](width), persistent)
 
@@ -471,6 +472,29 @@ WAYS_OF_CALLING = ["residual", "checkpoint", "reentrant checkpoint", "functional
 WAYS_OF_CALLING += ["by parts", "vmap"]
 
 
+class InContainer(nn.Module):
+    """Layers that it calls one after the other, from one of torch's containers or from one of its own."""
+
+    def __init__(self, kind: str, inside: list[nn.Module]) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "dict":
+            self.inside: Any = nn.ModuleDict({f"layer{i}": module for i, module in enumerate(inside)})
+        else:
+            self.inside = nn.ModuleList(inside)
+        if kind == "list and names":
+            self.first, self.last = inside[0], inside[-1]
+            self.order = {"again": inside}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = {"dict": lambda: self.inside.values(), "list": lambda: self.inside}.get(
+            self.kind, lambda: self.order["again"]
+        )
+        for module in inside():
+            x = module(x)
+        return x
+
+
 class OfSomeRows(nn.Module):
     """A head that only some rows use, as of an expert."""
 
@@ -566,6 +590,8 @@ class WithProperty(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:

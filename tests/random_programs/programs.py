@@ -12,6 +12,8 @@ from .layers import Layer
 from .optimizers import Optimizer
 from .topologies import Topology
 
+_LISTS = ("layers", "optimizers", "before", "step", "then", "after", "events")
+
 
 @dataclass(frozen=True)
 class Program:
@@ -21,11 +23,13 @@ class Program:
         topology: Where it runs in replicas; in plain PyTorch it runs on the CPU.
         layers: The model.
         optimizers: Each with its part of the parameters.
-        before, step, after: What is done for each batch; `step` is what is run in replicas.
+        before, step, then, after: What is done for each batch; `step` is what is run in replicas, and `then` in a
+            second run.
         batches: The rows of each.
         events: What is done between steps: after how many steps, and what.
         width: Of every layer.
-        reach: How the step comes to its model: by "closure", as a method of a "trainer", by its "arguments".
+        reach: How the step comes to its model: by "closure", as a method of a "trainer" or of a "trainer with parts",
+            by its "arguments".
         made_in_scope: Or outside, and then distributed.
         teacher: Whether there is a second model, which is not trained.
         scaler: Whether losses are scaled.
@@ -36,6 +40,7 @@ class Program:
     optimizers: tuple[Optimizer, ...]
     before: tuple[Action, ...] = ()
     step: tuple[Action, ...] = ()
+    then: tuple[Action, ...] = ()
     after: tuple[Action, ...] = ()
     batches: tuple[int, ...] = (4,)
     events: tuple[tuple[int, Event], ...] = ()
@@ -48,12 +53,11 @@ class Program:
     @property
     def size(self) -> int:
         """How much there is to read."""
-        parts = len(self.layers) + len(self.optimizers) + len(self.before) + len(self.step) + len(self.after)
-        return parts + len(self.events) + len(self.batches)
+        return sum(len(getattr(self, name)) for name in (*_LISTS, "batches"))
 
     def __str__(self) -> str:
         lines = [f"    topology={self.topology!r},"]
-        for name in ("layers", "optimizers", "before", "step", "after", "events"):
+        for name in _LISTS:
             found = getattr(self, name)
             if found:
                 lines += [f"    {name}=(", *(f"        {part!r}," for part in found), "    ),"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .layers import Hooked, Linear, Wrapped
+from .layers import Hooked, Layer, Linear, Nested, Wrapped
 from .optimizers import Optimizer
 from .programs import Program
 from .topologies import Topology
@@ -31,7 +31,7 @@ def shrunk(program: Program, outcome: Outcome, most: int = 400) -> tuple[Program
 
 def _smaller(program: Program) -> Iterator[Program]:
     """Programs with a little less, the largest steps first."""
-    for name in ("events", "after", "before", "step", "optimizers", "layers"):
+    for name in ("events", "after", "before", "then", "step", "optimizers", "layers"):
         parts = getattr(program, name)
         if len(parts) > 3:
             yield replace(program, **{name: parts[: len(parts) // 2]})
@@ -57,7 +57,8 @@ def _with_fewer_batches(program: Program) -> Iterator[Program]:
 
 def _with_simpler_parts(program: Program) -> Iterator[Program]:
     for i, layer in enumerate(program.layers):
-        simpler = [layer.layer] if isinstance(layer, (Wrapped, Hooked)) else []
+        simpler: list[Layer] = [layer.layer] if isinstance(layer, (Wrapped, Hooked)) else []
+        simpler += layer.layers if isinstance(layer, Nested) else ()
         simpler += [Linear()] if not isinstance(layer, Linear) else []
         for other in simpler:
             yield replace(program, layers=(*program.layers[:i], other, *program.layers[i + 1 :]))
@@ -65,6 +66,8 @@ def _with_simpler_parts(program: Program) -> Iterator[Program]:
         for other in (Optimizer(), replace(optimizer, scheduler=None, groups=1, foreach=None), _whole(optimizer)):
             if other != optimizer:
                 yield replace(program, optimizers=(*program.optimizers[:i], other, *program.optimizers[i + 1 :]))
+    if program.then:
+        yield replace(program, step=program.step + program.then, then=())
     if program.after:
         yield replace(program, step=program.step + program.after, after=())
     if program.before:

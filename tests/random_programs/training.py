@@ -80,6 +80,7 @@ class Training(Hands):
         self.others: list[nn.Module] = []  # that the user has beside the model, and compares at the end
         self.hooks: list[Any] = []
         self.averaged: Any = None
+        self.trainer: Any = None  # whose method the step is
         self.results: list[torch.Tensor] = []
         self.results_width = 0
 
