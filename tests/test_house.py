@@ -76,7 +76,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_team",
             "_trainers",
         },  # how replicas meet, and what each counts for
-        {"_metrics", "_variables"},  # what replicas count; tensors that they share and assign
+        # gradients between runs; what replicas count; tensors that they share and assign
+        {"_late_gradients", "_metrics", "_variables"},
         {
             "_copyable",
             "_cross_device_ops",

@@ -26,8 +26,9 @@ from typing import final
 import torch
 
 from torchstrategy._caller_state import undisturbed
-from torchstrategy._comm import added, brought
+from torchstrategy._comm import brought
 from torchstrategy._conductors import combined_gradients
+from torchstrategy._late_gradients import deliver_late
 from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, CurrentRun, LocalParameter, Reads, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
@@ -45,7 +46,6 @@ from torchstrategy._torch import (
     slots,
     unseen_by_function_modes,
     version,
-    will_be_reached,
 )
 from torchstrategy._trace import traced
 from torchstrategy._variables import is_variable
@@ -201,16 +201,7 @@ class Gradients:
 
     def deliver_late_ones(self) -> None:
         """From here on, what a backward between runs adds to the replicas' parameters goes on to the owners at once."""
-        late: dict[int, list[LocalParameter]] = {}
-        for ledger in self.ledgers:
-            for index, parameter in enumerate(ledger.parameters):
-                if parameter.requires_grad and not parameter.delivers:
-                    late.setdefault(index, []).append(parameter)
-        for index, parameters in late.items():
-            delivery = _Delivery(self._held[index], parameters)
-            for parameter in parameters:
-                parameter.delivers = True
-                on_gradient(parameter, delivery.arrived)
+        deliver_late(self._held, [ledger.parameters for ledger in self.ledgers])
 
     def _own(self) -> list[torch.Tensor]:
         owners = [held() for held in self._held]
@@ -463,45 +454,6 @@ def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 _exchanging = threading.RLock()  # runs of several threads take gradients from the same owners, and give them back
-_delivering = threading.RLock()  # the backward of several accelerators runs on a thread for each
-
-
-@final
-class _Delivery:
-    """What a backward between runs adds to the replicas' parameters of one owner goes on to the owner.
-
-    The parameters hold it, and it holds none of them: a cycle would keep their memory.
-    """
-
-    def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[LocalParameter]) -> None:
-        self._owner = owner
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Adds the gradients to the owner's, as they are: whoever ran the backward has weighed the replicas."""
-        assert isinstance(parameter, LocalParameter)
-        if parameter.run.ledger is not None:
-            return
-        with _delivering:
-            owner, parameters = self._owner(), [parameter]
-            if owner is not None and has_gradient_hooks(owner):
-                # They see, in each backward, what all replicas have for it, once.
-                parameters = [known for reference in self._parameters if (known := reference()) is not None]
-                if any(slot(known) is None and will_be_reached(known) for known in parameters):
-                    return
-            gradients = [gradient for gradient in slots(parameters) if gradient is not None]
-            set_slots(parameters, repeat(None))
-            if owner is not None:  # else nobody has it any more
-                _deliver(owner, gradients)
-
-
-def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-    gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
-    before = slot(owner)
-    if has_gradient_hooks(owner):
-        torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
-    else:
-        set_slot(owner, gradient if before is None else before + gradient)
 
 
 def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:

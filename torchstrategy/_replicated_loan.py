@@ -179,12 +179,13 @@ class ReplicatedLoan(Loan, Owners):
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
         in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
-        if not in_this_run and is_in_replica():
-            return
+        is_on_other_thread = not in_this_run and threading.get_ident() != self._thread
+        if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
+            return  # another run's, or what this run has on the thread of a replica
         known = self._copies.known | self._outsider_ids
         if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
-        if not in_this_run and threading.get_ident() != self._thread:
+        if is_on_other_thread:
             self._on_other_thread = _stepped_on_other_thread(optimizer)
         elif in_this_run:
             raise RuntimeError(
