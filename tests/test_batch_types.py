@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ from batches import (
 from problems import assert_close, built, data, gradients, mlp, mse, parameters, replica_id, sgd, shown
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
+from torchstrategy._devices import place
 from torchstrategy._input._dealing import in_proportion
 from torchstrategy._input._kinds import memory_of
 
@@ -679,3 +681,144 @@ def test_what_a_dataclass_has_computed_of_the_whole_is_computed_again_of_a_piece
     value = dealt(STRATEGIES[2], source)
     assert [piece.mean.item() for piece in value.values] == [1.5, 6]
     assert source.mean == 3
+
+
+class _Graphs:
+    """As those of PyG: there is no batch of none."""
+
+    def __init__(self, items: list[torch.Tensor]) -> None:
+        assert items, "no such batch can be made"
+        self.items = items
+
+
+register_batch_type(
+    _Graphs,
+    rows=lambda graphs: len(graphs.items),
+    take=lambda graphs, rows: _Graphs(graphs.items[rows]),
+    apply=lambda graphs, fn: _Graphs([fn(item) for item in graphs.items]),
+)
+
+
+@dataclasses.dataclass
+class _Labelled:
+    graphs: _Graphs
+    labels: torch.Tensor
+
+
+GRAPHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "alone": (lambda graphs: graphs, lambda batch: batch),
+    "in a dict": (lambda graphs: {"x": [graphs], "y": torch.ones(len(graphs.items))}, lambda batch: batch["x"][0]),
+    "in a dataclass": (lambda graphs: _Labelled(graphs, torch.ones(len(graphs.items))), lambda batch: batch.graphs),
+}
+
+
+@pytest.mark.parametrize("where", GRAPHS)
+def test_a_type_of_which_there_is_no_empty_batch_is_not_asked_for_one_that_nobody_gets(where: str) -> None:
+    """`take` was called for the pieces of replicas that sit the step out, and failed."""
+    wrapped, found = GRAPHS[where]
+    strategy, source = STRATEGIES[3], [wrapped(_Graphs(list(torch.ones(rows, 2)))) for rows in (3, 4, 1)]
+    dataset = strategy.experimental_distribute_dataset(source)
+    assert repr(dataset.element_spec)
+    counts: list[int] = []
+    for batch in dataset:
+        assert repr(batch)
+        results = strategy.run(lambda batch: torch.tensor([len(found(batch).items)]), args=(batch,))
+        counts.append(int(strategy.gather(results, axis=0).sum()))
+    assert counts == [3, 4, 1]
+    with pytest.raises(ValueError, match=r"dealt no rows, and there is no \w+ without rows.*no such batch"):
+        strategy.run(lambda batch: 1, args=(batch,), options=torchstrategy.RunOptions(run_empty_replicas=True))
+
+
+def test_a_dataset_function_that_runs_dry_asks_for_no_empty_batch() -> None:
+    strategy = STRATEGIES[3]
+    dataset = strategy.distribute_datasets_from_function(lambda context: [_Graphs([torch.ones(2)])] * 4)
+    results = [strategy.run(lambda batch: len(batch.items), args=(batch,)) for batch in dataset]
+    assert [strategy.experimental_local_results(value) for value in results] == [(1, 1, 1), (1,)]
+
+
+def test_an_empty_batch_that_can_be_made_is_on_the_device_of_its_replica() -> None:
+    strategy = STRATEGIES[3]
+    register_batch_type(
+        _Rows,
+        rows=lambda batch: len(batch.tensor),
+        take=lambda batch, rows: _Rows(batch.tensor[rows]),
+        apply=lambda batch, fn: _Rows(fn(batch.tensor)),
+    )
+    (batch,) = strategy.experimental_distribute_dataset([_Rows(torch.ones(4, 2))])
+    everywhere = torchstrategy.RunOptions(run_empty_replicas=True)
+    results = strategy.run(lambda rows: (rows.tensor.shape, rows.tensor.device), args=(batch,), options=everywhere)
+    shapes, devices = zip(*strategy.experimental_local_results(results), strict=True)
+    assert [tuple(shape) for shape in shapes] == [(2, 2), (2, 2), (0, 2)]
+    assert [device.type for device in devices] == [compute_devices(1)[0].type] * 3
+    assert list(devices) == list(map(place, compute_devices(3)))
+
+
+class _Rows:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+# Lists of which each item is a row
+
+
+def _sequences(rows: int) -> list[torch.Tensor]:
+    return [torch.full((7, 3), float(row)) for row in range(rows)]
+
+
+@pytest.mark.parametrize("options", [InputOptions(lists_are_rows=True), InputOptions(True, lists_are_rows=True)])
+def test_a_list_of_equally_long_sequences_is_dealt_by_sequences(options: InputOptions) -> None:
+    """`collate_fn=list` was cut along time: each replica got a part of every sequence, and nothing said so."""
+    loader: Any = torch.utils.data.DataLoader(_sequences(5), batch_size=5, collate_fn=list)  # type: ignore[arg-type]
+    for strategy, counts in [(STRATEGIES[2], [3, 2]), (STRATEGIES[3], [2, 2, 1]), (ONE_DEVICE, [5])]:
+        (batch,) = strategy.experimental_distribute_dataset(loader, options)
+        found = strategy.run(
+            lambda rows: (type(rows) is list, len(rows), [float(row.mean()) for row in rows], rows[0].device),
+            args=(batch,),
+        )
+        results = strategy.experimental_local_results(found)
+        assert [result[:2] for result in results] == [(True, count) for count in counts]
+        assert [mean for result in results for mean in result[2]] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert {result[3].type for result in results} == {compute_devices(1)[0].type}
+
+
+def test_the_boxes_of_images_are_dealt_by_images() -> None:
+    """The error named neither the option nor `register_batch_type`."""
+    targets = [{"boxes": torch.ones(count, 4), "names": ["x"] * count} for count in (0, 2, 1)]
+    strategy = STRATEGIES[2]
+    for batch in [(torch.ones(3, 1), targets), Plain([torch.ones(i + 1) for i in range(3)], targets, None)]:
+        with pytest.raises(ValueError, match=r"lists_are_rows=True.*torchstrategy\.register_batch_type"):
+            list(strategy.experimental_distribute_dataset([batch]))
+        (value,) = strategy.experimental_distribute_dataset([batch], InputOptions(lists_are_rows=True))
+
+        def boxes(batch: Any) -> list[int]:
+            found = batch[1] if isinstance(batch, tuple) else batch.y
+            assert type(found) is list and found[0]["boxes"].device.type == compute_devices(1)[0].type
+            return [len(one["boxes"]) for one in found]
+
+        assert strategy.experimental_local_results(strategy.run(boxes, args=(value,))) == ([0, 2], [1])
+
+
+def test_elements_of_a_dataset_function_may_have_lists_of_rows() -> None:
+    strategy = STRATEGIES[2]
+    element = [torch.ones(2), torch.ones(3)]
+    dataset = strategy.distribute_datasets_from_function(lambda _: [element] * 3, InputOptions(lists_are_rows=True))
+    counts = [strategy.run(lambda rows: sum(map(len, rows)), args=(batch,)) for batch in dataset]
+    assert [strategy.experimental_local_results(value) for value in counts] == [(5, 5), (5,)]
+
+
+def test_a_list_of_tensors_that_may_be_rows_is_warned_of_once() -> None:
+    strategy = STRATEGIES[2]
+    dataset = strategy.experimental_distribute_dataset([_sequences(3), _sequences(4)])
+    message = r"a list of 3 tensors of shape \(7, 3\).*InputOptions\(lists_are_rows=True\)"
+    with pytest.warns(UserWarning, match=message) as told:
+        assert [len(batch) for batch in dataset] == [3, 4]
+    assert len(told) == 1
+
+
+def test_columns_are_not_warned_of() -> None:
+    strategy = STRATEGIES[2]
+    columns: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*_sequences(3)), batch_size=7)
+    for source in (columns, [_sequences(2)], [tuple(_sequences(3))], [[*_sequences(2), torch.ones(7)]]):
+        assert len(list(strategy.experimental_distribute_dataset(source))) == 1
+    silent = InputOptions(lists_are_rows=False)
+    assert len(list(strategy.experimental_distribute_dataset([_sequences(3)], silent))) == 1

@@ -196,7 +196,16 @@ def test_a_configuration_is_copied(any_version: Any) -> None:
 
 
 def test_run_has_its_older_name(any_version: Any) -> None:
-    assert any_version.experimental_run_v2(lambda x, y: x + y, (1,), {"y": 2}) == 3
+    total = any_version.experimental_run_v2(lambda x, y: x + y, (1,), {"y": 2})
+    assert set(any_version.experimental_local_results(total)) == {3}
+
+
+def test_local_results_have_their_older_name(old: v1.Strategy) -> None:
+    """Programs of version 1 call `strategy.unwrap(value)`, which was missing."""
+    value = old.experimental_run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group)
+    assert old.unwrap(value) == old.experimental_local_results(value) == tuple(range(old.num_replicas_in_sync))
+    assert old.unwrap(3) == (3,)
+    assert not hasattr(torchstrategy.OneDeviceStrategy("cpu"), "unwrap")
 
 
 # Iterators
@@ -352,7 +361,7 @@ def test_a_batch_is_one_argument_also_when_it_is_a_tuple(any_version: Any) -> No
 
 
 def test_without_an_iterator_there_is_no_argument(any_version: Any) -> None:
-    assert any_version.experimental_run(lambda: 3) == 3
+    assert set(any_version.experimental_local_results(any_version.experimental_run(lambda: 3))) == {3}
 
 
 def test_the_iterator_of_a_distributed_dataset_will_do(any_version: Any) -> None:

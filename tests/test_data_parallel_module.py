@@ -1185,6 +1185,17 @@ def test_with_one_device_the_module_is_called_on_the_callers_thread() -> None:
     assert called is module and x.device == FIRST and thread == threading.get_ident()
 
 
+def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> None:
+    """A lock, an open file, a generator or a Python module in an attribute was refused."""
+    held = [threading.Lock(), (i for i in range(9)), gc, {"deep": [threading.RLock()]}]
+    model, plain = alike(lambda: Calls(lambda module, x: x * module.weight * next(module.held[1]).bit_length()))
+    for one in (model.module, plain):
+        one.held = list(held)
+    next(held[1])  # type: ignore[call-overload]
+    assert model(torch.ones(3, 1)).flatten().tolist() == [1, 2, 2]
+    assert model.module.held[0] is held[0]
+
+
 # Where it is called
 
 

@@ -52,16 +52,19 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_conductors",
             "_context",
             "_creation",
+            "_deep_copy",
             "_errors",
+            "_held",
             "_optimizer_steps",
             "_options",
             "_parts",
             "_structure",
             "_torch",
             "_types",
+            "_warnings",
         },  # words
-        {"_captured", "_devices", "_originals", "_records", "_stand_ins", "_sums", "_trace", "_tree"},  # what there is
-        {"_replica"},  # who runs
+        {"_captured", "_devices", "_records", "_stand_ins", "_sums", "_trace", "_tree", "_uncounted"},  # what there is
+        {"_originals", "_replica"},  # what is copied, and who runs
         # what goes from place to place
         {"_caller_state", "_comm", "_once", "_packs", "_randomness", "_values"},
         {
@@ -80,16 +83,20 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_gradients",
             "_links",
             "_local_optimizer",
+            "_lost_buffers",
             "_multi_step_context",
             "_optimizer_copies",
             "_pieces",
+            "_plain_batches",
             "_reductions",
             "_replica_context",
             "_replica_modules",
             "_replicas",
             "_scope",
+            "_shared_writes",
             "_storage",
         },
+        {"_attributes"},  # what modules hold, and their copies
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
         {"_copies"},  # of modules and optimizers, for one run at a time
         {"_replicated_loan"},  # that run
@@ -110,7 +117,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("_input",): [
         {"_registration"},  # what users say of types of their own
-        {"_arrays", "_kinds", "_options"},  # what is read, and how one says what is to be done with it
+        {"_arrays", "_kinds", "_options", "_states"},  # what is read, and how one says what is to be done with it
         {"_dealing", "_source", "_spec", "_transfer"},
         {"_steps"},
         {"_reading"},

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 import torchstrategy
 from problems import close, data, deal, mse, replica_id
-from topologies import SIMULATED, central, compute_devices, mirrored
+from topologies import SIMULATED, central, compute_devices, mirrored, mirrored_with_copies
 from torchstrategy.testing import assert_replicas_agree, count_traffic
 
 F64: dict[str, Any] = {"dtype": torch.float64}
@@ -59,7 +59,7 @@ SENT = {
 
 
 def made(new: Any, replicas: int = 3, strategy: Any = None) -> tuple[torchstrategy.Strategy, Any, Any]:
-    strategy = strategy or mirrored(replicas)
+    strategy = strategy or mirrored_with_copies(replicas)
     torch.manual_seed(0)
     with strategy.scope():
         model = net()

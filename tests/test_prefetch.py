@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchstrategy
 from processes import python
-from topologies import SIMULATED, central
+from topologies import SIMULATED, central, compute_devices
 from torchstrategy import DistributedValues, InputOptions, OutOfRangeError, RunOptions, Strategy
 from torchstrategy._caller_state import CallerState
 from torchstrategy._input import _ahead
@@ -1157,9 +1157,37 @@ def test_the_loader_is_read_in_the_state_of_the_caller(options: InputOptions) ->
         next(iterator)
     variable.reset(token)
     iterator.close()
-    assert worn == [("what the caller set", "meta", False)]
+    assert worn == [("what the caller set", "cpu", False)]  # where data is read, whatever the default device is
     assert (threads[0] is threading.current_thread()) is (options is ON_DEMAND)
     assert threads[0] in mode.threads
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@both_ways
+def test_a_loader_is_read_in_host_memory_in_a_scope(options: InputOptions, workers: int) -> None:
+    """In the scope of a strategy on an accelerator, that is the default device: a loader could draw no seed there."""
+    loader: Any = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(8.0)),  # type: ignore[arg-type]
+        batch_size=4,
+        shuffle=True,
+        num_workers=workers,
+        collate_fn=_stacked,
+    )
+    strategy = torchstrategy.MirroredStrategy(compute_devices(2))
+    dataset = strategy.experimental_distribute_dataset(loader, options)
+    for default in (strategy.scope(), torch.device("meta")):
+        with default:
+            seen = [strategy.gather(batch, axis=0) for batch in dataset]
+        assert sorted(torch.cat(seen).tolist()) == list(range(8))
+        assert not seen[0].is_meta
+    with strategy.scope():
+        assert dataset.element_spec.value_specs[0].dtype == torch.float32
+        dataset.load_state_dict(dataset.state_dict())
+        assert len(list(dataset)) == 2
+
+
+def _stacked(rows: list[Any]) -> torch.Tensor:
+    return torch.stack([row[0] for row in rows]) + torch.zeros(1)
 
 
 def test_what_the_loader_sets_stays_with_the_reader() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -493,6 +494,50 @@ def test_state_that_replicas_share_is_found() -> None:
     assert "With the replicas in another order, `step` gives another result" in said
 
 
+@pytest.mark.parametrize("how", ["add", "decay", "data", "inside"])
+def test_a_tensor_on_which_every_replica_writes_is_found(how: str) -> None:
+    """Each training wrote on the one tensor, and nobody looked at it."""
+    average = torch.zeros((), dtype=torch.float64)
+    held = SimpleNamespace(inner={"sums": [average]})
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        losses = squares(model, batch)
+        with torch.no_grad():
+            mean = losses.detach().mean().to(average.device)
+            if how == "add":
+                average.add_(mean)
+            elif how == "decay":
+                average.mul_(0.9).add_(mean)
+            elif how == "data":
+                average.data.mul_(0.9)
+                average.data.add_(mean)
+            else:
+                held.inner["sums"][0].add_(mean)
+        return losses
+
+    said = failure(trained_by(loss), ignore=["order"])
+    assert "the tensor `average` is " in said
+    assert "Cause: All replicas share the tensor `average` and each of them writes there." in said
+    assert float(average) == 0, "afterwards it is what it was"
+
+
+def test_counts_rows_of_ones_own_and_merge_functions_are_the_same(several: torchstrategy.Strategy) -> None:
+    hits, bank = torch.zeros((), dtype=torch.int64), torch.zeros(40, dtype=torch.float64)
+    merged, frozen = torch.zeros(()), torch.ones(1)
+    firsts = [float(x) for batch in BATCHES for x in batch[0][:, 0]]  # what tells rows apart
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        losses = squares(model, batch) * frozen.to(batch[0].device)
+        hits.add_((losses > 0.5).sum().cpu())
+        numbers = torch.tensor([firsts.index(float(x)) for x in batch[0][:, 0]], device="cpu")
+        bank[numbers] = losses.detach().cpu()
+        torchstrategy.get_replica_context().merge_call(lambda strategy: merged.add_(1))
+        return losses
+
+    assert_same_as_plain(trained_by(loss), mlp, sgd, BATCHES, several)
+    assert (int(hits), float(merged)) == (0, 0)
+
+
 def test_an_error_in_one_order_only_is_found() -> None:
     first: list[int] = []
 
@@ -609,7 +654,7 @@ def test_an_error_in_plain_pytorch_comes_out_as_it_is() -> None:
         ({"atol": "tight"}, TypeError, "atol is a number"),
         ({"ignore": ["loss"]}, ValueError, "ignore names 'loss', and what is compared is losses, gradients"),
         (
-            {"ignore": ["losses", "gradients", "parameters", "buffers", "attributes", "optimizer"]},
+            {"ignore": ["losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer"]},
             ValueError,
             "everything",
         ),

@@ -766,8 +766,9 @@ def test_update_is_given_what_was_reduced_to_the_variable(two: torchstrategy.Str
     assert components(two, v) == [7.0] * len(two.experimental_local_results(v))
     with pytest.raises(ValueError, match="a value for each replica"):
         two.extended.update(v, lambda component, x: component.assign(x) and None, args=(each,))
-    with pytest.raises(TypeError, match="update writes"):
-        two.extended.update(3, lambda component: None)  # type: ignore[arg-type]
+    for other in (3, torch.ones(2), two.run(lambda: torch.ones(2)), None):  # what was written had no strategy
+        with pytest.raises(TypeError, match=r"update writes a variable.*torchstrategy\.Variable\(value"):
+            two.extended.update(other, lambda component: component.add_(1))
     with pytest.raises(RuntimeError, match="cross-replica context"):
         two.run(lambda: two.extended.update(v, lambda component: None))
 
@@ -840,7 +841,6 @@ def test_a_variable_of_the_wrong_kind_is_refused(
     "arguments",
     [
         {"synchronization": NO_SYNC},
-        {"synchronization": ON_READ, "trainable": True},
         {"initial_value": 1, "aggregation": MEAN},
     ],
 )
@@ -851,6 +851,24 @@ def test_what_cannot_be_mirrored_is_refused(several: torchstrategy.Strategy, arg
             made(several, **arguments)
     else:
         made(several, **arguments)
+
+
+def test_a_value_of_each_replicas_own_may_be_trainable(several: torchstrategy.Strategy) -> None:
+    """TensorFlow allows it; its gradient is each replica's own, and training it would leave n different values."""
+    v = made(several, 2.0, synchronization=ON_READ, aggregation=MEAN, trainable=True)
+    assert v.trainable and v.requires_grad
+    (gradient, *_) = several.experimental_local_results(
+        several.run(lambda: torch.autograd.grad((v * (replica_id() + 3)).sum(), v)[0])
+    )
+    assert gradient.item() == 3.0
+    several.run(silently(lambda: v.assign(torch.tensor(replica_id() + 1.0))) if has_components(several) else list)
+    if not has_components(several):
+        return
+    assert v.item() == (several.num_replicas_in_sync + 1) / 2
+    for train in (lambda: (v * 2).sum().backward(), lambda: setattr(v, "grad", torch.ones(()))):
+        with pytest.raises(RuntimeError, match="trainable=True and synchronization=ON_READ"):
+            several.run(silently(train))
+    assert v.grad is None
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,15 @@ def central_with_copies(replicas: int) -> torchstrategy.Strategy:
 
 
 def mirrored(replicas: int) -> torchstrategy.Strategy:
-    """Mirrored: every replica has parameters of its own and updates them."""
+    """Mirrored: every device has parameters of its own and updates them."""
     return torchstrategy.MirroredStrategy(compute_devices(replicas))
+
+
+def mirrored_with_copies(replicas: int) -> torchstrategy.Strategy:
+    """The same, but on one device, too, each replica has parameters of its own, as if it had a device of its own."""
+    devices = [canonical(device) for device in compute_devices(replicas)]
+    storage = ReplicatedStorage(devices, devices[0], may_alias=False, is_mirrored=True)
+    return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
 
 
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
@@ -57,7 +64,7 @@ TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "central_4": lambda: central(4),
     "central_offset": lambda: torchstrategy.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3"),
     "mirrored_2": lambda: mirrored(2),
-    "mirrored_4": lambda: mirrored(4),
+    "mirrored_4": lambda: mirrored_with_copies(4),
     "copies_1": lambda: central_with_copies(1),
     "copies_3": lambda: central_with_copies(3),
 }

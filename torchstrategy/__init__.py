@@ -60,6 +60,7 @@ from torchstrategy._strategy import Strategy
 from torchstrategy._strategy_extended import StrategyExtended
 from torchstrategy._values import DistributedValues
 from torchstrategy._variables import Variable
+from torchstrategy._warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 
 __all__ = [
     "CentralStorageStrategy",
@@ -79,11 +80,14 @@ __all__ = [
     "PerReplicaSpec",
     "ReduceOp",
     "ReductionToOneDevice",
+    "ReplicaBufferWarning",
     "ReplicaContext",
     "RunOptions",
+    "SharedWriteWarning",
     "Strategy",
     "StrategyExtended",
     "TensorSpec",
+    "UndistributedBatchWarning",
     "ValueContext",
     "Variable",
     "VariableAggregation",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, final
@@ -50,6 +51,7 @@ class Named(NamedTuple):
     optimizers: list[Optimizer]  # each after those that it is around
     updates: list[tuple[str, Any]]  # bound methods of optimizers, but for those that each replica may call for itself
     trainers: list[tuple[str, Any]]
+    others: list[tuple[str, torch.Tensor]]  # tensors that are not such leaves
 
 
 def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
@@ -59,6 +61,8 @@ def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             walk.look_at("an argument", leaf, 0)
+        elif not leaf.requires_grad:
+            walk.others.append(("an argument", leaf))
     return walk.named()
 
 
@@ -67,6 +71,7 @@ class _Walk:
     def __init__(self) -> None:
         self._modules: list[tuple[str, nn.Module]] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
+        self.others: list[tuple[str, torch.Tensor]] = []
         self._counters: list[tuple[str, Any]] = []
         self._optimizers: list[Optimizer] = []
         self._updates: list[tuple[str, Any]] = []
@@ -88,18 +93,18 @@ class _Walk:
             self._optimizers,
             self._updates,
             [named for key, named in self._objects.items() if key in trainers],
+            self.others,
         )
 
     def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
         """Notes a value, and what it holds; `holder` is the object of which it is an attribute."""
         if isinstance(value, torch.Tensor):
-            if value.requires_grad and value.is_leaf:
-                self._tensors.append((name, value))
+            (self._tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
         elif isinstance(value, _MAKE_TRAINERS):
             self._makers.add(id(value))
             self._holders.setdefault(id(value), set()).add(holder)
             self._look_at_part(name, value)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, (list, tuple, dict, deque)):
             self._look_at_items(name, value, objects, holder)
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, COUNTERS):
             self._counters.append((value.__name__, value))
@@ -111,6 +116,8 @@ class _Walk:
                 self._look_into_function(name, value, functions - 1)
         elif not isinstance(value, _NOT_LOOKED_INTO):
             self._look_into_object(name, value, functions, objects, holder)
+        elif isinstance(value, type) and _package(value) not in _NOT_THE_USERS:
+            self._others_of(name, value)
 
     def _look_at_part(self, name: str, value: Any) -> None:
         if id(value) in self._seen:
@@ -134,19 +141,24 @@ class _Walk:
             self._holders.setdefault(id(value), set()).add(holder)
             holder = id(value)
         are_few = objects > 0 and len(value) <= _FEW
-        for item in islice(value.values() if isinstance(value, dict) else value, _ITEMS):
+        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
             if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
-                self.look_at(name, item, 0, objects - 1, holder)
+                self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
 
     def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
         self._holders.setdefault(id(value), set()).add(holder)
         if objects <= 0 or id(value) in self._objects or _package(type(value)) in _NOT_THE_USERS:
             return
         self._objects[id(value)] = name, value
+        self._others_of(name, type(value))
         for attribute, held in attributes_of(value):
             self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
         if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
             self._look_into_function(name, call, functions - 1)
+
+    def _others_of(self, name: str, cls: type) -> None:
+        """Notes the tensors that a class itself has."""
+        self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
 
     def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
         if isinstance(fn, functools.partial):

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._devices import place
 from torchstrategy._gradients import AllReduce, Gradients
-from torchstrategy._ledger import LocalParameter
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies, parameters_of
 from torchstrategy._stand_ins import own
@@ -27,7 +26,7 @@ class Layout(NamedTuple):
 
     devices: Sequence[Device]  # of each replica
     parameter_device: Device
-    may_alias: Sequence[bool]  # of each replica, whether its parameters there may have the memory of the originals
+    may_alias: Sequence[bool]  # of each replica, whether its parameters there have the memory of the originals
     averages_buffers: bool
     is_mirrored: bool  # whether replicas update parameters themselves
     all_reduce: AllReduce | None  # how gradients get to all of them
@@ -70,7 +69,7 @@ class Copies:
         with undisturbed():
             if not self.mirrors.refresh():
                 return False
-        if _signature(optimizers) != self._optimizer_signature:
+        if _signature(optimizers) != self._optimizer_signature or self.mirrors.sharing() != self._sharing:
             self._take_optimizers(optimizers)
         return True
 
@@ -100,16 +99,18 @@ class Copies:
         indices = {key: index for index, key in enumerate([*self._index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
-        if self._layout.is_mirrored:
-            self._local = [self._local_of(r) for r in range(1, self._num_replicas)]
-            with undisturbed():
-                both = [(id(o), OptimizerCopies(o, self._local)) for o in optimizers if can_have_copies(o)]
-            self._optimizer_copies = dict(both)
+        self._sharing = self.mirrors.sharing()
+        local = {r: self.mirrors.own_parameters(r) for r in range(self._num_replicas)}
+        self._local = {r: parameters for r, parameters in local.items() if parameters}
+        if self._layout.is_mirrored and self._local and all(self._sharing[0]):
+            self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Asks for the state of an optimizer that a replica has of its own, if it has."""
         copies = self._optimizer_copies.get(id(optimizer))
-        return functools.partial(copies.state, replica) if copies is not None and replica else None
+        return (
+            functools.partial(copies.state, optimizer, replica) if copies is not None and copies.has(replica) else None
+        )
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
@@ -125,16 +126,15 @@ class Copies:
         """The user's optimizer has taken a step: its copies take the same."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
-            owners = self.mirrors.those_of_the_first(parameters_of(optimizer))
+            owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._index_of]
             copies.step(optimizer, owners, self.gradients.arrived)
             self.mirrors.note_updated(owners)
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
-        return self._optimizer_copies.get(id(optimizer)) if can_have_copies(optimizer) else None
-
-    def _local_of(self, replica: int) -> dict[int, LocalParameter]:
-        owners, local = self.mirrors.owners, self.mirrors.parameters(replica)
-        return {id(owner): parameter for owner, parameter in zip(owners, local, strict=True)}
+        copies = self._optimizer_copies.get(id(optimizer))
+        # Parameters may have moved in this run: then values are sent until the next.
+        is_usable = copies is not None and can_have_copies(optimizer) and self.mirrors.sharing() == self._sharing
+        return copies if is_usable else None
 
 
 def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from torchstrategy._closures import closed_over
-from torchstrategy._parts import TORCHS_OWN, computed_by_hooks, within
+from torchstrategy._held import tensors_in
+from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
 from torchstrategy._stand_ins import plain_class
 from torchstrategy._structure import HOOK_TABLES
 from torchstrategy._variables import is_variable
@@ -68,7 +69,7 @@ def refuse_lazy(roots: Sequence[nn.Module]) -> None:
 
 
 def refuse_trainable(path: str, value: object, parameters: Container[int], are_all: bool = True) -> None:
-    """Refuses a plain attribute that would learn, or a function that closes over what would.
+    """Refuses a plain attribute that holds what would learn, or a function that closes over such a tensor.
 
     Args:
         path: The attribute.
@@ -79,8 +80,8 @@ def refuse_trainable(path: str, value: object, parameters: Container[int], are_a
     Raises:
         TypeError: Naming it.
     """
-    for where, tensor in _trainable(within(path, value)):
-        if id(tensor) not in parameters and (are_all or not tensor.is_leaf):
+    for where, tensor in _trainable(tensors_in(path, value) if are_all else ()):
+        if id(tensor) not in parameters and tensor.is_leaf:  # others are outputs that a forward has kept
             raise TypeError(
                 f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
                 "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "

@@ -56,19 +56,20 @@ _lock = threading.Lock()
 @contextmanager
 def watched(
     on_module: Callable[[nn.Module], None],
-    on_parameter: Callable[[nn.Parameter], None],
+    on_parameter: Callable[[nn.Module, nn.Parameter], None],
     on_optimizer: Callable[[Optimizer], None],
     on_counter: Callable[[Counter], None],
 ) -> Iterator[None]:
     """For the length of the block, tells of each module, parameter, optimizer and counter that this thread creates.
 
-    A parameter is told of when a module is given it. Of one and the same object it may be told several times.
+    A parameter is told of, with the module, when a module is given it. Of one and the same object it may be told
+    several times.
     """
     thread = threading.get_ident()
 
     def tell(module: nn.Module, name: str, value: object) -> None:
         if threading.get_ident() == thread and isinstance(value, nn.Parameter):
-            on_parameter(value)
+            on_parameter(module, value)
 
     watcher = _Watcher(thread, on_module, on_optimizer, on_counter)
     with _lock:

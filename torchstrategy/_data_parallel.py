@@ -16,7 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from torchstrategy._devices import canonical, in_use, is_accelerator, local_accelerators, place
 from torchstrategy._errors import an
@@ -135,7 +134,7 @@ class DataParallel(nn.Module):
             self._strategy = _strategy_for(self.module, self._devices)
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
-        owners = dict(self.module.named_parameters())
+        owners = list(self.module.parameters())
         outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
         present = [r for r in range(len(self._devices)) if component(pieces, r) is not ABSENT]
         assert self._output is not None
@@ -169,18 +168,12 @@ def _callers_device(replicas_device: Device) -> Device | None:
     return None if device.type == replicas_device.type else device
 
 
-def forward(module: nn.Module, owners: dict[str, torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
+def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
     """What runs in each replica."""
     inputs, kwargs = arguments
-    with in_use(callers_device):
-        if not torch.is_grad_enabled():
-            return module(*inputs, **kwargs)
-        return functional_call(module, _linked(module, owners), inputs, kwargs)
-
-
-def _linked(module: nn.Module, owners: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of a replica's module, each with its place in the graph that begins at its owner."""
-    return {name: linked(local, owners[name]) for name, local in module.named_parameters()}
+    pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
+    with in_use(callers_device), linked(pairs):
+        return module(*inputs, **kwargs)
 
 
 # What it is told

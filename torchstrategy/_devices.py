@@ -99,6 +99,11 @@ def in_use(device: Device | None) -> AbstractContextManager[object]:
     return stack
 
 
+def in_host_memory() -> AbstractContextManager[object]:
+    """A block in which tensors that name no device are in host memory, where data is read."""
+    return torch.device("cpu") if count_function_modes() else nullcontext()
+
+
 def _parse(name: str) -> Device:
     parts = [part for part in name.split("/") if part]
     found = None
@@ -152,7 +157,11 @@ def _current_index(device_type: str) -> int:
 
 
 def _not_here(name: DeviceLike, device_type: str) -> str:
-    return f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}."
+    return (
+        f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}. To test the same "
+        'program here, write ["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with '
+        "memory of their own."
+    )
 
 
 def _devices_here(device_type: str) -> str:

@@ -23,6 +23,11 @@ def an(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiouAEIOU" else f"a {noun}"
 
 
+def unpicklable(thing: object, why: str) -> TypeError:
+    """What is raised when a user saves, or sends to another process, what is of use in this one only."""
+    return TypeError(f"This {type(thing).__name__} cannot be pickled: {why}")
+
+
 def described(error: BaseException) -> str:
     """The type and text of an error; some errors have no text that can be had."""
     text = "its text cannot be had"

@@ -56,7 +56,7 @@ class _OnOneMachine(StrategyExtended):
     """What both have in common."""
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
-        return local_results(distributed_value)
+        return local_results(distributed_value, self._num_replicas_in_sync)
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
         return self._reduced_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
@@ -264,10 +264,12 @@ class ReplicatedExtended(_OnOneMachine):
                     loan.ends(replica)
                     return result
 
-            results = self._replicas.run(call, shares.present)
+            results = self._replicas.run(call, shares.present, loan.watch)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
                 loan.results_require_grad()
-            return regroup([results.get(r, ABSENT) for r in range(count)])
+            result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
+        loan.warn()
+        return result
 
     def _in_replica(
         self, strategy: StrategyBase, replica: Replica, shares: Shares, loan: Loan

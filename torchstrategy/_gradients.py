@@ -15,6 +15,7 @@ were.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ import torch
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import added, brought
 from torchstrategy._conductors import combined_gradients
-from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, ReplicaLedger
+from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, CurrentRun, LocalParameter, Reads, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -36,6 +37,7 @@ from torchstrategy._torch import (
     has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
+    on_computed,
     on_gradient,
     set_slot,
     set_slots,
@@ -43,9 +45,13 @@ from torchstrategy._torch import (
     slots,
     unseen_by_function_modes,
     version,
+    will_be_reached,
 )
 from torchstrategy._trace import traced
 from torchstrategy._variables import is_variable
+
+Together = Callable[[Callable[[], None]], None]
+"""Calls something for all replicas, with the gradients of the whole batch; it may update parameters."""
 
 AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
@@ -95,15 +101,19 @@ class Gradients:
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
+        self.hooked: set[int] = set()  # owners with hooks
+        self._together: Together | None = None
 
-    def begin(self, shares: Shares, outsiders: Sequence[tuple[torch.Tensor, str]]) -> None:
+    def begin(self, shares: Shares, outsiders: Sequence[tuple[torch.Tensor, str]], together: Together) -> None:
         """Takes the owners' gradients for the length of a run: whatever backward adds to an owner stands out.
 
         Args:
             shares: How much each replica counts.
             outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
+            together: Settles, and calls something that may update parameters.
         """
         own = self._own()
+        self._together = together
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._has_updated = False
@@ -114,13 +124,13 @@ class Gradients:
             self._shares = shares
             set_slots(self.owners, repeat(None))
         if have_gradient_hooks(own):
-            for index, owner in enumerate(own):
-                if has_gradient_hooks(owner):
-                    self._count(index)
+            self.hooked = {index for index, owner in enumerate(own) if has_gradient_hooks(owner)}
+            for index in self.hooked:
+                self._count(index)
 
     def enter(self, replica: Replica) -> None:
         """The step begins in `replica`."""
-        self.ledgers[replica.index].replica = replica
+        self.ledgers[replica.index].enter(replica)
 
     def hand_in(self, replica: int) -> None:
         """Called on the replica's thread, where it has come to what settles gradients, or to its end.
@@ -148,26 +158,19 @@ class Gradients:
                 for index, owner in enumerate(self.owners):
                     other = slot(owner)
                     if other is not None:
-                        self._add(index, other)
+                        self._add(index, other, is_seen=False)
             self._give(self.so_far)
         self._leave()
 
     def abort(self) -> None:
         """Gives the owners what they had before the run, or, if it made an update, what they had then."""
-        if self._shares is None:
-            return  # it has not begun, or has ended
-        with _exchanging:
-            if not self.is_alone:
-                both = zip(self.owners, self._kept, strict=True)
-                self._kept = [slot(owner) if kept is None else kept for owner, kept in both]
-            self._give(self._kept)
+        if self._shares is not None:  # else it has not begun, or has ended
+            with _exchanging:
+                if not self.is_alone:
+                    both = zip(self.owners, self._kept, strict=True)
+                    self._kept = [slot(owner) if kept is None else kept for owner, kept in both]
+                self._give(self._kept)
         self._leave()
-
-    def let_go(self) -> None:
-        """These replicas will not run again: nothing of theirs has to wait for the collector of cycles."""
-        for ledger in self.ledgers:
-            if not any(parameter.delivers for parameter in ledger.parameters):
-                ledger.let_go()
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -177,14 +180,20 @@ class Gradients:
         try:
             yield
         finally:
+            self.forget_arrived()
             self._take()
             if self._has_updated:
                 self._kept = list(self.so_far)
+            self._show_again()
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
         known = self._everywhere.get(id(gradient))
         return known[2][replica] if known is not None and version(gradient) == known[1] else None
+
+    def forget_arrived(self) -> None:
+        """The owners' gradients may be written from here on, also in ways that torch does not count."""
+        self._everywhere.clear()
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -192,46 +201,29 @@ class Gradients:
 
     def deliver_late_ones(self) -> None:
         """From here on, what a backward between runs adds to the replicas' parameters goes on to the owners at once."""
+        late: dict[int, list[LocalParameter]] = {}
         for ledger in self.ledgers:
-            for parameter in ledger.parameters:
+            for index, parameter in enumerate(ledger.parameters):
                 if parameter.requires_grad and not parameter.delivers:
-                    parameter.delivers = True
-                    on_gradient(parameter, _deliver)
-        for index, owner in enumerate(self._own()):
-            if has_gradient_hooks(owner):
-                self._deliver_together(index)
-
-    def deliver(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Adds gradients to their owner's, as they are: whoever ran the backward has weighed the replicas."""
-        owner = self._held[index]()
-        if owner is None:
-            return  # nobody has it any more
-        with _delivering:
-            gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
-            before = slot(owner)
-            if has_gradient_hooks(owner):
-                torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
-            else:
-                set_slot(owner, gradient if before is None else before + gradient)
+                    late.setdefault(index, []).append(parameter)
+        for index, parameters in late.items():
+            delivery = _Delivery(self._held[index], parameters)
+            for parameter in parameters:
+                parameter.delivers = True
+                on_gradient(parameter, delivery.arrived)
 
     def _own(self) -> list[torch.Tensor]:
         owners = [held() for held in self._held]
         return [owner for owner in owners if owner is not None]  # all of them, while there is a run
 
-    def _deliver_together(self, index: int) -> None:
-        """The hooks of an owner see, in each backward, what all replicas have for it, once."""
-        local = [ledger.parameters[index] for ledger in self.ledgers if index < len(ledger.parameters)]
-        local = [parameter for parameter in local if parameter.requires_grad]
-        if all(parameter.delivers_together for parameter in local):
-            return
-        for parameter in local:
-            parameter.delivers_together = True
-
-        def deliver(gradients: Sequence[torch.Tensor | None]) -> None:
-            if all(ledger.replica is None for ledger in self.ledgers):
-                self.deliver(index, [gradient for gradient in gradients if gradient is not None])
-
-        torch.autograd.graph.register_multi_grad_hook(local, deliver)
+    def settle_in_step(self) -> None:
+        """Settles at a meeting after which the step goes on; the hooks of owners may update parameters at it."""
+        if self.hooked:
+            assert self._together is not None
+            self._together(lambda: None)
+        else:
+            self.settle()
+            self._show_again()
 
     def settle(self) -> None:
         """Adds up what the replicas have collected.
@@ -245,37 +237,40 @@ class Gradients:
             for name, stray in zip(self.names, slots(self.owners), strict=True):
                 if stray is not None:
                     raise RuntimeError(_stray_gradient(name))
-        self._check_hooks()
+        seen = self._seen_by_hooks()
         self._settle_views()
         with torch.no_grad(), traced("settle gradients"):
             combined = self._combined()
-            have_hooks = bool(combined) and have_gradient_hooks(self.owners)
             for index, gradient in combined.items():
-                if have_hooks or self.so_far[index] is not None:
-                    self._add(index, gradient)
+                if index in seen or self.so_far[index] is not None:
+                    self._add(index, gradient, index in seen)
                 else:
                     self.so_far[index] = gradient
         if combined and len(self.ledgers) > 1:
             combined_gradients()
 
-    def check_reads(self, seen: Sequence[set[int]]) -> None:
+    def check_reads(self, reads: Sequence[Reads]) -> None:
         """Refuses to settle if a replica has read, as complete, a gradient that others still had to add to.
 
         Raises:
             RuntimeError: Naming the parameter and the replicas.
         """
         assert self._shares is not None
+        if not any(read.all for read in reads):
+            return
         present = self._shares.present
         local = {r: self.ledgers[r].local_indices() for r in present}
-        for r, read in zip(present, seen, strict=True):
-            for other in present:
-                missed = (read & local[other]) - local[r]
+        for r, read in zip(present, reads, strict=True):
+            for other, others in zip(present, reads, strict=True):
+                missed = local[other] & read.doubtful - local[r]
+                if not local[r]:  # it ran no backward: was this read the one at which the other has come here?
+                    missed |= local[other] & read.all - others.all
                 if missed:
-                    raise RuntimeError(
-                        f"Replica {r} read the gradient of {self.names[min(missed)]} to which replica {other} still "
-                        "had to add: the parameter was used in one replica and not in the other. Read gradients "
-                        "after strategy.run."
-                    )
+                    raise RuntimeError(_missed(self.names[min(missed)], r, other))
+
+    def _show_again(self) -> None:
+        for ledger in self.ledgers:
+            ledger.show_again()
 
     def _weighing(self) -> list[int]:
         """The replicas whose gradients count: those that were dealt rows."""
@@ -293,9 +288,7 @@ class Gradients:
             for index in {index for ledger in ledgers for index in ledger.views}:
                 self.so_far[index] = self._agreed(index)
         for ledger in self.ledgers:
-            ledger.views.clear()
-            ledger.seen.clear()
-            ledger.handed_in = set()
+            ledger.settled()
 
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of the gradient so far."""
@@ -369,7 +362,9 @@ class Gradients:
         total: dict[int, torch.Tensor] = {}
         for index, column in zip(indices, zip(*sums, strict=True), strict=True):
             gradients = [gradient for gradient in column if gradient is not None]
-            total[index] = gradient = gradients[0].to(self.owners[index].device)
+            total[index] = gradient = (
+                gradients[0].detach().to(self.owners[index].device)
+            )  # as a view it cannot be cleared
             self._everywhere[id(gradient)] = gradient, version(gradient), gradients
         return total
 
@@ -381,12 +376,13 @@ class Gradients:
             arrived.update(zip(indices, brought([local[index] for index in indices], device), strict=True))
         return arrived
 
-    def _add(self, index: int, gradient: torch.Tensor) -> None:
+    def _add(self, index: int, gradient: torch.Tensor, is_seen: bool) -> None:
         owner, so_far = self.owners[index], self.so_far[index]
-        if has_gradient_hooks(owner):
+        if is_seen:
             # The owner's hooks see the gradient of the whole batch, once, as autograd would show it to them.
             set_slot(owner, None if so_far is None else so_far.clone())
-            torch.autograd.backward([owner], [gradient])
+            with torch.autograd.set_multithreading_enabled(False):  # on this thread, on which replicas are known
+                torch.autograd.backward([owner], [gradient])
             self.so_far[index] = slot(owner)
             set_slot(owner, None)
         else:
@@ -397,18 +393,33 @@ class Gradients:
             parameter = ledger.parameters[index] if index < len(ledger.parameters) else None
             if parameter is not None and parameter.requires_grad and not parameter.counts:
                 parameter.counts = True
+                on_computed(parameter, functools.partial(_computed, parameter.run, index))
                 on_gradient(parameter, _counted)
 
-    def _check_hooks(self) -> None:
-        for ledger in self.ledgers:
+    def _seen_by_hooks(self) -> set[int]:
+        """The owners whose hooks see what backward has added. What a step puts there itself, no hook sees."""
+        seen: set[int] = set()
+        for ledger in self.ledgers if self.hooked else ():
             for index, times in ledger.added.items():
-                if times > 1 and has_gradient_hooks(self.owners[index]):
+                owner = self.owners[index]
+                if times > 1 and has_gradient_hooks(owner):
                     raise RuntimeError(
                         f"{self.names[index]} has a gradient hook, and the step ran backward {times} times before "
                         "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
                         "or run one backward in each strategy.run."
                     )
+                if has_gradient_hooks(owner):
+                    seen.add(index)
+            for index, times in ledger.computed.items():
+                if times > ledger.added.get(index, 0) and self.owners[index]._backward_hooks:
+                    raise RuntimeError(
+                        f"{self.names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
+                        "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
+                        "replica has that of its own rows. Remove the hook, or call backward() and use .grad."
+                    )
             ledger.added.clear()
+            ledger.computed.clear()
+        return seen
 
     def _take(self) -> None:
         self.so_far = slots(self.owners)
@@ -419,9 +430,10 @@ class Gradients:
 
     def _leave(self) -> None:
         self._shares = None  # first: what is interrupted after this has ended
+        self.forget_arrived()
         self.so_far, self._kept = [], []
         self._total, self._num_handed_in = {}, 0
-        self.owners = []
+        self.owners, self.hooked, self._together = [], set(), None
         for ledger in self.ledgers:
             ledger.leave()
 
@@ -430,9 +442,19 @@ def _stray_gradient(name: str) -> str:
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, without its share. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor that is in no module, or a list of parameters that was made outside of the step. Create the module in "
-        "the scope or give it to strategy.distribute_module(module); put the tensor into such a module; call "
-        "model.parameters() inside the step."
+        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
+        "starts, where names mean the user's own objects. Create the module in the scope or give it to "
+        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
+        "step; call backward on the thread of the step."
+    )
+
+
+def _missed(name: str, replica: int, other: int) -> str:
+    return (
+        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add: the parameter was "
+        "used in one replica and not in the other, and either the one ran no backward, or backward ran twice without a "
+        "forward and a read of all gradients in between. Let every replica run backward, one without a loss on zero: "
+        "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
     )
 
 
@@ -441,22 +463,57 @@ def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 _exchanging = threading.RLock()  # runs of several threads take gradients from the same owners, and give them back
-_delivering = threading.Lock()  # the backward of several accelerators runs on a thread for each
+_delivering = threading.RLock()  # the backward of several accelerators runs on a thread for each
 
 
-def _deliver(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, LocalParameter) and parameter.ledger is not None
-    gradient = slot(parameter)
-    if parameter.ledger.replica is None and gradient is not None:
-        set_slot(parameter, None)
-        if not parameter.delivers_together:
-            parameter.ledger.gradients.deliver(parameter.position, [gradient])
+@final
+class _Delivery:
+    """What a backward between runs adds to the replicas' parameters of one owner goes on to the owner.
+
+    The parameters hold it, and it holds none of them: a cycle would keep their memory.
+    """
+
+    def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[LocalParameter]) -> None:
+        self._owner = owner
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Adds the gradients to the owner's, as they are: whoever ran the backward has weighed the replicas."""
+        assert isinstance(parameter, LocalParameter)
+        if parameter.run.ledger is not None:
+            return
+        with _delivering:
+            owner, parameters = self._owner(), [parameter]
+            if owner is not None and has_gradient_hooks(owner):
+                # They see, in each backward, what all replicas have for it, once.
+                parameters = [known for reference in self._parameters if (known := reference()) is not None]
+                if any(slot(known) is None and will_be_reached(known) for known in parameters):
+                    return
+            gradients = [gradient for gradient in slots(parameters) if gradient is not None]
+            set_slots(parameters, repeat(None))
+            if owner is not None:  # else nobody has it any more
+                _deliver(owner, gradients)
+
+
+def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+    gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+    before = slot(owner)
+    if has_gradient_hooks(owner):
+        torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
+    else:
+        set_slot(owner, gradient if before is None else before + gradient)
+
+
+def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+    if run.ledger is not None:
+        run.ledger.computed[index] = run.ledger.computed.get(index, 0) + 1
 
 
 def _counted(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, LocalParameter) and parameter.ledger is not None
-    if parameter.ledger.replica is not None:
-        parameter.ledger.count(parameter.position)
+    assert isinstance(parameter, LocalParameter)
+    if parameter.run.ledger is not None:
+        added = parameter.run.ledger.added
+        added[parameter.position] = added.get(parameter.position, 0) + 1
 
 
 hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too

@@ -7,6 +7,7 @@ its place, is kept as its view until the replicas settle. See `_gradients`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -14,16 +15,42 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from torchstrategy._replica import Replica
-from torchstrategy._torch import is_compiling, make_parameter, requires_grad_of, set_slot, set_slots, sizes, slot, slots
+from torchstrategy._torch import (
+    are_dense,
+    is_compiling,
+    make_parameter,
+    num_nodes,
+    requires_grad_of,
+    set_slot,
+    set_slots,
+    sizes,
+    slot,
+    slots,
+    version,
+)
 
 if TYPE_CHECKING:
     from torchstrategy._gradients import Gradients
 
 READING = "the first read of a gradient (.grad) after backward"
+PUTTING = "the assignment of a gradient (.grad) to a parameter that has a hook"
+CLEARING = "clearing a gradient that a hook waits for, after backward"
 
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
+
+
+@final
+class CurrentRun:
+    """What all parameters of one replica know of the run that they are in.
+
+    Between runs that is nothing: what has the gradients of all replicas has all parameters, and a parameter that had it
+    would keep itself alive.
+    """
+
+    def __init__(self) -> None:
+        self.ledger: ReplicaLedger | None = None
 
 
 class LocalParameter(torch.nn.Parameter):
@@ -34,10 +61,9 @@ class LocalParameter(torch.nn.Parameter):
     Parameter.
     """
 
-    ledger: ReplicaLedger | None = None
+    run = CurrentRun()
     position: int  # in the ledger
     delivers = False  # whether a gradient that comes between runs goes on to the owner
-    delivers_together = False  # with those of the other replicas, since the owner has hooks
     counts = False  # whether its gradients are counted
 
     @staticmethod
@@ -49,17 +75,16 @@ class LocalParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
+        ledger = self.run.ledger
         # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
-        if self.ledger is None or self.ledger.replica is None or is_compiling():
-            return slot(self)
-        return self.ledger.read(self.position)
+        return slot(self) if ledger is None or is_compiling() else ledger.read(self.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self.ledger is None or self.ledger.replica is None:
+        if self.run.ledger is None:
             set_slot(self, value)
         else:
-            self.ledger.write(self.position, value)
+            self.run.ledger.write(self.position, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -68,12 +93,12 @@ class LocalParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         # In a step: the same memory, but what is written there is counted, and so noticed.
-        return _plain_data(self) if self.ledger is None or self.ledger.replica is None else self.detach()
+        return _plain_data(self) if self.run.ledger is None else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if self.ledger is not None and self.ledger.replica is not None:
-            raise RuntimeError(written_in_replica(self.ledger.name(self.position)))
+        if self.run.ledger is not None:
+            raise RuntimeError(written_in_replica(self.run.ledger.name(self.position)))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -89,6 +114,29 @@ class View(NamedTuple):
 
     gradient: torch.Tensor | None
     had_none: bool = False  # it cleared it when there was none, of this replica or so far
+    version: int | None = None  # of what it was shown
+    are_zeros: bool = False  # it cleared it, and left zeros that count what is written on them
+
+    def is_as_shown(self, so_far: torch.Tensor | None) -> bool:
+        """Whether the step has done nothing to what it was shown.
+
+        Torch does not count what is written through `.data`, or by NumPy. In host memory the numbers tell, of which no
+        more are looked at than cost nothing.
+        """
+        shown = self.gradient
+        if shown is None or so_far is None or _version(shown) != self.version:
+            return False
+        if shown.device.type != "cpu" or so_far.device.type != "cpu" or not are_dense([shown, so_far]):
+            return True
+        some = slice(None, None, max(1, shown.numel() // _SAMPLE))
+        return torch.equal(shown.detach().view(-1)[some], so_far.detach().view(-1)[some])
+
+
+class Reads(NamedTuple):
+    """The parameters whose gradients a replica took for settled, and read without a meeting."""
+
+    all: set[int]
+    doubtful: set[int]  # since backward may have run before
 
 
 CLEARED = View(None)
@@ -99,6 +147,8 @@ CLEARED_NOTHING = View(None, had_none=True)
 # for the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held
 # back until then, so that the end of the heap is not free. Where gradients are large, their memory is for others.
 _FEW = 4
+_SAMPLE = 1 << 14
+_MANY = 4096  # slots that can be looked at in a time that does not matter beside a meeting: 0.2 ms
 _SMALL = 1 << 25  # bytes of all gradients of a replica
 
 
@@ -112,51 +162,101 @@ class ReplicaLedger:
     """
 
     def __init__(self, gradients: Gradients, parameters: Sequence[LocalParameter]) -> None:
+        self._gradients = weakref.ref(gradients)  # which holds this
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
         self.views: dict[int, View] = {}
         self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
-        self.seen: set[int] = set()  # read since the last look at all slots, and not local then
-        self._held_back: torch.Tensor | None = None  # see `_FEW`
         self.put: set[int] = set()  # of which the step put a gradient there itself
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
-        self.added: dict[int, int] = {}  # how often backward added to a counted parameter since gradients were settled
-        self.gradients = gradients
+        # Since gradients were settled, of parameters whose owners have hooks: how often one was computed, and added.
+        self.computed: dict[int, int] = {}
+        self.added: dict[int, int] = {}
+        self._held_back: torch.Tensor | None = None  # see `_FEW`
+        known = (parameter.run for parameter in parameters if parameter.run is not LocalParameter.run)
+        self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
-            parameter.ledger, parameter.position = self, index
+            parameter.run, parameter.position = self._run, index
+        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # before gradients were settled
+        self._reads: set[int] = set()  # since gradients were settled
+        self._unlooked: set[int] = set()  # and since the last look at all slots
+        self._last_read = self._num_nodes = -1
+        self._num_looks = _MANY  # for how many slots there is time
+
+    @property
+    def gradients(self) -> Gradients:
+        gradients = self._gradients()
+        assert gradients is not None
+        return gradients
+
+    def enter(self, replica: Replica) -> None:
+        """The step begins: what it does with gradients is noted here."""
+        self.replica = replica
+        self._run.ledger = self
 
     def read(self, index: int) -> torch.Tensor | None:
-        """The gradient of one parameter, of the whole step. A meeting if this replica has local gradients.
+        """The gradient of one parameter, of the whole step: a meeting, unless it is settled as far as is known here.
 
-        To know that, all slots would have to be looked at in every read. They are looked at when a parameter is read
-        for the second time, which begins a new pass over the parameters; `Gradients.check_reads` finds what that
-        misses.
+        It is not if this replica ran backward since, of whichever parameters: it may have added to this one in another
+        replica. Nor if the step has cleared, replaced or changed what it was shown, which may be with its own rows.
         """
-        assert self.replica is not None
-        has_local = slot(self.parameters[index]) is not None
-        if not has_local and (index in self.seen or not self.seen):
-            self.seen.clear()
-            has_local = bool(self.local_indices())
-        if has_local:
-            gradients = self.gradients
-
-            def combine(brought: Sequence[set[int]]) -> list[None]:
-                gradients.check_reads(brought)
-                gradients.settle()
-                return [None] * len(brought)
-
-            self.hand_in()
-            self.replica.meet(READING, combine, set(self.seen))
-            self.seen.clear()
-        self.seen.add(index)
+        view = self.views.get(index)
+        if (view is not None and not view.is_as_shown(self.gradients.so_far[index])) or self._ran_backward(index):
+            self._settle(READING)
+        else:
+            self._reads.add(index)
+        self._last_read = index
         return self._view(index)
+
+    def _ran_backward(self, index: int) -> bool:
+        """Whether backward has added to any parameter, as far as can be seen without a look at each in each read.
+
+        All are looked at as long as that costs little; when the graph has grown since the last look, since most
+        backwards come after a forward; and when a parameter is read again, which begins a new pass over them.
+        `Gradients.check_reads` finds what that misses.
+        """
+        if self._has_local(index):
+            return True
+        nodes, is_read_again = num_nodes(), index in self._unlooked and index != self._last_read
+        if self._num_looks > 0 or is_read_again or nodes != self._num_nodes:
+            self._num_looks -= len(self.parameters)
+            self._num_nodes = nodes
+            self._unlooked.clear()
+            return not {type(None)}.issuperset(map(type, slots(self.parameters)))
+        self._unlooked.add(index)
+        return False
+
+    def _settle(self, meeting: str) -> None:
+        assert self.replica is not None
+        gradients = self.gradients
+
+        def combine(brought: Sequence[Reads]) -> list[None]:
+            gradients.check_reads(brought)
+            gradients.settle_in_step()
+            return [None] * len(brought)
+
+        self.hand_in()
+        # Between what was read without a look, and a forward, there was no backward.
+        unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
+        self.replica.meet(meeting, combine, Reads(self._reads, unlooked))
+
+    def _let_hooks_see(self, indices: Sequence[int]) -> None:
+        """What backward has made, hooks see before the step clears it: in plain PyTorch they saw it in backward."""
+        if not self.gradients.hooked.isdisjoint(indices) and self.local_indices():
+            self._settle(CLEARING)
 
     def write(self, index: int, value: torch.Tensor | None) -> None:
         """What `parameter.grad = value` means for the gradient of the whole step."""
         view = self.views.get(index)
         if value is not None and view is not None and view.gradient is value:
             return  # `p.grad += x` has already changed the view in place
+        is_hooked = index in self.gradients.hooked
+        if is_hooked:
+            self._let_hooks_see([index])
+            view = self.views.get(index)
         was_shown = view is not None and view.gradient is not None
+        if view is not None and view.are_zeros and view.gradient is not None:
+            was_shown = _version(view.gradient) > 0
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.views[index] = View(value)
@@ -166,9 +266,12 @@ class ReplicaLedger:
             set_slot(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
+                if is_hooked:  # no hook sees it, and it must not become one with what a backward adds
+                    self._settle(PUTTING)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
+        self._let_hooks_see(indices)
         if set_to_none and not self.views and not self.local_indices():  # as at the beginning of most steps
             so_far = self.gradients.so_far
             self.views = {index: CLEARED_NOTHING if so_far[index] is None else CLEARED for index in indices}
@@ -178,7 +281,7 @@ class ReplicaLedger:
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
             zeros = {i: torch.zeros_like(self.own(i)) for i in shown}
-            cleared.update((index, View(zero.detach())) for index, zero in zeros.items())
+            cleared.update((index, View(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
         self.views.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -192,7 +295,6 @@ class ReplicaLedger:
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
         """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
         are_ours = not self.put
-        self.put.clear()
         taken = {index: local for index, local in enumerate(slots(self.parameters)) if local is not None}
         if taken:
             set_slots(self.parameters, repeat(None))
@@ -212,26 +314,38 @@ class ReplicaLedger:
         """What the user calls a parameter."""
         return self.gradients.names[index]
 
-    def count(self, index: int) -> None:
-        """Notes that backward has added to the gradient of a parameter."""
-        self.added[index] = self.added.get(index, 0) + 1
-
-    def let_go(self) -> None:
-        """Breaks the circle of parameters and ledger."""
-        for parameter in self.parameters:
-            parameter.ledger = None
-        self.parameters = []
-        self._held_back = None
-
     def leave(self) -> None:
         """The run has ended."""
-        self.replica = None
+        self._run.ledger = self.replica = None
+        self.settled()
+        self._shown.clear()
+        self.with_graph.clear()
+        self.added.clear()
+        self.computed.clear()
+
+    def settled(self) -> None:
+        """Gradients were settled: from here on, the step is shown them as they are now."""
+        for index, view in self.views.items():
+            if view.gradient is not None and view.version is not None:
+                self._shown[index] = weakref.ref(view.gradient)
         self.views.clear()
         self.handed_in = set()
         self.put.clear()
-        self.seen.clear()
-        self.with_graph.clear()
-        self.added.clear()
+        self._reads, self._unlooked = set(), set()
+        self._last_read = self._num_nodes = -1
+        self._num_looks = _MANY
+
+    def show_again(self) -> None:
+        """What the step was shown and has kept, it has as the gradient of now: in plain PyTorch it is one tensor."""
+        shown, self._shown = self._shown, {}
+        for index, reference in shown.items():
+            so_far, tensor = self.gradients.so_far[index], reference()
+            if so_far is not None and tensor is not None and _fits(tensor, so_far):
+                if tensor.data_ptr() == so_far.data_ptr():  # of the first replica, whose it was
+                    self.gradients.so_far[index] = so_far.clone()
+                with torch.no_grad():
+                    tensor.copy_(so_far)
+                self.views[index] = View(tensor, version=_version(tensor))
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
@@ -265,8 +379,17 @@ class ReplicaLedger:
         shown = so_far.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             shown = _made_together(shown, self.name(index))
-        self.views[index] = View(shown)
+        self.views[index] = View(shown, version=_version(shown))
         return shown
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_inference() else version(gradient)
+
+
+def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
+    is_plain = not shown.requires_grad and are_dense([shown, gradient])
+    return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
 
 
 @final
@@ -299,7 +422,7 @@ def _made_together(gradient: torch.Tensor, name: str) -> torch.Tensor:
 def written_in_replica(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
-        f"{name} was written in place in a replica. Every replica would do so once, on memory that they may share or "
-        "may not, and nothing would bring the copies together. Write on parameters after strategy.run, or in a "
-        "merge function: get_replica_context().merge_call(lambda strategy: ...)."
+        f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would do so "
+        "once, on memory that they may share or may not, and nothing would bring the copies together. Write on "
+        "parameters after strategy.run, or in a merge function: get_replica_context().merge_call(lambda strategy: ...)."
     )

@@ -7,49 +7,37 @@ results the user differentiates: whoever asks there for the gradient of the user
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import nn
 
 from torchstrategy._context import current_frame, is_default
 from torchstrategy._ledger import LocalParameter
-from torchstrategy._torch import set_slot, slot
+from torchstrategy._torch import set_slot, slot, swap_tensors
 
 
-@final
-class LinkedParameter(nn.Parameter):
-    """A replica's parameter with a history: it has the same memory, and what is done to it is done to that."""
+@contextmanager
+def linked(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """A block in which parameters of a replica have a history, so that gradients flow on to their owners.
 
-    local: LocalParameter
+    They are the same objects as before, wherever the step has them: in several modules, in a dict, in a closure.
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return self.local.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self.local.grad = value
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.local.data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        self.local.data = value
-
-
-def linked(local: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """What stands in the replica for its parameter `local`, so that gradients flow on to `owner`."""
-    if not isinstance(local, LocalParameter) or not local.requires_grad:
-        return local
-    parameter = _link(owner, [local])
-    parameter.__class__ = LinkedParameter  # torch itself makes parameters without a history only
-    assert isinstance(parameter, LinkedParameter)
-    parameter.local = local
-    return parameter
+    Args:
+        pairs: Tensors of a replica, each with the user's own.
+    """
+    links: list[_Linked] = []
+    try:
+        for local, owner in pairs:
+            if isinstance(local, LocalParameter) and local.requires_grad:
+                leaf: list[torch.Tensor] = [local]
+                links.append(_Linked(local, _link(owner, leaf), leaf))
+                links[-1].begin()
+        yield
+    finally:
+        for link in links:
+            link.end()
 
 
 def is_in_replica() -> bool:
@@ -58,22 +46,48 @@ def is_in_replica() -> bool:
     return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
 
 
+@final
+class _Linked(NamedTuple):
+    """A parameter, and the tensor with which it exchanges what they are for the length of a block."""
+
+    local: LocalParameter
+    other: torch.Tensor
+    leaf: list[torch.Tensor]  # where the link finds what collects the gradients of a backward in the block
+
+    def begin(self) -> None:
+        swap_tensors(self.local, self.other)
+        self.leaf[:] = [self.other]
+        self._collects(self.other)
+
+    def end(self) -> None:
+        self.leaf.clear()  # it would be a circle: the other tensor is what the link has made
+        if not self.local.is_leaf:
+            swap_tensors(self.local, self.other)
+            self._collects(self.local)
+
+    def _collects(self, leaf: torch.Tensor) -> None:
+        """Says where the replica's own gradient lies."""
+        ledger: Any = self.local.run.ledger
+        if ledger is not None:
+            ledger.parameters[self.local.position] = leaf
+
+
 class _Link(torch.autograd.Function):
     """The memory of one parameter, with the history of another."""
 
     @staticmethod
-    def forward(ctx: Any, owner: torch.Tensor, local: list[LocalParameter]) -> torch.Tensor:
-        (parameter,) = local  # in a list, so that it is no input of the graph
-        ctx.device, ctx.local = owner.device, parameter
-        return parameter.detach()
+    def forward(ctx: Any, owner: torch.Tensor, leaf: list[torch.Tensor]) -> torch.Tensor:
+        ctx.device, ctx.leaf = owner.device, leaf  # in a list, so that it is no input of the graph
+        return leaf[0].detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if not is_in_replica():
+        if not ctx.leaf:
             return gradient.to(ctx.device), None
-        before = slot(ctx.local)  # a forward that runs a backward: its gradients are collected as those of a step
-        set_slot(ctx.local, gradient if before is None else before + gradient)
+        (leaf,) = ctx.leaf  # a forward that runs a backward: its gradients are collected as those of a step
+        before = slot(leaf)
+        set_slot(leaf, gradient if before is None else before + gradient)
         return None, None
 
 
-_link: Callable[[torch.Tensor, list[LocalParameter]], torch.Tensor] = _Link.apply
+_link: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor] = _Link.apply

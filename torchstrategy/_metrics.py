@@ -65,7 +65,7 @@ class Metrics:
         self._names = names
         self._local = local
         self._devices = devices
-        self._metrics = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_METRIC]
+        self._metrics = [p for p, inside in enumerate(originals) if is_metric(inside)]
         self._collections = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_COLLECTION]
         self.states = {p: set(_states(originals[p])) for p in self._metrics}  # which are brought here, at each run
         self._given: dict[tuple[int, int, str], list[object]] = {}  # how each state was when the run began
@@ -137,6 +137,11 @@ class Metrics:
                 "step, and update it after the run: metric.update(strategy.gather(predictions, axis=0), ...)."
             )
         return reduction(torch.stack(values))
+
+
+def is_metric(inside: Inside) -> bool:
+    """Whether a module is a metric of torchmetrics, by what it has inside."""
+    return inside.keys() >= _OF_A_METRIC
 
 
 def _states(original: Inside) -> list[str]:

@@ -15,23 +15,26 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from torchstrategy._attributes import Attributes
 from torchstrategy._comm import write
 from torchstrategy._copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._devices import place
+from torchstrategy._held import PLAIN
 from torchstrategy._ledger import LocalParameter, written_in_replica
+from torchstrategy._lost_buffers import LostBuffers
 from torchstrategy._metrics import Metrics
 from torchstrategy._originals import Original, Originals
 from torchstrategy._parts import TORCHS_OWN, computed_by_hooks
 from torchstrategy._replica_modules import ReplicaModules, differ, uncopyable
 from torchstrategy._shares import Shares
-from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Held, Structure, held_in, same
+from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Structure, held_in, same
 from torchstrategy._torch import requires_grad_of
 from torchstrategy._trace import traced
 from torchstrategy._types import Device
@@ -79,18 +82,22 @@ class Mirrors:
         by_name = [Original(variable.name, variable) for variable in loose]
         self._parameters = Originals(_originals(modules, paths, "_parameters"), by_name)
         self._buffers = Originals(_originals(modules, paths, "_buffers"))
+        self.lost_buffers = LostBuffers(self._buffers)
         self._replicas = [
             ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
+        self._watch_parameters()
+        self._buffers.watch(dict.fromkeys(range(len(self._buffers.names)), 0))
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._structure = Structure(self._insides)
         self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
-        self._attributes = [dict(inside) for inside in self._insides]
-        self._attribute_values = held_in(self._insides)
-        self._contents = self._current_contents()
+        self._computed = [computed_by_hooks(module) for module in modules]  # plain attributes, by each replica's hooks
+        self._known = [dict(inside) for inside in self._insides]
+        self._known_values = held_in(self._insides)
+        self._attributes = Attributes(self._replicas, self._named_attributes)
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -118,14 +125,14 @@ class Mirrors:
         """Brings to the copies what was written on the originals. False if they have to be made anew."""
         if self._is_outdated or not self._structure.is_same():
             return False
-        if any(not same(known, _contents(container)) for container, known in self._contents):
-            return False  # something was put into a list, dict or object, or taken out
+        if not self._attributes.bring(self._named_attributes):
+            return False
         values = held_in(self._insides)  # the tables are among them
-        if not same(self._attribute_values, values):
+        if not same(self._known_values, values):
             if not self._bring_attributes():
                 return False
-            self._attribute_values = values
-            self._contents = self._current_contents()
+            self._known_values = values
+            self._attributes.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self._replicas:
@@ -152,11 +159,22 @@ class Mirrors:
             raise
         for replica in self._replicas:
             replica.parameters_are_known()
+        if moved:
+            self._watch_parameters()
 
-    def those_of_the_first(self, owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of some originals those that are, themselves, the parameters of the first replica."""
-        first, index_of = self._replicas[0], self._index_of
-        return [owner for owner in owners if id(owner) in index_of and first.shares(index_of[id(owner)])]
+    def _watch_parameters(self) -> None:
+        """What all replicas share can be written in any way; of the others, copies have to follow."""
+        shared = enumerate(zip(*self.sharing(), strict=True))
+        self._parameters.watch({index: sum(by_replica) for index, by_replica in shared if not all(by_replica)})
+
+    def sharing(self) -> list[list[bool]]:
+        """For each replica, which of its parameters share the memory of the originals."""
+        return [list(replica.aliased) for replica in self._replicas]
+
+    def own_parameters(self, replica: int) -> dict[int, LocalParameter]:
+        """The parameters of one replica that have memory of their own, by the id of the original."""
+        local, aliased = self._replicas[replica].parameters, self._replicas[replica].aliased
+        return {id(o): p for o, p, is_shared in zip(self.owners, local, aliased, strict=True) if not is_shared}
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that originals, and all copies that have memory of their own, were written alike."""
@@ -208,7 +226,8 @@ class Mirrors:
         values = self._buffer_values(shares)
         states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
-        lead.return_attributes(self._insides)
+        lead.return_attributes(self._insides, self._computed, self._metrics.states)
+        self._attributes.give_back(shares.present[0], self._named_attributes)
         if any(changes):
             self._return_changes(shares, changes[0])
         for state in states:
@@ -253,7 +272,8 @@ class Mirrors:
         """
         present = [self._replicas[r] for r in shares.present]
         combined = {}
-        for index in set().union(*(replica.written_buffers(self._buffers) for replica in present)):
+        written = [replica.written_buffers(self._buffers) for replica in present]
+        for index in set().union(*written):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
@@ -263,6 +283,9 @@ class Mirrors:
                 fractions = [shares.fractions[r] for r in shares.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
+            elif not self._buffers.are_running[index]:
+                others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
+                self.lost_buffers.look(index, values[0], others)
         return combined
 
     def _changed_buffers(self) -> list[int]:
@@ -271,33 +294,25 @@ class Mirrors:
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
 
-    def _current_contents(self) -> list[tuple[Any, Held]]:
-        """What replicas have copies of that may be changed in place, a list or a configuration, and what is in it."""
-        found = {
-            id(value): value
-            for position, inside in enumerate(self._insides)
-            for name, value in inside.items()
-            if name not in self._brought_otherwise(position)
-            and _may_be_changed(value)
-            and not self._replicas[0].has(position, name, value)
-        }
-        return [(value, _contents(value)) for value in found.values()]
-
-    def _brought_otherwise(self, position: int) -> Set[str]:
-        states = self._metrics.states.get(position)
-        return TORCHS_OWN | states if states else TORCHS_OWN
+    def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+        """The plain attributes of all modules: the path, the value, and what each replica has in its place."""
+        for position, inside in enumerate(self._insides):
+            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
+            for name in [name for name in inside if name not in left_out]:
+                local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
+                is_everywhere = not any(value is MISSING for value in local)
+                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
+                    yield f"{self._paths[position]}.{name}", inside[name], local
 
     def _bring_attributes(self) -> bool:
-        for position, (known, now) in enumerate(zip(self._attributes, self._insides, strict=True)):
+        for position, (known, now) in enumerate(zip(self._known, self._insides, strict=True)):
             if same(held_in([known]), held_in([now])):
                 continue
             changed = [name for name in {**known, **now} if known.get(name, MISSING) is not now.get(name, MISSING)]
             if any(name in TORCHS_OWN and name != "training" for name in changed):
                 return False
-            module = self._references[position]()
-            computed = set() if module is None else computed_by_hooks(module)  # by each replica's own hook
             for name in changed:
-                if name in computed or name in self._metrics.states.get(position, ()):
+                if name in self._computed[position] or name in self._metrics.states.get(position, ()):
                     continue
                 value = now.get(name, MISSING)
                 refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
@@ -306,7 +321,7 @@ class Mirrors:
                         replica.bring_attribute(position, name, value)
                 except Exception as error:
                     raise uncopyable(f"{self._paths[position]}.{name}", error) from error
-            self._attributes[position] = dict(now)
+            self._known[position] = dict(now)
         return True
 
 
@@ -328,17 +343,6 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     # follow torch in what they call such a buffer.
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
     return isinstance(module, norms) or name.startswith("running_")
-
-
-def _may_be_changed(value: object) -> bool:
-    others = (nn.Module, types.FunctionType, types.MethodType)  # what is noted on a function is noted for all replicas
-    return type(value) in (list, dict, set) or (hasattr(value, "__dict__") and not isinstance(value, others))
-
-
-def _contents(value: Any) -> Held:
-    if type(value) in (list, set):
-        return Held([], list(value))
-    return Held([], [*value, *value.values()]) if type(value) is dict else held_in([vars(value)])
 
 
 def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:

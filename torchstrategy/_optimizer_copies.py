@@ -1,8 +1,8 @@
 """Copies of the user's optimizers, with which replicas update parameters of their own.
 
-The user's own optimizer updates the parameters of the first replica, which are the user's own. For each other replica
-there is a copy of it, with a state of its own, that takes every step that the user's takes, after it, on the same
-gradients. So all replicas come to the same bits, and no parameter is sent.
+The user's own optimizer updates the user's own parameters, which are those of every replica on their device. For each
+replica on another device there is a copy of it, with a state of its own, that takes every step that the user's takes,
+after it, on the same gradients. So all replicas come to the same bits, and no parameter is sent.
 
 What decides by other things than gradients, or draws random numbers, could come to other bits: only torch's own
 optimizers have copies. After a step of any other one, values are sent.
@@ -11,18 +11,22 @@ optimizers have copies. After a step of any other one, values are sent.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import brought
 from torchstrategy._ledger import LocalParameter
+from torchstrategy._originals import Original, Originals
 from torchstrategy._stand_ins import own, plain_class
-from torchstrategy._torch import slot, version
+from torchstrategy._torch import slot
 from torchstrategy._trace import traced
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
@@ -50,29 +54,37 @@ def can_have_copies(optimizer: Optimizer) -> bool:
 
 @final
 class OptimizerCopies:
-    """The copies of one optimizer, for all replicas but the first.
+    """The copies of one optimizer.
 
     Args:
         optimizer: The user's own.
-        local: The parameters of each of those replicas, by the id of the owner.
+        local: Of each replica that has parameters with memory of their own: those, by the id of the owner.
     """
 
-    def __init__(self, optimizer: Optimizer, local: Sequence[Mapping[int, LocalParameter]]) -> None:
-        self._copies = [_Copy(optimizer, parameters) for parameters in local]
-        self._known: list[tuple[torch.Tensor, int]] | None = None  # the state that the copies agree with
-        self.begin(optimizer)
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, LocalParameter]]) -> None:
+        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
+        self._known: _State | None = None  # the state that the copies agree with
+        self._lock = threading.Lock()
 
-    def state(self, replica: int) -> dict[torch.Tensor, Any]:
-        """That of a replica's copy, by the replica's own parameters."""
-        return self._copies[replica - 1].state()
+    def has(self, replica: int) -> bool:
+        """Whether a replica has a copy."""
+        return replica in self._copies
+
+    def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
+        """That of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
+        with self._lock, undisturbed():
+            self.begin(optimizer)
+            return self._copies[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings to the copies what was written on the settings and on the state."""
-        is_known = self._known is not None and _same(self._known, list(_versions(optimizer)))
-        for copied in self._copies:
+        is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
+        for copied in self._copies.values():
             copied.bring_settings(optimizer)
             if not is_known:
                 copied.bring_state(optimizer)
+        if not is_known:
+            self._known = _State(optimizer)
 
     def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> None:
         """After a step: the copies take the same, on the counterparts of some of the parameters.
@@ -82,11 +94,35 @@ class OptimizerCopies:
             owners: The parameters.
             arrived: What a replica has got of a gradient already, if it has.
         """
-        trained = [owner for owner in owners if slot(owner) is not None]
-        for replica, copied in enumerate(self._copies, start=1):
+        with_gradient = [owner for owner in owners if slot(owner) is not None]
+        for replica, copied in self._copies.items():
+            trained = [owner for owner in with_gradient if copied.has(owner)]
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
-        self._known = list(_versions(optimizer))
+        if self._known is not None and self._known.is_that_of(optimizer):
+            self._known.take_changes()
+        else:
+            self._known = _State(optimizer)
+
+
+@final
+class _State:
+    """The state of an optimizer, as it was when its copies agreed with it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._values = _values(optimizer)
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._tensors = Originals([Original("", tensor) for tensor in tensors])
+        self._tensors.watch(dict.fromkeys(range(len(tensors)), 0))
+
+    def is_that_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has the very same values in its state."""
+        values = _values(optimizer)
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def take_changes(self) -> bool:
+        """Whether any tensor of it was written; from here on it counts as it is."""
+        return bool(self._tensors.take_changes()[0])
 
 
 @final
@@ -106,6 +142,9 @@ class _Copy:
             {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
         )
 
+    def has(self, owner: torch.Tensor) -> bool:
+        return id(owner) in self._plain
+
     def state(self) -> dict[torch.Tensor, Any]:
         state = self._optimizer.state
         return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
@@ -120,7 +159,7 @@ class _Copy:
         for owner in _owners(optimizer, self._local):
             if owner in state:
                 plain = self._plain[id(owner)]
-                self._optimizer.state[plain] = {name: _sent(name, value, plain) for name, value in state[owner].items()}
+                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
 
     def step(self, owners: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
         if not owners:
@@ -151,11 +190,10 @@ def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _sent(name: str, value: Any, parameter: torch.Tensor) -> Any:
+def _sent(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    # The number of steps, which torch keeps on the CPU.
-    stays = name == "step" and value.device.type == "cpu"
+    stays = value.is_cpu and value.dim() == 0  # the number of steps, say, which torch keeps on the CPU
     return value.detach().to(value.device if stays else parameter.device, copy=True)
 
 
@@ -163,12 +201,5 @@ def _settled(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _versions(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, int]]:
-    for state in vars(optimizer)["state"].values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield value, version(value)
-
-
-def _same(known: Sequence[tuple[torch.Tensor, int]], now: Sequence[tuple[torch.Tensor, int]]) -> bool:
-    return len(known) == len(now) and all(a is b and m == n for (a, m), (b, n) in zip(known, now, strict=True))
+def _values(optimizer: Optimizer) -> list[Any]:
+    return [value for state in vars(optimizer)["state"].values() for value in state.values()]

@@ -7,13 +7,14 @@ for each tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, final
 
 import torch
 
 from torchstrategy._torch import keeping_version, layouts, pointers, version, versions
+from torchstrategy._uncounted import UncountedWrites
 
 _UNCOUNTED = -1  # in the place of a version: it was written in a way that counts none
 
@@ -44,6 +45,8 @@ class Originals:
         self._pointers: list[int] = []
         self._layouts: list[object] = []
         self._memory: list[object] = []  # kept, so that nothing else can come to lie there
+        self._watched: Mapping[int, int] = {}
+        self._uncounted = UncountedWrites({}, {})
         self.take_changes()
 
     @property
@@ -55,8 +58,20 @@ class Originals:
         assert len(loose) == len(self._loose), "copies are given up when a variable dies"
         return [*self._held, *loose]
 
+    def watch(self, num_sharing: Mapping[int, int]) -> None:
+        """From here on, looks for writes that torch does not count in some of them: those that have real copies.
+
+        Args:
+            num_sharing: Of each of those, by how many copies its memory is shared.
+        """
+        self._watched = num_sharing
+        self._uncounted = UncountedWrites({index: self.tensors[index] for index in num_sharing}, num_sharing)
+
     def written(self) -> list[int]:
-        """Those that were written, or lie elsewhere. Whether they mean another part of the same memory is not asked."""
+        """Those that torch has counted as written, or that lie elsewhere.
+
+        Whether they mean another part of the same memory is not asked.
+        """
         tensors = self.tensors
         now, known = (versions(tensors), pointers(tensors)), (self._versions, self._pointers)
         return [] if now == known else _differing(now, known)
@@ -70,12 +85,18 @@ class Originals:
         count, where, how = versions(tensors), pointers(tensors), layouts(tensors)
         has_moved = (where, how) != (self._pointers, self._layouts)
         moved = set(_differing((where, how), (self._pointers, self._layouts))) if has_moved else set()
-        written = _differing((count,), (self._versions,)) if count != self._versions else []
+        written = set(_differing((count,), (self._versions,))) if count != self._versions else set()
         self._versions = count
         if has_moved:
             self._pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
-        return sorted({*written, *moved}) if moved else written, moved
+            written |= (
+                moved | self._watched.keys()
+            )  # of what did not move, a look at the old memory is not worth its risk
+            self.watch(self._watched)
+        elif self._watched:
+            written |= self._uncounted.take(written)
+        return sorted(written), moved
 
     def are_counted(self, indices: Iterable[int]) -> None:
         """The copies agree with some of them."""
@@ -98,7 +119,8 @@ def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> 
     """Writes a buffer, or a copy of one."""
     # torch's kernels do not count what they write on running statistics: an earlier forward of the module, which saved
     # them, may still run backward.
-    with keeping_version(buffer) if is_running else nullcontext():
+    kept = is_running and not buffer.is_inference()
+    with torch.inference_mode(buffer.is_inference()), keeping_version(buffer) if kept else nullcontext():
         buffer.copy_(value.detach())
 
 

@@ -7,7 +7,7 @@ called `run`, while all of them stand still. `merge_call`, `all_reduce` and `opt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from torchstrategy._conductors import held, reached
@@ -24,12 +24,32 @@ class ReplicaStopped(BaseException):
     """Unwinds a replica because another one failed. Not an `Exception`: no step should catch it and go on."""
 
 
+class Watch(ABC):
+    """What looks on, on the thread that called `run`, whenever a replica of that run goes on or stands still.
+
+    Args:
+        take_turns: Whether the replicas should run one at a time, on whichever devices they are.
+    """
+
+    def __init__(self, take_turns: bool) -> None:
+        self.take_turns = take_turns
+
+    @abstractmethod
+    def look(self, running: Collection[int]) -> None:
+        """Called with the replicas of which any may have run since the last call; with none after a meeting."""
+
+    @abstractmethod
+    def warn(self) -> None:
+        """Called after the run, for what is to be said of it."""
+
+
 class Replica(ABC):
     """One replica of one run, as the code that runs in it sees it."""
 
     def __init__(self, index: int, device: Device) -> None:
         self.index = index
         self.device = device
+        self.was_asked = False  # whether the step asked which replica it is in
 
     def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
         """Waits until every replica of the run is at a meeting of this name, and returns this replica's share of it.

@@ -75,6 +75,8 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> int:
         """Which replica this is, from 0."""
+        if self._meetings is not None:
+            self._meetings.replica.was_asked = True
         return self._replica_id
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, final
 
@@ -20,15 +20,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._closures import Rebinding
 from torchstrategy._comm import Write, sent_to
+from torchstrategy._deep_copy import deep_copied
+from torchstrategy._held import PLAIN, is_data, tensors_in
 from torchstrategy._ledger import LocalParameter, set_plain_data
 from torchstrategy._originals import Originals, write_value
-from torchstrategy._parts import TORCHS_OWN, held_plainly
+from torchstrategy._parts import TORCHS_OWN
 from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
 from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
+from torchstrategy._uncounted import reads_of
 from torchstrategy._variables import LocalVariable, Variable, is_variable
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @final
@@ -57,15 +58,16 @@ class ReplicaModules:
         may_alias: bool,
     ) -> None:
         owners = parameters.tensors
-        self._aliased = [may_alias and owner.device == device for owner in owners]
+        # Which parameters share the memory of their original:
+        self.aliased = [may_alias and owner.device == device for owner in owners]
         data = [
             owner.detach() if aliased else sent_to([owner], [device])[0][0]
-            for owner, aliased in zip(owners, self._aliased, strict=True)
+            for owner, aliased in zip(owners, self.aliased, strict=True)
         ]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self.trained = requires_grad_of(self.parameters)
         # Those that count for themselves what is written on them; of the others, the originals count it.
-        self._counting = [index for index, aliased in enumerate(self._aliased) if not aliased]
+        self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
         self.parameters_are_known()
         own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
@@ -73,17 +75,15 @@ class ReplicaModules:
         self._held: list[torch.Tensor] = []  # for as long as their ids are in the memo
         for module in modules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
-            for _, held in held_plainly(module):
-                if isinstance(held, torch.Tensor) and id(held) not in self._memo:
-                    self._memo[id(held)] = held if is_variable(held) else sent_to([held], [device])[0][0]
-                    self._held.append(held)
+            for name, value in _plain(module).items():
+                for path, held in tensors_in(f"{type(module).__name__}.{name}", value):
+                    if id(held) not in self._memo:
+                        self._memo[id(held)] = _copy_of(held, device, path)
+                        self._held.append(held)
             for tensor in chain(module._parameters.values(), module._buffers.values()):
                 self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
         copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
-        originals = (m for root in roots for m in root.modules())
-        pairs = {
-            id(m): local for m, local in zip(originals, (m for root in copied for m in root.modules()), strict=True)
-        }
+        pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
@@ -94,7 +94,8 @@ class ReplicaModules:
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._attribute_values = held_in(self.insides)
+        self._reads = reads_of(own)
+        self._agree()
         self._structure = Structure(self.insides, counts_hooks=True)
 
     def _close_over_own(self) -> None:
@@ -113,15 +114,15 @@ class ReplicaModules:
         counting: set[int] = set()  # those that count for themselves from here on
         owners = originals.tensors
         for index in changed if self._counting else moved:
-            if self._aliased[index] and index not in moved:
+            if self.aliased[index] and index not in moved:
                 continue
             local, owner = self.parameters[index], owners[index]
-            if self._aliased[index] and owner.device == local.device:
+            if self.aliased[index] and owner.device == local.device:
                 set_plain_data(local, owner.detach())
                 counting.add(index)
-            elif self._aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
+            elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
-                self._aliased[index] = False
+                self.aliased[index] = False
                 counting.add(index)
             else:
                 targets.append(local)
@@ -129,10 +130,6 @@ class ReplicaModules:
         if counting:
             self._counting = sorted({*self._counting, *counting})
         return Write(targets, sources)
-
-    def shares(self, index: int) -> bool:
-        """Whether a parameter has the memory of the original."""
-        return self._aliased[index]
 
     def parameters_are_known(self) -> None:
         """The parameters agree with the originals: whatever is written on them from here on, the step writes."""
@@ -172,6 +169,7 @@ class ReplicaModules:
             table, name = self._slots[index]
             table[name] = own
             self._agreed[index] = (own, version(own))
+        self._reads = reads_of([own for own, _ in self._agreed])
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""
@@ -179,11 +177,21 @@ class ReplicaModules:
         if value is MISSING:
             inside.pop(name, None)
         else:
-            memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}}
-            if isinstance(value, torch.Tensor):
-                memo[id(value)] = sent_to([value], [self._device])[0][0]
-            inside[name] = Rebinding(self._memo).of(copy.deepcopy(value, memo))
-        self._attribute_values = held_in(self.insides)
+            inside[name] = self.copied(value, {}, name)
+        self._agree()
+
+    def copied(self, value: Any, own: Mapping[int, Any], name: str = "") -> Any:
+        """A copy of what the user holds, for this replica: of what it has already, that.
+
+        Args:
+            value: What the user holds.
+            own: By the id of further things of the user's, what this replica has.
+            name: What to call the value in a message.
+        """
+        memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}, **own}
+        new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
+        memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
+        return Rebinding({**self._memo, **own}).of(deep_copied(value, memo))
 
     def changes(self) -> list[Change]:
         """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
@@ -193,19 +201,30 @@ class ReplicaModules:
             self._structure.is_known()
         return made
 
-    def has(self, position: int, name: str, value: object) -> bool:
-        """Whether it holds the very object in a plain attribute, and no copy."""
-        return self.insides[position].get(name, MISSING) is value
+    def return_attributes(
+        self, originals: Sequence[dict[str, Any]], computed: Sequence[Set[str]], states: Mapping[int, Set[str]]
+    ) -> None:
+        """Brings to the originals the plain attributes that the step replaced.
 
-    def return_attributes(self, originals: Sequence[dict[str, Any]]) -> None:
-        """Brings to the originals the plain attributes that the step wrote."""
-        values = held_in(self.insides)
-        if not same(self._attribute_values, values):
-            self._attribute_values = values
-            for original, local in zip(originals, self.insides, strict=True):
-                for name, value in local.items():
-                    if isinstance(value, _PLAIN) and original.get(name, MISSING) is not value:
-                        original[name] = value
+        Args:
+            originals: What the user's modules have inside.
+            computed: Of each module, the attributes that its hooks compute.
+            states: By the position of a module, the attributes that are brought otherwise.
+        """
+        if same(self._known_values, held_in(self.insides)):
+            return
+        for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
+            for name in {**known, **local}:
+                value = local.get(name, MISSING)
+                is_table = name in TORCHS_OWN and not isinstance(value, PLAIN)
+                if value is not known.get(name, MISSING) and not is_table and name not in states.get(position, ()):
+                    _return(originals[position], name, value, name in computed[position])
+        self._agree()
+
+    def _agree(self) -> None:
+        """The plain attributes agree with the originals: what is replaced from here on, the step replaces."""
+        self._known = [dict(inside) for inside in self.insides]
+        self._known_values = held_in(self.insides)
 
     def return_hook(self, change: Change, original: dict[str, Any], originals: Mapping[int, object]) -> None:
         """Registers a hook on an original, or removes it, as the step did on the copy.
@@ -242,11 +261,12 @@ class ReplicaModules:
 
     def written_buffers(self, originals: Originals) -> set[int]:
         """The buffers that the step wrote, or put another tensor in the place of."""
-        written = set()
-        for index, (own, agreed) in enumerate(self._agreed):
-            buffer = self.buffer(index)
-            is_uncounted = originals.are_running[index] and differ(own, originals.tensors[index])
-            if is_uncounted or buffer is not own or version(own) != agreed:
+        written = self._reads.take()
+        for index, ((own, agreed), original) in enumerate(zip(self._agreed, originals.tensors, strict=True)):
+            # What may be written uncounted is compared: by torch's kernels, and on the CPU by anybody.
+            is_compared = originals.are_running[index] or (own.is_cpu and original.is_cpu)
+            is_counted = self.buffer(index) is not own or version(own) != agreed
+            if is_counted or (is_compared and differ(own, original)):
                 written.add(index)
         return written
 
@@ -290,6 +310,51 @@ def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]
                 yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
 
 
+def _return(original: dict[str, Any], name: str, value: Any, is_computed: bool) -> None:
+    """Brings to an original what a step has put in the place of a plain attribute, if it is data."""
+    before = original.get(name, MISSING)
+    if value is MISSING:
+        original.pop(name, None)
+    elif isinstance(value, torch.Tensor):
+        fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
+        # An output that forward keeps has the rows of one replica only: it stays there.
+        if fits and (is_computed or not (value.requires_grad or before.requires_grad)):
+            original[name] = value.detach().to(before.device, copy=not is_computed)
+    elif is_data(value, lambda _: False):
+        original[name] = copy.deepcopy(value)
+
+
+class _KeptOutput(torch.autograd.Function):
+    """A copy of an output that a module keeps: a backward does not go through it, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, path: str) -> torch.Tensor:
+        ctx.path = path
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"This backward goes through {ctx.path}, which was computed outside of strategy.run and kept in a plain "
+            "attribute: a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to "
+            "be constant, detach it."
+        )
+
+
+_kept_output: Callable[[torch.Tensor, str], torch.Tensor] = _KeptOutput.apply
+
+
+def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
+    """A replica's copy of a tensor that a module holds in a plain attribute."""
+    if is_variable(tensor):
+        return tensor
+    copied = sent_to([tensor], [device])[0][0]
+    if tensor.is_leaf or not tensor.requires_grad:
+        return copied
+    with torch.enable_grad():
+        return _kept_output(copied.requires_grad_(), path)
+
+
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
 
@@ -303,14 +368,23 @@ def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
     """Copies of all roots at once, so that what they share stays shared."""
     try:
-        return copy.deepcopy(list(roots), memo)
+        copied: list[nn.Module] = deep_copied(list(roots), memo)
+        return copied
     except Exception as error:
         raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
+
+
+def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    modules, copies = list(root.modules()), list(copied.modules())
+    if len(modules) != len(copies):
+        what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"
+        raise uncopyable(type(root).__name__, TypeError(what))
+    return zip(modules, copies, strict=True)
 
 
 def uncopyable(name: str, error: Exception) -> TypeError:
     """What is raised when `copy.deepcopy` fails on something of the user's."""
     return TypeError(
-        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Every attribute of a module "
-        "must be one that copy.deepcopy can copy; keep files, locks and tensors with a history elsewhere."
+        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Tensors and modules "
+        "that a module holds must be ones that copy.deepcopy can copy; keep tensors with a history elsewhere."
     )

@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from torchstrategy._conductors import performed_alone
-from torchstrategy._replica import InlineReplica, Replica
+from torchstrategy._replica import InlineReplica, Replica, Watch
 from torchstrategy._team import Team
 from torchstrategy._types import Device, Tree
 
@@ -28,14 +28,16 @@ class Replicas:
         self.devices = tuple(devices)
         self._idle: list[Team] = []
 
-    def run(self, call: Callable[[Replica], Tree], present: Sequence[int]) -> dict[int, Tree]:
+    def run(
+        self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
+    ) -> dict[int, Tree]:
         """Calls `call` for each of the replicas `present`, and returns what each returned; see `Team.run`."""
         if len(self.devices) == 1:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
             return {0: performed_alone(call, (replica,), {})}
         team = self._borrow()
         try:
-            return team.run(call, present)
+            return team.run(call, present, watch)
         finally:
             if team.is_fit:
                 self._idle.append(team)

@@ -19,8 +19,10 @@ from torchstrategy._links import is_in_replica
 from torchstrategy._local_optimizer import LocalOptimizer, Owners
 from torchstrategy._once import OnceAStep
 from torchstrategy._optimizer_copies import is_torchs, parameters_of
-from torchstrategy._replica import Replica
+from torchstrategy._plain_batches import trained, warn_of_plain_batch
+from torchstrategy._replica import Replica, Watch
 from torchstrategy._shares import Shares
+from torchstrategy._stand_ins import plain_class
 from torchstrategy._storage import CrossReplica, Loan
 from torchstrategy._torch import version
 from torchstrategy._trainers import Trainers
@@ -41,7 +43,14 @@ class ReplicatedLoan(Loan, Owners):
         trainers: Trainers,
         cross_replica: CrossReplica,
         as_they_are: Callable[[], AbstractContextManager[None]],
+        watch: Watch | None,
+        warned: set[tuple[int, str]],
+        has_plain_rows: bool,
     ) -> None:
+        self.watch = watch
+        self._warned = warned
+        self._trained = trained(copies.mirrors.owners) if has_plain_rows else None
+        self._lent: list[Replica] = []
         self._copies = copies
         self._as_they_are = as_they_are
         self._shares = shares
@@ -56,11 +65,13 @@ class ReplicatedLoan(Loan, Owners):
         self._callers_device = torch.get_default_device()
         self._local: dict[int, Mapping[int, object]] = {}
         self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
+        self._on_other_thread: str | None = None  # what is wrong with a step that an optimizer has taken there
         self._shown = ExitStack()  # in which the owners have their gradients
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         copies, leads = self._copies, replica.index == self._shares.present[0]
         copies.gradients.enter(replica)
+        self._lent.append(replica)
         ledger = copies.gradients.ledgers[replica.index]
         optimizers = {
             id(optimizer): LocalOptimizer(
@@ -89,8 +100,14 @@ class ReplicatedLoan(Loan, Owners):
 
     @contextmanager
     def published(self) -> Iterator[None]:
+        with self._published():
+            self._copies.gradients.forget_arrived()  # a merge function may write on gradients as it likes
+            yield
+
+    @contextmanager
+    def _published(self) -> Iterator[None]:
         self._check_unwritten()
-        with self._copies.gradients.published(), self._as_they_are():
+        with self._as_they_are(), self._copies.gradients.published():
             yield
         with undisturbed():
             self._copies.mirrors.refresh_parameters()
@@ -99,6 +116,8 @@ class ReplicatedLoan(Loan, Owners):
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self._cross_replica(), self._updating():
+            if optimizer is None:
+                self._copies.gradients.forget_arrived()  # a scaler writes on gradients, and torch does not count it
             result = call()
             self._has_written(optimizer)
             return result
@@ -140,6 +159,17 @@ class ReplicatedLoan(Loan, Owners):
         self._return_settings()
         self._copies.gradients.end()
 
+    def warn(self) -> None:
+        if self.watch is not None:
+            self.watch.warn()
+        mirrors = self._copies.mirrors
+        mirrors.lost_buffers.warn(self._warned)
+        if self._trained is None or _PLAIN_BATCH in self._warned or any(replica.was_asked for replica in self._lent):
+            return
+        if self._trained != trained(mirrors.owners):
+            self._warned.add(_PLAIN_BATCH)
+            warn_of_plain_batch(len(self._lent))
+
     def let_go(self) -> None:
         """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
         self._local.clear()
@@ -149,19 +179,22 @@ class ReplicatedLoan(Loan, Owners):
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
         in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
-        if not in_this_run and (is_in_replica() or threading.get_ident() != self._thread):
+        if not in_this_run and is_in_replica():
             return
         known = self._copies.known | self._outsider_ids
         if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
-        if in_this_run:
+        if not in_this_run and threading.get_ident() != self._thread:
+            self._on_other_thread = _stepped_on_other_thread(optimizer)
+        elif in_this_run:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
                 "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it, and "
                 "its model, in the scope; or give them to strategy.distribute_module(model) and "
                 "strategy.distribute_optimizer(optimizer); or step after strategy.run."
             )
-        self._copies.gradients.keep()
+        else:
+            self._copies.gradients.keep()
 
     def _has_written(self, optimizer: Optimizer | None) -> None:
         """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
@@ -172,6 +205,8 @@ class ReplicatedLoan(Loan, Owners):
     def _check_unwritten(self) -> None:
         self._trainers.check_unwritten()
         if self._copies.gradients.is_alone:  # else another thread may train the same parameters
+            if self._on_other_thread is not None:
+                raise RuntimeError(self._on_other_thread)
             self._copies.mirrors.check_unwritten(self._shares.present)
             for tensor, name, known in self._outsiders:
                 if version(tensor) != known:
@@ -181,7 +216,7 @@ class ReplicatedLoan(Loan, Owners):
     def _updating(self) -> Iterator[None]:
         self._copies.mirrors.check_structure(self._shares.present)
         self._return_settings()
-        with self.published():
+        with self._published():
             yield
         for optimizers in self._optimizers.values():
             for optimizer in optimizers:
@@ -192,5 +227,18 @@ class ReplicatedLoan(Loan, Owners):
             optimizer.return_settings()
 
 
+_PLAIN_BATCH = (0, "a plain batch")
+
+
 def _here(loss: Any) -> Any:
     return loss.cpu() if isinstance(loss, torch.Tensor) else loss
+
+
+def _stepped_on_other_thread(optimizer: Optimizer) -> str:
+    return (
+        f"{plain_class(type(optimizer)).__name__}.step() was called on the thread {threading.current_thread().name!r}, "
+        "which is none of a replica, while strategy.run was at work with the same parameters. A thread that a step "
+        "starts has the user's own model and optimizer, not its replica's; so has a hook that autograd calls on a "
+        "thread of its own. Call backward and optimizer.step() in the step itself; or train on the other thread when "
+        "strategy.run has returned."
+    )

@@ -25,10 +25,12 @@ from torchstrategy._creation import Counter
 from torchstrategy._gradients import AllReduce
 from torchstrategy._links import is_in_replica
 from torchstrategy._once import make_ready, refuse_bound_methods
-from torchstrategy._optimizer_copies import parameters_of
+from torchstrategy._optimizer_copies import is_torchs, parameters_of
 from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_before
 from torchstrategy._parts import parts_of
+from torchstrategy._plain_batches import has_plain_rows
 from torchstrategy._replicated_loan import ReplicatedLoan
+from torchstrategy._shared_writes import SharedTensors
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import own, put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
@@ -45,11 +47,11 @@ class ReplicatedStorage(Storage):
     Args:
         devices: The device of each replica.
         parameter_device: Where the parameters are.
-        may_alias: Whether a copy on the parameters' own device may share their memory. Without, each replica's copies
-            are real ones, as they are on several accelerators; the numbers are the same.
+        may_alias: Whether replicas on the parameters' own device share the memory of the parameters. Without, they have
+            real copies, as replicas on several devices have; the numbers are the same.
         averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
-        is_mirrored: Whether all replicas but the first have memory and an optimizer of their own, and update their
-            parameters themselves; else values are sent to them.
+        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
+            own; else values are sent to them.
         all_reduce: How gradients get to all replicas, if they update their parameters themselves.
     """
 
@@ -64,7 +66,7 @@ class ReplicatedStorage(Storage):
     ) -> None:
         super().__init__(devices, parameter_device)
         self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
-        aliases = tuple(may_alias and (r == 0 or not is_mirrored) for r in range(len(self.devices)))
+        aliases = tuple(may_alias or (is_mirrored and r == 0) for r in range(len(self.devices)))
         self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -72,6 +74,8 @@ class ReplicatedStorage(Storage):
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[Copies] = []
         self._in_use: list[Copies] = []
+        self._shared = SharedTensors()
+        self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # modules and variables of which there are no copies yet
         self._generation = 0  # of the set of modules: copies of an earlier one are not used again
         self._lock = threading.RLock()
@@ -103,10 +107,14 @@ class ReplicatedStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
             as_they_are = functools.partial(resting, copies.plain_owners(), run)
-            loan = ReplicatedLoan(copies, shares, outsiders, counters, trainers, cross_replica, as_they_are)
+            several, watch = len(shares.present) > 1, None
+            if several:
+                watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
+            parts = copies, shares, outsiders, counters, trainers, cross_replica, as_they_are, watch
+            loan = ReplicatedLoan(*parts, self._warned, several and has_plain_rows(step[1]))
             tell_before(run, loan.before_any_step)
             copies.mirrors.hand_out(shares.present)
-            copies.gradients.begin(shares, outsiders)
+            copies.gradients.begin(shares, outsiders, loan.together)
             put_up(originals, run)
             yield loan
             take_down(originals, run)
@@ -117,7 +125,6 @@ class ReplicatedStorage(Storage):
             if loan is not None:
                 loan.take_back()
             copies.gradients.abort()
-            copies.gradients.let_go()
             raise
         finally:
             stop_telling(run)
@@ -251,8 +258,8 @@ class ReplicatedStorage(Storage):
         if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)
-        # A fused optimizer writes parameters without counting it, as in-place operations do.
-        if any(group.get("fused") for group in own(optimizer, "param_groups")):
+        # Only torch's own are known to write in ways that torch counts, and of those the fused ones do not.
+        if not is_torchs(optimizer) or any(group.get("fused") for group in own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
                 copies.mirrors.note_written(parameters_of(optimizer))
 

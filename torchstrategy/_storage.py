@@ -5,6 +5,7 @@ A storage takes in what is created in the strategy's scope, and lends it to each
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._creation import Counter, watched
 from torchstrategy._parts import parts_of
-from torchstrategy._replica import Replica
+from torchstrategy._replica import Replica, Watch
 from torchstrategy._shares import Shares
 from torchstrategy._types import Device
 from torchstrategy._variables import Variable, is_variable
@@ -33,6 +34,9 @@ Step = tuple[Callable[..., Any], Sequence[Any]]
 
 class Loan(ABC):
     """The parameters as one run has them: from when it begins until it ends or fails."""
+
+    watch: Watch | None = None
+    """What looks on while the replicas run."""
 
     @abstractmethod
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
@@ -49,6 +53,9 @@ class Loan(ABC):
     @abstractmethod
     def results_require_grad(self) -> None:
         """The caller may run a backward through the results: its gradients have to reach the user's parameters."""
+
+    def warn(self) -> None:  # noqa: B027  a lone replica does what plain PyTorch does
+        """After the run: warns of what may not be the numbers of one device."""
 
 
 class Storage(ABC):
@@ -70,7 +77,7 @@ class Storage(ABC):
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in what this thread creates."""
-        return watched(self.take_part, self.claim, self.take_optimizer, self.take_counter)
+        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_counter)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all below it.
@@ -83,29 +90,43 @@ class Storage(ABC):
         for part in parts:
             self.claim(part)
             for parameter in part.parameters(recurse=False):
-                self.claim(parameter)
+                self.claim_parameter(part, parameter)
         for part in parts:
             self.take_part(part)
 
-    def claim(self, thing: nn.Module | torch.Tensor) -> None:
-        """Notes that a module or parameter belongs here.
+    def claim(self, thing: nn.Module | Variable) -> None:
+        """Notes that a module or variable belongs here.
 
         Raises:
             RuntimeError: If it belongs to another strategy.
         """
-        owner = _owners.get(thing)
-        if owner is not None and owner() not in (None, self):
+        self._require_free(thing)
+        if thing not in _owners:
+            _owners[thing] = weakref.ref(self)
+
+    def claim_parameter(self, module: nn.Module, parameter: torch.Tensor) -> None:
+        """Notes that a parameter belongs here, for as long as a module has it.
+
+        Raises:
+            RuntimeError: If it belongs to another strategy.
+        """
+        if is_variable(parameter):
+            self._require_free(parameter)
+        else:
+            self._require_free(parameter)
+            holder = weakref.ref(module, functools.partial(_forget, id(parameter)))
+            _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
+
+    def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
+        if _owner_of(thing) not in (None, self):
             raise RuntimeError(
                 f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A "
                 "module belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."
             )
-        if owner is None:
-            _owners[thing] = weakref.ref(self)
 
     def owns(self, thing: nn.Module | torch.Tensor) -> bool:
         """Whether a module or parameter belongs here."""
-        owner = _owners.get(thing)
-        return owner is not None and owner() is self
+        return _owner_of(thing) is self
 
     @abstractmethod
     def like(self) -> Storage:
@@ -138,13 +159,34 @@ class Storage(ABC):
         """
 
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and parameters -> a weak reference to their storage
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
+# By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
+# to the parameter itself: torch refuses to swap a tensor that has a weak one.
+_holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] = {}
+
+
+def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
+    """A module that was given a parameter is gone. Called by the collector, on any thread."""
+    others = [pair for pair in _holders.pop(key, []) if pair[0] is not module]
+    if others:
+        _holders[key] = others
+
+
+def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
+    """The storage that a module or parameter belongs to."""
+    if isinstance(thing, torch.Tensor) and not is_variable(thing):
+        for holder, owner in _holders.get(id(thing), []):
+            module = holder()
+            if module is not None and any(parameter is thing for parameter in module._parameters.values()):
+                return owner()
+        return None
+    known: weakref.ref[Storage] | None = _owners.get(thing)
+    return None if known is None else known()
 
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
-    owner = _owners.get(thing)
-    return owner is None or (owner() is None and not is_variable(thing))
+    return _owner_of(thing) is None and not (is_variable(thing) and thing in _owners)
 
 
 @final

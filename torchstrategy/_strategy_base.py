@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchstrategy._context import is_default, require_cross_replica
-from torchstrategy._errors import an
+from torchstrategy._errors import an, unpicklable
 from torchstrategy._input import (
     DatasetFn,
     DistributedIterator,
@@ -61,6 +61,14 @@ class StrategyBase:
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_extended"}, memo))
         StrategyBase.__init__(copied, self._extended._copy(memo))
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "its replicas are threads and devices of this process. Save what it trains, model.state_dict() and "
+            "optimizer.state_dict(), and make the strategy anew where it is wanted. An object that holds a strategy "
+            "has to leave it out of what it is pickled as, in __getstate__.",
+        )
 
     @property
     def extended(self) -> StrategyExtended:

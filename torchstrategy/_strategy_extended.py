@@ -414,8 +414,8 @@ class StrategyExtended(VariablesOfExtended):
         return select(tree, replica)
 
     def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
-        """One tree out of those of all replicas: the object that is the same in all, else a `DistributedValues`."""
-        return regroup(by_replica)
+        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
+        return regroup(by_replica, are_results=True)
 
     def _bind(self, strategy: StrategyBase) -> None:
         owner = self._strategy_reference and self._strategy_reference()

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
@@ -29,7 +29,7 @@ from torchstrategy._conductors import Turns, begins, held, performed
 from torchstrategy._devices import place
 from torchstrategy._errors import add_note, described
 from torchstrategy._randomness import RandomStreams
-from torchstrategy._replica import Combine, Replica, ReplicaStopped
+from torchstrategy._replica import Combine, Replica, ReplicaStopped, Watch
 from torchstrategy._torch import keep_what_stands_in_for_gpus
 from torchstrategy._trace import traced
 from torchstrategy._types import Device, Tree
@@ -142,6 +142,7 @@ class _Task:
             _end_child(outcome)
         self.is_running = False
         self._reports.put(outcome)
+        del outcome  # an error has this frame, which would have the error
 
 
 def _end_child(outcome: _Report) -> None:
@@ -192,8 +193,10 @@ class Team:
         """Whether it can run: not dismissed, and not a copy that a fork made, which has no threads."""
         return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
 
-    def run(self, call: Callable[[Replica], Tree], replicas: Sequence[int]) -> dict[int, Tree]:
-        """Calls `call` for each of the replicas that are named, and returns what each returned.
+    def run(
+        self, call: Callable[[Replica], Tree], replicas: Sequence[int], watch: Watch | None = None
+    ) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas that are named, while `watch` looks on, and returns what each returned.
 
         Raises:
             BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
@@ -206,7 +209,7 @@ class Team:
         for r in replicas:
             replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
             calls[r] = _Task(_bind(state, replica, call), r, reports)
-        return _Run(self, calls, reports, turns).result()
+        return _Run(self, calls, reports, turns, watch).result()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -270,12 +273,21 @@ def runs_under_way() -> int:
     return _here.depth
 
 
+def _look_at_nothing(running: Collection[int]) -> None:
+    """What a run without a watch does in its place."""
+
+
 @final
 class _Run:
     """One run of a team. All of it happens on the thread that called `run`."""
 
     def __init__(
-        self, team: Team, tasks: Mapping[int, _Task], reports: SimpleQueue[_Report], turns: Turns | None
+        self,
+        team: Team,
+        tasks: Mapping[int, _Task],
+        reports: SimpleQueue[_Report],
+        turns: Turns | None,
+        watch: Watch | None,
     ) -> None:
         self._team = team
         self._tasks = tasks
@@ -288,14 +300,18 @@ class _Run:
         self._errors: dict[int, BaseException] = {}
         # Replicas of one lane run one at a time.
         self._lanes = {r: place(team.devices[r]) if turns is None else None for r in tasks}
-        self._next: Turns = turns or min
         self._streams = RandomStreams(
             team.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )
+        if watch is not None and watch.take_turns:
+            self._lanes = dict.fromkeys(tasks)
+        self._next: Turns = turns or min
+        self._look = watch.look if watch is not None else _look_at_nothing
 
     def result(self) -> dict[int, Tree]:
         _here.depth += 1
         try:
+            self._look(())
             while self._to_send and not self._errors:
                 with traced("wait for replicas"):
                     self._let_run()
@@ -336,11 +352,14 @@ class _Run:
                 "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
             )
         self._streams.put_in_force(r)
+        if self._running:
+            self._look(self._running)
         self._running.add(r)
         self._team.send(r, self._to_send.pop(r))
 
     def _receive(self) -> int:
         report = self._next_report()
+        self._look(self._running)
         self._running.discard(report.replica)
         if isinstance(report, _Met):
             self._met[report.replica] = report
@@ -368,6 +387,7 @@ class _Run:
             answers = meetings[0].combine([meeting.brought for meeting in meetings])
         self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
         self._met.clear()
+        self._look(())
 
     def _is_orderly(self, error: BaseException) -> bool:
         """Whether every replica stands still, so that those that wait can be stopped one by one."""
@@ -404,9 +424,15 @@ class _Run:
     def _unequal(self) -> str:
         where = [f"replica {r} is at {met.name}" for r, met in self._met.items()]
         where += [f"replica {r} has ended" for r in self._results]
+        hint = ""
+        if any("gradient" in met.name for met in self._met.values()):
+            hint = (
+                " A replica that runs no backward, since none of its rows asks for one, runs one of zero: "
+                "(outputs.sum() * 0).backward()."
+            )
         return (
             "The replicas met a different number of times, or in a different order: "
             f"{', '.join(sorted(where))}. Every replica must come to the same meetings (merge_call, all_reduce, "
             "all_gather, optimizer.step, the first read of a gradient after backward) in the same order: let no such "
-            "call depend on the replica or on its data."
+            f"call depend on the replica or on its data.{hint}"
         )

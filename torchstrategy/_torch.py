@@ -36,15 +36,9 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 # The walker over nested containers. torch's own tracing, export and DataLoader code stand on it, and libraries
 # register their containers with it; `torch.utils.pytree` is not public yet.
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_is_leaf,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import SUPPORTED_NODES as kinds_of_nodes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves_with_path, tree_map_only
+from torch.utils._pytree import _get_node_type as kind_of_node
 
 __all__ = [
     "ALLOWED_BEFORE_SIZES_ARE_KNOWN",
@@ -85,12 +79,17 @@ __all__ = [
     "is_profiling_this_thread_only",
     "keep_what_stands_in_for_gpus",
     "keeping_version",
+    "kind_of_node",
+    "kinds_of_nodes",
     "layouts",
     "list_device_constructors",
     "make_device_guard",
     "make_parameter",
     "make_sparse",
     "negative_view",
+    "num_nodes",
+    "num_users",
+    "on_computed",
     "on_gradient",
     "operator_names",
     "pointers",
@@ -119,14 +118,13 @@ __all__ = [
     "tensor_to",
     "to_dlpack",
     "tree_flatten",
-    "tree_flatten_with_path",
     "tree_is_leaf",
-    "tree_map",
+    "tree_leaves_with_path",
     "tree_map_only",
-    "tree_unflatten",
     "unseen_by_function_modes",
     "version",
     "versions",
+    "will_be_reached",
     "without_keys",
 ]
 
@@ -163,6 +161,9 @@ set_slot: Callable[[torch.Tensor, torch.Tensor | None], None] = _of_tensor.grad.
 # How often a tensor was written in place: the autograd engine's own count.
 version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
 
+# How many operations this thread has noted for a backward: what is read between two of the same number lies in between.
+num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
 # A run looks at all parameters several times. What follows does so without a call of ours for each of them.
 _requires_grad: Callable[[torch.Tensor], bool] = _of_tensor.requires_grad.__get__
 _hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
@@ -183,9 +184,12 @@ def set_slots(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor 
     deque(map(set_slot, tensors, gradients), maxlen=0)
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each of some tensors was written in place."""
-    return list(map(version, tensors))
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each of some tensors was written in place; what was made in inference mode does not count it."""
+    try:
+        return list(map(version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
 def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -242,13 +246,23 @@ _autograd: Any = torch.autograd
 keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
 
 
+# Public, but without annotations.
+on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
-on_gradient = torch.Tensor.register_post_accumulate_grad_hook  # public, but without annotations
+on_gradient = torch.Tensor.register_post_accumulate_grad_hook
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks of the user wait for this leaf's gradient. Registered publicly, readable only here."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def will_be_reached(leaf: torch.Tensor) -> bool:
+    """Whether the backward that is under way on this thread comes to a leaf, or has come to it already.
+
+    `register_multi_grad_hook` asks the same, and keeps all its leaves alive, in a cycle that no collector sees.
+    """
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def register_hooks_again(tensor: Any) -> None:
@@ -358,8 +372,13 @@ def is_alone_in_memory(tensor: torch.Tensor) -> bool:
 
 def has_one_tensor(storage: torch.UntypedStorage) -> bool:
     """Whether a storage is that of one tensor only."""
+    return num_users(storage) <= 2  # the tensor, and the Python object by which it is asked
+
+
+def num_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors a storage is that of, and Python objects."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
-    return users <= 2  # the tensor, and the Python object by which it is asked
+    return users
 
 
 def generator_id(generator: Any) -> int:

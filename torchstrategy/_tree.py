@@ -17,18 +17,22 @@ from torchstrategy._types import Tree
 
 
 def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
-    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into."""
-    return _torch.tree_flatten(tree, is_leaf=is_leaf or _is_one_thing)
+    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into.
+
+    torch's own leaves a function that refers to itself behind, which waits for the collector of cycles.
+    """
+    leaves: list[Tree] = []
+    return leaves, _flatten(tree, is_leaf or is_one_thing, leaves)
 
 
 def is_container(value: Tree) -> bool:
     """Whether there are leaves in a value, or could be."""
-    return not _torch.tree_is_leaf(value, is_leaf=_is_one_thing)
+    return not _torch.tree_is_leaf(value, is_leaf=is_one_thing)
 
 
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
-    is_leaf = is_leaf or _is_one_thing
+    is_leaf = is_leaf or is_one_thing
     if is_leaf(tree):
         return fn(tree)
     kind = type(tree)  # what batches are as a rule is quicker to walk than to flatten
@@ -36,7 +40,8 @@ def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree],
         return kind([map_leaves(fn, item, is_leaf) for item in tree])
     if kind is dict:
         return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
-    return _torch.tree_map(fn, tree, is_leaf=is_leaf)
+    leaves, spec = tree_flatten(tree, is_leaf)
+    return spec.unflatten([fn(leaf) for leaf in leaves])
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
@@ -56,7 +61,7 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
 
 def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
     """The tree of the shape `spec` that holds `leaves`."""
-    return _torch.tree_unflatten(leaves, spec)
+    return spec.unflatten(leaves)
 
 
 def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
@@ -66,7 +71,7 @@ def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None)
         tree: Any tree.
         is_leaf: Which containers not to look into.
     """
-    named, _ = _torch.tree_flatten_with_path(tree, is_leaf=is_leaf or _is_one_thing)
+    named = _torch.tree_leaves_with_path(tree, is_leaf=is_leaf or is_one_thing)
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
@@ -80,7 +85,10 @@ def zip_leaves(
     Raises:
         ValueError: If the shapes differ; `first_unlike` says where.
     """
-    first, spec = tree_flatten(trees[0], is_leaf)
+    flat = [tree_flatten(tree, is_leaf) for tree in trees]
+    first, spec = flat[0]
+    if all(other == spec for _, other in flat[1:]):
+        return [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
     others = [spec.flatten_up_to(tree) for tree in trees[1:]]
     if any(not tree_flatten(leaf, is_leaf)[1].is_leaf() for leaves in others for leaf in leaves):
         raise ValueError("the trees differ in depth")
@@ -96,17 +104,44 @@ def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None =
         try:
             zip_leaves([trees[0], tree], is_leaf)
         except ValueError:
-            return index, _difference("", trees[0], tree) or "the containers"
+            return index, _difference("", trees[0], tree, is_leaf or is_one_thing) or "the containers"
     raise AssertionError("they are alike")
 
 
-def _is_one_thing(value: Tree) -> bool:
-    return isinstance(value, (torch.Size, PackedSequence))  # tuples to Python, one thing to everybody else
+def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool], leaves: list[Tree]) -> TreeSpec:
+    kind = _torch.kind_of_node(tree)
+    if kind not in _torch.kinds_of_nodes or is_leaf(tree):
+        leaves.append(tree)
+        return _LEAF
+    children, context = _torch.kinds_of_nodes[kind].flatten_fn(tree)
+    return TreeSpec(kind, context, [_flatten(child, is_leaf, leaves) for child in children])
 
 
-def _difference(path: str, first: Tree, other: Tree) -> str | None:
+_LEAF = _torch.tree_flatten(None)[1]
+
+
+def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
+    """The ids of the lists that stand at one place in several trees of one shape, and have different lengths."""
+    first = trees[0]
+    if all(type(tree) is list for tree in trees) and any(len(tree) != len(first) for tree in trees):
+        return frozenset(map(id, trees))
+    if type(first) not in (list, tuple, dict) and not is_container(first):
+        return frozenset()
+    try:
+        columns, _ = zip_leaves(trees, lambda value: all(value is not tree for tree in trees))
+    except ValueError:
+        return frozenset()  # they differ in shape
+    return frozenset().union(*map(uneven_lists, columns))
+
+
+def is_one_thing(value: Tree) -> bool:
+    """Whether a value is a tuple to Python, and one thing to everybody else."""
+    return isinstance(value, (torch.Size, PackedSequence))
+
+
+def _difference(path: str, first: Tree, other: Tree, is_leaf: Callable[[Tree], bool] = is_one_thing) -> str | None:
     containers = (list, tuple, dict)
-    if not isinstance(first, containers) and not isinstance(other, containers):
+    if (not isinstance(first, containers) and not isinstance(other, containers)) or (is_leaf(first) and is_leaf(other)):
         return None
     if type(first) is not type(other):
         return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
@@ -118,7 +153,7 @@ def _difference(path: str, first: Tree, other: Tree) -> str | None:
         if len(first) != len(other):
             return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, other, strict=True))]
-    return next(filter(None, (_difference(*pair) for pair in pairs)), None)
+    return next(filter(None, (_difference(*pair, is_leaf) for pair in pairs)), None)
 
 
 def _describe(value: Tree) -> str:

@@ -6,16 +6,28 @@ deals with the replicas that are present.
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+from typing_extensions import Self
 
 from torchstrategy._context import get_replica_context
-from torchstrategy._errors import plural
-from torchstrategy._tree import first_unlike, is_container, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._errors import plural, unpicklable
+from torchstrategy._torch import TreeSpec
+from torchstrategy._tree import (
+    first_unlike,
+    is_container,
+    is_one_thing,
+    map_leaves,
+    tree_flatten,
+    uneven_lists,
+    unflatten_like,
+    zip_leaves,
+)
 from torchstrategy._types import Tree
 
 
@@ -32,6 +44,21 @@ class _Absent:
 
 ABSENT = _Absent()
 """Stands in for the value of a replica that sat the step out."""
+
+
+@final
+class Unmade:
+    """Stands in for a piece without rows, which is made when somebody asks for it.
+
+    Args:
+        make: Makes it.
+    """
+
+    def __init__(self, make: Callable[[], Tree]) -> None:
+        self.make = make
+
+    def __repr__(self) -> str:
+        return "a piece without rows"
 
 
 class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, count as such
@@ -73,10 +100,28 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
     @property
     def values(self) -> tuple[Tree, ...]:
         """The components of the replicas that are present, in replica order."""
-        return tuple(value for value in self._components if value is not ABSENT)
+        return tuple(_made(value) for value in self._components if value is not ABSENT)
 
     def __repr__(self) -> str:
         return listed(type(self).__name__, self._components)
+
+    def __copy__(self) -> Self:
+        return self._with(self._components)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with(copy.deepcopy(self._components, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it has a component for each replica of a strategy of this process. Save what they are, "
+            "strategy.experimental_local_results(value), or make one of them first: strategy.reduce(...) or "
+            "strategy.gather(...).",
+        )
+
+    def _with(self, components: Sequence[Tree]) -> Self:
+        """A value of this kind that has other components."""
+        return type(self)(components)
 
     def _in_replica(self, replica: int) -> Tree:
         """What a step that is given this has of it."""
@@ -87,6 +132,10 @@ def listed(kind: str, components: Sequence[Tree]) -> str:
     """What is printed of a value of several replicas, one line for each that is present."""
     lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
     return f"{kind}:{{\n{lines}\n}}"
+
+
+def _made(value: Tree) -> Tree:
+    return value.make() if type(value) is Unmade else value
 
 
 @final
@@ -102,6 +151,9 @@ class PerReplica(DistributedValues):
     def __init__(self, components: Sequence[Tree], rows: tuple[int, ...] | None = None) -> None:
         super().__init__(components)
         self.rows = rows
+
+    def _with(self, components: Sequence[Tree]) -> PerReplica:
+        return PerReplica(components, self.rows)
 
 
 @final
@@ -153,23 +205,19 @@ _forward("__len__", len)
 _forward("__float__", float)
 
 
-def local_results(value: Tree) -> tuple[Tree, ...]:
-    """The components of `value` that are present; of a container, one container a replica; else `(value,)`.
-
-    The containers are told apart by what they hold: with no distributed value inside, there is one result.
-    """
+def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
+    """The components of `value` that are present; of a container, one container a replica; else `(value,)`."""
     if isinstance(value, DistributedValues):
         return value.values
     leaves, spec = tree_flatten(value)
-    distributed = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
-    if not distributed:
+    if spec.is_leaf():
         return (value,)
-    replicas = [
-        r for r in range(len(distributed[0]._components)) if all(d._components[r] is not ABSENT for d in distributed)
-    ]
+    distributed = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+    count = len(distributed[0]._components) if distributed else num_replicas
+    replicas = [r for r in range(count) if all(d._components[r] is not ABSENT for d in distributed)]
 
     def own(leaf: Tree, r: int) -> Tree:
-        return leaf._components[r] if isinstance(leaf, DistributedValues) else leaf
+        return _made(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
 
     return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
 
@@ -205,11 +253,12 @@ def select(tree: Tree, replica: int) -> Tree:
     if kind in _LEAVES:
         return tree
     if isinstance(tree, DistributedValues):
-        return tree._in_replica(replica)
-    return map_leaves(lambda leaf: component(leaf, replica), tree)
+        return _made(tree._in_replica(replica))
+    return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
 
 
 _LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+_NUMBERS = frozenset({int, float, complex})
 
 
 def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
@@ -227,7 +276,7 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
             )
 
 
-def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
+def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False) -> Tree:
     """One tree out of the trees of all replicas, with a `PerReplica` at every leaf.
 
     A leaf that is one and the same object on every replica is that object, and a lone replica's leaf is bare, unless
@@ -237,25 +286,19 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
     Args:
         by_replica: One tree a replica; `ABSENT` for those that sat the step out.
         always_wrap: Keep a `PerReplica` at every leaf.
+        are_results: They are what replicas computed. Then lists of different lengths are one component each, as a list
+            with an item for each row is; and so are numbers, since Python has one object for many small ones.
 
     Raises:
         ValueError: If the containers of two replicas differ in type, length or keys.
     """
     present = [r for r, tree in enumerate(by_replica) if tree is not ABSENT]
-    trees = [by_replica[r] for r in present]
-    try:
-        columns, spec = zip_leaves(trees)
-    except ValueError:
-        other, path = first_unlike(trees)
-        raise ValueError(
-            f"Replicas {present[0]} and {present[other]} returned values of different structure, which cannot be put "
-            f"together: {path}. Return the same containers from every replica."
-        ) from None
+    columns, spec = _columns([by_replica[r] for r in present], present, are_results)
 
     def leaf(column: list[Tree]) -> Tree:
-        first = column[0]
-        shared = all(value is first for value in column) and (len(column) > 1 or len(by_replica) == 1 or first is None)
-        if shared and not always_wrap:
+        first, is_alone = column[0], len(by_replica) == 1
+        may_be_one = is_alone or (len(column) > 1 and not (are_results and type(first) in _NUMBERS)) or first is None
+        if may_be_one and all(value is first for value in column) and not always_wrap:
             return first
         components: list[Tree] = [ABSENT] * len(by_replica)
         for r, value in zip(present, column, strict=True):
@@ -263,3 +306,23 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False) -> Tree:
         return PerReplica(components)
 
     return unflatten_like([leaf(column) for column in columns], spec)
+
+
+def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
+    """The leaves of the trees of some replicas side by side, and the shape that the trees have."""
+    try:
+        return zip_leaves(trees)
+    except ValueError:
+        whole = uneven_lists(trees) if are_results else frozenset()
+
+    def is_leaf(value: Tree) -> bool:
+        return id(value) in whole or is_one_thing(value)
+
+    try:
+        return zip_leaves(trees, is_leaf)
+    except ValueError:
+        other, path = first_unlike(trees, is_leaf)
+        raise ValueError(
+            f"Replicas {present[0]} and {present[other]} returned values of different structure, which cannot be put "
+            f"together: {path}. Return the same containers from every replica."
+        ) from None

@@ -213,7 +213,7 @@ class CrossDeviceOps:
         return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
 
     def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
-        found = local_results(total)
+        found = local_results(total, replicas)
         if len(found) != replicas or not all(isinstance(tensor, torch.Tensor) for tensor in found):
             raise ValueError(
                 f"{type(self).__name__} reduced to {total!r}, for destinations of {plural(replicas, 'component')}: it "

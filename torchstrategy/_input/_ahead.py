@@ -261,8 +261,7 @@ class Ahead(Reading):
 
     def _hired(self, steps: Steps) -> list[threading.Thread]:
         belt, routes = self._belt, self._routes
-        default = torch.get_default_device()
-        here = canonical("cpu" if default.type == "meta" else default)
+        here = canonical("cpu")
         devices = {r: routes[r].device or here for r in belt.inboxes}
         state = CallerState.take((here, *devices.values()))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from torchstrategy._errors import plural
+from torchstrategy._devices import in_host_memory
+from torchstrategy._errors import plural, unpicklable
 from torchstrategy._input._ahead import Ahead
 from torchstrategy._input._dealing import in_equal_parts, in_proportion
 from torchstrategy._input._iterator import DistributedIterator
 from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input._reading import OnDemand
-from torchstrategy._input._source import Source, State, is_map_style
+from torchstrategy._input._source import Source, is_map_style
+from torchstrategy._input._states import State
 from torchstrategy._input._steps import Dealer, InPieces, OneForEach, Steps
 from torchstrategy._input._transfer import Route
 from torchstrategy._types import Device, Tree
@@ -53,7 +56,9 @@ class DistributedDataset:
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
             _endings.pop(loader, _nothing)()
-        steps = Steps(self._dealer, [source.begin() for source in sources], is_ahead=self._is_ahead)
+        with in_host_memory():  # a loader draws its seeds there
+            passes = [source.begin() for source in sources]
+        steps = Steps(self._dealer, passes, is_ahead=self._is_ahead)
         reading = Ahead(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
         positions = [source.position for source in sources]
@@ -66,6 +71,24 @@ class DistributedDataset:
 
     def __len__(self) -> int:
         return len(self._dealer)
+
+    def __copy__(self) -> DistributedDataset:
+        return self._with(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset:
+        return self._with(copy.deepcopy(vars(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it deals batches out to replicas of this process. Save where it stands, dataset.state_dict(); where it "
+            "goes on, distribute the loader anew, and give it that with load_state_dict.",
+        )
+
+    def _with(self, attributes: dict[str, Any]) -> DistributedDataset:
+        copied = object.__new__(DistributedDataset)
+        vars(copied).update(attributes)
+        return copied
 
     @property
     def element_spec(self) -> Tree:
@@ -170,7 +193,7 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
     sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
     routes = _routes(devices, options)
     is_moved = any(route.has_copies for route in routes)
-    dealer = InPieces(source, replicas, sizes, is_moved=is_moved, is_even=shares is None)
+    dealer = InPieces(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
     return DistributedDataset(dealer, routes, options)
 
 
@@ -194,7 +217,8 @@ def distributed_from_function(
     else:
         contexts = [InputContext(1, 0, replicas)]
     sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
-    return DistributedDataset(OneForEach(sources, replicas), _routes(devices, options), options)
+    dealer = OneForEach(sources, replicas, options.lists_are_rows)
+    return DistributedDataset(dealer, _routes(devices, options), options)
 
 
 def _nothing() -> None:
@@ -217,10 +241,10 @@ def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
 
 def _checked(state_dict: Any) -> list[State]:
     states = state_dict.get("sources") if isinstance(state_dict, dict) else None
-    if not isinstance(states, list):
+    if not isinstance(states, list) or len(state_dict) != 1:
         raise TypeError(
-            f"load_state_dict takes what DistributedDataset.state_dict() returned; got {type(state_dict).__name__} "
-            f"{state_dict!r:.60}."
+            f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
+            f"{type(state_dict).__name__} {state_dict!r:.60}."
         )
     return states
 

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 
 from torchstrategy._devices import is_accelerator
-from torchstrategy._input._kinds import counts_within, cut, is_leaf, named_counts, taken, tensors_within
+from torchstrategy._errors import described
+from torchstrategy._input._kinds import (
+    counts_within,
+    cut,
+    is_leaf,
+    is_registered_within,
+    named_counts,
+    rows_as_lists,
+    taken,
+    tensors_within,
+)
 from torchstrategy._torch import TreeSpec
 from torchstrategy._tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
-from torchstrategy._values import ABSENT, PerReplica
+from torchstrategy._values import ABSENT, PerReplica, Unmade
 
 Sizes = Callable[[int], list[slice]]
 """The rows of each replica, of a number of rows."""
@@ -50,6 +60,7 @@ class Dealt(NamedTuple):
     leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
     spec: TreeSpec
     rows: tuple[int, ...]  # how many each replica got
+    has_rows: bool = False  # whether there are `Rows` in the pieces, which are lists to the user
 
     def pieces(self) -> list[list[Tree]]:
         """What each replica is given of the leaves that are in pieces."""
@@ -58,7 +69,9 @@ class Dealt(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value in place of its pieces, once those are there."""
-        columns = zip(*arrived, strict=True)
+        columns: Iterator[Sequence[Tree]] = zip(*arrived, strict=True)
+        if self.has_rows:
+            columns = iter([list(map(rows_as_lists, column)) for column in columns])
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Pieces else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
 
@@ -112,7 +125,9 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
 
     def pieces(leaf: Tree, within: list[int] | None) -> Tree:
         if within:
-            return Pieces(cut(leaf, slices))
+            wanted = [_has_rows(piece) or not is_registered_within(leaf) for piece in slices]
+            found = iter(cut(leaf, list(itertools.compress(slices, wanted))))
+            return Pieces([next(found) if is_wanted else _unmade(leaf) for is_wanted in wanted])
         is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in tensors_within(leaf))
         return Pieces([leaf] * replicas) if is_apart else leaf
 
@@ -129,8 +144,7 @@ def joined(elements: Sequence[Tree]) -> Dealt:
     """
     first = next(element for element in elements if element is not ABSENT)
     rows = tuple(0 if element is ABSENT else _rows_of_element(element) for element in elements)
-    without_rows = map_leaves(_without_rows, first, is_leaf)
-    filled = [without_rows if element is ABSENT else element for element in elements]
+    filled = [map_leaves(_without_rows, first, is_leaf) if element is ABSENT else element for element in elements]
     try:
         columns, spec = zip_leaves(filled, _is_leaf_or_empty)
     except ValueError:
@@ -169,11 +183,33 @@ def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
     raise ValueError(
         f"The leaves of a batch have different numbers of rows: batch{first} has {rows} and batch{name} has {count}. "
         "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
-        "tensor without dimensions, or, of a list, a dict."
+        "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as with the boxes of "
+        "images, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say "
+        "how it is cut: torchstrategy.register_batch_type(...)."
     )
 
 
 def _without_rows(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
-    return taken(leaf, slice(0, 0))
+    return _unmade(leaf) if is_registered_within(leaf) else taken(leaf, slice(0, 0))
+
+
+def _has_rows(piece: slice) -> bool:
+    return bool(piece.stop > piece.start)
+
+
+def _unmade(leaf: Any) -> Unmade:
+    """A piece of no rows, which there may not be: a function of the user's is asked for it if somebody gets it."""
+
+    def make() -> Any:
+        try:
+            return taken(leaf, slice(0, 0))
+        except Exception as error:
+            raise ValueError(
+                f"A replica was dealt no rows, and there is no {type(leaf).__name__} without rows to give it: "
+                f"{described(error)}. Leave out RunOptions(run_empty_replicas=True), and such a replica sits the step "
+                "out; or let the take function that the type was registered with make one for slice(0, 0)."
+            ) from error
+
+    return Unmade(make)

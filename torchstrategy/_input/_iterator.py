@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import final
+from typing import Any, final
 
+from torchstrategy._errors import unpicklable
 from torchstrategy._input._reading import Reading
 from torchstrategy._input._steps import Dealer
 from torchstrategy._types import Tree
@@ -111,6 +112,13 @@ class DistributedIterator:
             self._ended()
             self.close()
             raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it reads a loader of this process. Save where it stands, with the state_dict() of the dataset that it "
+            "iterates over; where it goes on, give that to a dataset with load_state_dict, and iterate over it.",
+        )
 
     def get_next(self) -> Tree:
         """The next batch.

@@ -53,8 +53,9 @@ def register_batch_type(
     Args:
         cls: The type. Its values become one per-replica value each, also where torch's pytree knows it as a container.
         rows: How many rows a value has. None: its values are given to every replica whole.
-        take: `take(value, rows)` is a value that has the rows of a slice, with a start and a stop and no step, of
-            which there may be none. Asked for wherever there are rows.
+        take: `take(value, rows)` is a value that has the rows of a slice, with a start and a stop and no step. To be
+            given wherever there are rows. For no rows it is called only if somebody asks for such a piece, as a run
+            with `RunOptions(run_empty_replicas=True)` does.
         apply: `apply(value, fn)` is a value like it in which each tensor `t` is `fn(t)`; that is how its tensors are
             moved to a device. The value itself has to stay as it was. None: it holds no tensors.
 

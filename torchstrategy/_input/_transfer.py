@@ -19,8 +19,9 @@ import torch
 
 from torchstrategy._comm import copy_stream
 from torchstrategy._devices import is_accelerator, place
-from torchstrategy._input._kinds import applied, applied_within, memory_of
+from torchstrategy._input._kinds import applied, applied_within, memory_of, moved
 from torchstrategy._types import Device, Tree
+from torchstrategy._values import Unmade
 
 
 class Cargo(NamedTuple):
@@ -47,19 +48,24 @@ class Route:
 
     def depart(self, pieces: Sequence[Tree]) -> Cargo:
         """Runs on the reading thread, on its current streams."""
-        moved: list[torch.Tensor] = []
+        sent: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if self.device is None or tensor.is_cpu:
                 return tensor
             there = tensor.to(self.device, non_blocking=self.has_copies)
             if self.has_copies:
-                moved.append(there)
+                sent.append(there)
             return there
 
-        departed = [self._applied(piece, move) for piece in pieces]
-        events = [torch.accelerator.current_stream(self.device).record_event()] if moved else []
-        return Cargo(departed, moved, events)
+        departed = [
+            self._sent_if_made(piece) if type(piece) is Unmade else self._applied(piece, move) for piece in pieces
+        ]
+        events = [torch.accelerator.current_stream(self.device).record_event()] if sent else []
+        return Cargo(departed, sent, events)
+
+    def _sent_if_made(self, piece: Unmade) -> Unmade:
+        return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
 
     def carry(self, cargo: Cargo) -> Cargo:
         """Runs on the replica's worker, if it has one. Only where `has_copies`."""

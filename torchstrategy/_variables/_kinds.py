@@ -161,8 +161,18 @@ class SyncOnReadVariable(Variable):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """False: its values are not trained."""
-        return False
+        """Whether its values do. Each replica can differentiate with respect to its own; none is given a gradient."""
+        return self._parts[0].requires_grad
+
+    @property
+    def grad(self) -> None:
+        """None."""
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            _refuse_gradient(self)
 
     def _in_replica(self, replica: int) -> Self:
         return self
@@ -177,8 +187,13 @@ class SyncOnReadVariable(Variable):
         yield  # the components are the values
 
     def _take_memory(self, value: torch.Tensor) -> None:
-        self._parts, self._held = [part.to(value.dtype) for part in self._parts], ()
+        self._take_parts([part.detach().to(value.dtype, copy=True) for part in self._parts], self.requires_grad)
         self.assign(value)
+
+    def _take_parts(self, parts: Sequence[torch.Tensor], is_trained: bool) -> None:
+        self._parts, self._held = [part.requires_grad_(is_trained) for part in parts], ()
+        for part in self._parts if is_trained else ():
+            part.register_post_accumulate_grad_hook(_refuse_gradient)
 
     def _part(self) -> torch.Tensor:
         context = self._replica()
@@ -280,6 +295,15 @@ class Component(Variable):
             )
 
 
+def _refuse_gradient(value: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"A gradient came to a torchstrategy.Variable of shape {tuple(value.shape)} with trainable=True and "
+        "synchronization=ON_READ. Each replica has a value of its own, of which there is no gradient of the whole "
+        "batch. Leave out synchronization, and all replicas train one value; or take each replica's own gradient: "
+        "torch.autograd.grad(loss, variable)."
+    )
+
+
 DistributedValues.register(MirroredVariable)
 DistributedValues.register(SyncOnReadVariable)
 
@@ -290,29 +314,24 @@ def _make(wanted: Wanted, value: torch.Tensor, devices: Sequence[Device]) -> Var
     if len(devices) < 2:
         made: Variable = make_data(CentralVariable, value, first, is_trained)
         return made
-    _refuse_unmirrorable(wanted, value, is_trained)
+    _refuse_unmirrorable(wanted, value)
     if wanted.synchronization is not VariableSynchronization.ON_READ:
         mirrored: MirroredVariable = make_data(MirroredVariable, value, first, is_trained)
         mirrored._devices = tuple(devices)
         return mirrored
     on_read: SyncOnReadVariable = make_data(SyncOnReadVariable, value, first, False)
-    on_read._parts = [value.to(place(device), copy=True) for device in devices]
+    on_read._take_parts([value.detach().to(place(device), copy=True) for device in devices], is_trained)
     return on_read
 
 
 set_maker(_make)
 
 
-def _refuse_unmirrorable(wanted: Wanted, value: torch.Tensor, is_trained: bool) -> None:
+def _refuse_unmirrorable(wanted: Wanted, value: torch.Tensor) -> None:
     if wanted.synchronization is VariableSynchronization.NONE:
         raise ValueError(
             "Variable(synchronization=NONE) in the scope of a strategy that keeps a copy in each replica: they have to "
             "be synchronized, on writing or on reading. Leave it out, or say ON_READ."
-        )
-    if wanted.synchronization is VariableSynchronization.ON_READ and is_trained:
-        raise ValueError(
-            "Variable(trainable=True, synchronization=ON_READ): each replica has a value of its own, of which there is "
-            "no gradient of the whole batch. Leave out one of the two."
         )
     is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
     if is_integer and wanted.aggregation is VariableAggregation.MEAN:

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from torchstrategy._context import Frame, current_frame, is_default, require_cross_replica
+from torchstrategy._errors import an
 from torchstrategy._tree import tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._types import Tree
 from torchstrategy._values import PerReplica, regroup, select
@@ -52,15 +54,19 @@ class VariablesOfExtended(ABC):
             The components of a mirrored variable stay equal: after the calls all have what the first has.
 
         Raises:
-            TypeError: If `var` is no tensor.
+            TypeError: If `var` is neither a variable nor a parameter.
             ValueError: If an argument is a value for each replica.
             RuntimeError: If called in a replica or in another strategy's scope.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#update
         """
         require_cross_replica(self._container_strategy(), "update")
-        if not isinstance(var, torch.Tensor):
-            raise TypeError(f"update writes a torchstrategy.Variable; got {var!r}, a {type(var).__name__}.")
+        if not isinstance(var, nn.Parameter):
+            raise TypeError(
+                f"update writes a variable, and was given {an(type(var).__name__)}. Make it one, in `with "
+                "strategy.scope()`: torchstrategy.Variable(value, trainable=False). A tensor of your own you can write "
+                "yourself, outside of strategy.run."
+            )
         kwargs = kwargs or {}
         if any(type(leaf) is PerReplica for leaf in tree_flatten((args, kwargs))[0]):
             raise ValueError(

@@ -86,9 +86,10 @@ class Variable(ShowsLocalGrad):
 
     Raises:
         ValueError: If an enum is none; if it is to be trained and its dtype cannot be; under `MirroredStrategy`, if
-            `synchronization` is `NONE`, it is `ON_READ` and trainable, or integers are to be averaged.
+            `synchronization` is `NONE`, or integers are to be averaged.
         TypeError: If there is no tensor to be made of `initial_value`, or an argument is of the wrong kind.
-        RuntimeError: From `run`, if the replicas create different ones.
+        RuntimeError: From `run`, if the replicas create different ones; from `backward`, if it comes to one of which
+            each replica has a value of its own.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/Variable
     """

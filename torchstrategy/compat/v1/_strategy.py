@@ -38,6 +38,13 @@ class Strategy(StrategyBase):
         """
         return super().reduce(reduce_op, value, axis)
 
+    def unwrap(self, value: Tree) -> tuple[Tree, ...]:
+        """The name that `experimental_local_results` had before TensorFlow 2.0.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_local_results
+        """
+        return self.experimental_local_results(value)
+
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `torchstrategy.Strategy.experimental_make_numpy_dataset` is; there are no sessions.
 

@@ -101,6 +101,17 @@ def _shared_generator(problem: Problem, mismatch: Mismatch) -> Cause | None:
     )
 
 
+def _shared_writes(problem: Problem, mismatch: Mismatch) -> Cause | None:
+    names = [d.pair.name for d in mismatch.differences if d.pair.section == "tensors"]
+    if not names or len(mismatch.replicas.seen) == 1:
+        return None
+    return Cause(
+        f"All replicas share {_listed(names)} and each of them writes there. That makes a count of the whole batch, "
+        "and no mean, moving average or decay. Return the value from the step and write after strategy.run; or keep it "
+        "in a torchstrategy.Variable; or write in a merge function: get_replica_context().merge_call(...)."
+    )
+
+
 def _order(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not mismatch.depends_on_order:
         return None
@@ -239,6 +250,7 @@ _LOOKS: tuple[Callable[[Problem, Mismatch], Cause | None], ...] = (
     _without_replicas,
     _rounding,
     _shared_generator,
+    _shared_writes,
     _order,
     _random_numbers,
     _batch_statistics,

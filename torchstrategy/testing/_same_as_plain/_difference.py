@@ -12,7 +12,7 @@ from torchstrategy._options import ReduceOp
 from torchstrategy._shares import Shares
 from torchstrategy.testing._same_as_plain._record import Numbers, Record
 
-SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "optimizer")
+SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")
 """What is compared, in the order in which a difference spreads."""
 
 _RETURNED = "{} that the step returns"
@@ -137,6 +137,7 @@ def _common(record: Record, reference: Record) -> Iterator[Pair]:
         ("gradients", _GRADIENT, record.gradients, reference.gradients),
         ("parameters", "the parameter `{}`", record.parameters, reference.parameters),
         ("buffers", "the buffer `{}`", record.buffers, reference.buffers),
+        ("tensors", "the tensor {}", record.tensors, reference.tensors),
         ("optimizer", "the optimizer's {}", record.optimizer, reference.optimizer),
     ):
         yield from (Pair(section, *rest) for rest in _matched(label, one, two))

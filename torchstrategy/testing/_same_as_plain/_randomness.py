@@ -1,6 +1,7 @@
-"""Where the random numbers of a step come from, so that several trainings can each draw as if they were the only one.
+"""What trainings share, so that several of them can each go on as if they were the only one.
 
-torch's default generators, Python's and numpy's are sources, and so is every generator that the step itself holds.
+That is where the random numbers of a step come from: torch's default generators, Python's and numpy's, and every
+generator that the step itself holds. And it is every tensor that the step itself holds, on which it may write.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from torchstrategy._captured import captured
 from torchstrategy._devices import is_accelerator
+from torchstrategy._shared_writes import shared_tensors
 from torchstrategy._types import Device
 from torchstrategy.testing._same_as_plain._held import held_by
 
@@ -23,31 +26,33 @@ from torchstrategy.testing._same_as_plain._held import held_by
 @final
 @dataclass(frozen=True)
 class Source:
-    """One generator.
+    """One generator, or one tensor.
 
     Args:
         name: What a person would call it.
         read: Returns its state.
         write: Sets its state.
         is_shared: Whether the step itself holds it, so that all replicas draw from it.
+        number: What a state is as a tensor on the CPU; None: it is that of a generator.
     """
 
     name: str
     read: Callable[[], bytes]
     write: Callable[[bytes], Any]
     is_shared: bool = False
+    number: Callable[[bytes], torch.Tensor] | None = None
 
 
 @final
 class Sources:
-    """All generators that a step may draw from.
+    """All generators that a step may draw from, and all tensors outside of models that it may write on.
 
     Args:
-        functions: What may hold generators of its own.
+        functions: What may hold some of its own: the step, and what makes models and optimizers.
         devices: The devices in use.
     """
 
-    def __init__(self, functions: Iterable[object], devices: Iterable[Device]) -> None:
+    def __init__(self, functions: Sequence[Any], devices: Iterable[Device]) -> None:
         accelerators = sorted({device for device in devices if is_accelerator(device)}, key=str)
         self.all = [
             _of_torch("torch's generator of the CPU", torch.default_generator),
@@ -58,6 +63,9 @@ class Sources:
         held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
         found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
         self.all += [source for source in found if source is not None]
+        reached = (pair for fn in functions for pair in shared_tensors(captured(fn), lambda module: False, ()))
+        tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
+        self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
 
     def seed(self, seed: int) -> None:
         """Seeds those that belong to the process; what the step holds is in the state that its owner gave it."""
@@ -86,7 +94,7 @@ class Sources:
 
 @final
 class Stream:
-    """The random numbers of one of several trainings.
+    """The random numbers of one of several trainings, and the numbers of the tensors that its step holds.
 
     Args:
         sources: Where they come from.
@@ -108,7 +116,12 @@ class Stream:
         finally:
             self._states = self._sources.states()
             pairs = zip(self._sources.all, before, self._states, strict=True)
-            self.drawn = [source for source, old, new in pairs if old != new]
+            self.drawn = [source for source, old, new in pairs if old != new and source.number is None]
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """The tensors that the step holds, as this training has left them."""
+        pairs = zip(self._sources.all, self._states, strict=True)
+        return {source.name: source.number(state) for source, state in pairs if source.number is not None}
 
 
 def _default_generator(device: Device) -> torch.Generator:
@@ -127,6 +140,30 @@ def _of_torch(name: str, generator: torch.Generator, is_shared: bool = False) ->
 
 def _pickled(name: str, read: Callable[[], Any], write: Callable[[Any], Any], is_shared: bool) -> Source:
     return Source(name, lambda: pickle.dumps(read()), lambda state: write(pickle.loads(state)), is_shared)
+
+
+def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
+    def read() -> bytes:
+        bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return bits.numpy().tobytes()
+
+    def number(state: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(state), dtype=tensor.dtype).reshape(tensor.shape)
+
+    def write(state: bytes) -> None:
+        if read() != state:
+            tensor.data.copy_(number(state))  # no version: to autograd, nothing has happened
+
+    return Source(name, read, write, is_shared=True, number=number)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are all there is to it, and not so many that they are data."""
+    is_ordinary = tensor.layout is torch.strided and not tensor.is_inference() and not tensor.is_conj()
+    return is_ordinary and tensor.device.type != "meta" and 0 < tensor.nbytes <= _MUCH
+
+
+_MUCH = 2**26
 
 
 def _of_the_step(name: str, value: object) -> Source | None:

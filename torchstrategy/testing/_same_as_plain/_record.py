@@ -53,6 +53,7 @@ class Record:
         parameters: By name.
         buffers: By name.
         optimizer: State and settings.
+        tensors: Those outside of models that the step holds.
     """
 
     seen: tuple[Sighting, ...]
@@ -62,6 +63,7 @@ class Record:
     parameters: Numbers
     buffers: Numbers
     optimizer: Numbers
+    tensors: Numbers
 
 
 def frozen(value: object) -> torch.Tensor | None:

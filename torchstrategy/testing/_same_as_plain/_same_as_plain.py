@@ -47,6 +47,8 @@ def assert_same_as_plain(
       state and settings.
     - `"attributes"`: the numbers and tensors that are plain attributes of modules, in every replica. A tensor may hold
       the rows of its replica.
+    - `"tensors"`: those outside of the models that the step reaches by a name, an attribute or a container, where every
+      replica writes on the one tensor. Each training has its own numbers there, and afterwards they are what they were.
     - `"order"`: with several replicas there is a third training in which they run in the opposite order. What depends
       on it is an error, also if it agrees with plain PyTorch: on several accelerators there is no order.
 

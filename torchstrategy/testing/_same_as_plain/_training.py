@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torchstrategy._shares import Shares
 from torchstrategy._strategy_base import StrategyBase
 from torchstrategy._tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._types import Device, Tree
+from torchstrategy._warnings import ReplicaBufferWarning, SharedWriteWarning
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain._difference import Tolerance, updates_agree
 from torchstrategy.testing._same_as_plain._randomness import Source, Stream
@@ -139,6 +141,7 @@ class Training(ABC):
             parameters={name: frozen(parameter) for name, parameter in parameters.items()},
             buffers={name: frozen(buffer) for name, buffer in named_buffers(self.models).items()},
             optimizer=optimizer_numbers(self.optimizers, self._names()),
+            tensors=dict(self._stream.numbers()),
         )
 
     def _names(self) -> dict[int, str]:
@@ -212,7 +215,9 @@ class ReplicaTraining(Training):
         leaves = tree_flatten(dealt)[0]
         shares = Shares.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
         step = partial(_observed, problem.step, self.models, self.optimizers)
-        with self._in_order():
+        with self._in_order(), warnings.catch_warnings():
+            for compared in (SharedWriteWarning, ReplicaBufferWarning):
+                warnings.simplefilter("ignore", compared)
             sightings = problem.strategy.run(step, args=(dealt,), options=problem.options)
         return problem.strategy.experimental_local_results(sightings), shares
 

@@ -1,0 +1,115 @@
+"""The command: `python -m tests.random_programs --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchstrategy.testing import simulate_devices
+
+from .generation import Generator
+from .programs import parsed
+from .shrinking import shrunk
+from .trials import Outcome, Verdict, judged
+
+
+class _Task(NamedTuple):
+    """Some seeds."""
+
+    seeds: range
+    simulated: int
+    without: str
+    kinds: list[str] | None
+
+
+def main() -> int:
+    """Runs programs; 0 if none is different and none fails otherwise than by a documented refusal."""
+    options = _options()
+    if options.replay:
+        _begin(options.simulate_devices)
+        outcome = judged(parsed(options.replay.read_text()))
+        print(f"{outcome.verdict.value}: {outcome.kind}\n{outcome.said}")
+        return int(outcome.is_fault)
+    counts: Counter[Verdict] = Counter()
+    kinds: Counter[tuple[Verdict, str]] = Counter()
+    examples: dict[tuple[Verdict, str], int] = {}
+    began = time.perf_counter()
+    for seed, outcome in _outcomes(options):
+        counts[outcome.verdict] += 1
+        kinds[outcome.verdict, outcome.kind] += 1
+        examples.setdefault((outcome.verdict, outcome.kind), seed)
+        if outcome.is_fault and kinds[outcome.verdict, outcome.kind] == 1:
+            print(f"seed {seed}: {outcome.verdict.value}: {outcome.kind}", flush=True)
+    took = time.perf_counter() - began
+    print(f"\n{options.count} programs from seed {options.seed} in {took:.0f} s")
+    for verdict in Verdict:
+        print(f"{counts[verdict]:8d} {verdict.value}")
+        for (of, kind), count in kinds.most_common():
+            if of is verdict and kind:
+                print(f"{'':8s} {count:6d} {kind}  (seed {examples[of, kind]})")
+    for (verdict, _), seed in examples.items():
+        if verdict in (Verdict.DIFFERENT, Verdict.FAILED) and options.shrink:
+            _show(seed, options)
+    return int(counts[Verdict.DIFFERENT] + counts[Verdict.FAILED] > 0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.random_programs", description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="how many programs")
+    parser.add_argument("--seed", type=int, default=1, help="the first one's")
+    parser.add_argument("--simulate-devices", type=int, default=0, metavar="N", help="replicas on N simulated devices")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes")
+    parser.add_argument("--without", default="", help="parts of programs to leave out, as a regular expression")
+    parser.add_argument("--kinds", type=lambda text: text.split("/"), help="topologies, with slashes")
+    parser.add_argument(
+        "--shrink", action=argparse.BooleanOptionalAction, default=True, help="one program of each kind of fault"
+    )
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="a program as it was printed, and no other")
+    return parser.parse_args()
+
+
+def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
+    size = 50
+    every = range(options.seed, options.seed + options.count)
+    tasks = [
+        _Task(every[i : i + size], options.simulate_devices, options.without, options.kinds)
+        for i in range(0, len(every), size)
+    ]
+    _begin(options.simulate_devices)
+    if options.jobs == 1:
+        for task in tasks:
+            yield from _done(task)
+        return
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), _begin, (options.simulate_devices,)) as pool:
+        for outcomes in pool.map(_done, tasks):
+            yield from outcomes
+
+
+def _begin(simulated: int) -> None:
+    torch.set_num_threads(1)
+    if simulated:
+        simulate_devices(simulated)
+
+
+def _done(task: _Task) -> list[tuple[int, Outcome]]:
+    generator = Generator(task.simulated, task.without, task.kinds)
+    return [(seed, judged(generator.program(seed))) for seed in task.seeds]
+
+
+def _show(seed: int, options: argparse.Namespace) -> None:
+    program = Generator(options.simulate_devices, options.without, options.kinds).program(seed)
+    program, outcome = shrunk(program, judged(program))
+    print(f"\n--- seed {seed}: {outcome.verdict.value}: {outcome.kind}\n{program}\n{outcome.said}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

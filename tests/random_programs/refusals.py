@@ -1,0 +1,11 @@
+"""The refusals that are documented: their words, and where the documentation says so."""
+
+from __future__ import annotations
+
+# Words of the message: a page, and a sentence that stands there.
+DOCUMENTED: dict[str, tuple[str, str]] = {}
+
+
+def documented(message: str) -> str:
+    """The words of the documented refusal that a message is; empty if it is none."""
+    return next((words for words in DOCUMENTED if words in message), "")

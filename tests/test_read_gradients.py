@@ -1,0 +1,410 @@
+"""A gradient that a step reads is that of the whole batch, whoever has added to it, and so is what it does with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import torchstrategy
+from problems import assert_close, built, compare, data, deal, gradients, mse, sgd
+from torchstrategy import RunOptions
+from torchstrategy._torch import slots
+
+# ---- parameters that only some replicas use
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert, which it names: most replicas have no gradient of some of them."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3, dtype=torch.float64)
+        self.experts = nn.ModuleList(nn.Linear(3, 2, dtype=torch.float64) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor, names: torch.Tensor) -> torch.Tensor:
+        hidden, out = self.trunk(x).tanh(), x.new_zeros(len(x), 2)
+        for name in names.unique().tolist():
+            out = out.index_put((names == name,), self.experts[name](hidden[names == name]))
+        return out
+
+
+def experts_loss(model: Any, batch: Any) -> torch.Tensor:
+    return (model(batch[0], batch[2]) - batch[1]).square().mean()
+
+
+ROWS = [
+    (*data(7, seed=3), torch.tensor([0, 0, 0, 1, 1, 2, 2])),
+    (*data(7, seed=4), torch.tensor([3, 1, 3, 3, 0, 0, 0])),
+    (*data(7, seed=5), torch.tensor([2, 2, 2, 2, 2, 2, 1])),
+]
+
+
+def _norms(model: Any) -> list[Any]:
+    return [None if p.grad is None else p.grad.norm() for p in model.parameters()]
+
+
+def _scale_each(parameters: Any, factor: float) -> None:
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(factor)
+
+
+def _clip(model: Any, batch: Any) -> None:
+    experts_loss(model, batch).backward()
+    clip_grad_norm_(model.parameters(), 0.05)
+
+
+def _clip_in_parts(model: Any, batch: Any) -> None:
+    experts_loss(model, batch).backward()
+    clip_grad_norm_(model.trunk.parameters(), 0.02)
+    for expert in reversed(model.experts):
+        clip_grad_norm_(expert.parameters(), 0.01)
+
+
+def _clip_twice(model: Any, batch: Any) -> None:
+    experts_loss(model, batch).backward()
+    clip_grad_value_(model.parameters(), 0.01)
+    clip_grad_norm_(model.parameters(), 0.015)
+    _scale_each(model.parameters(), 1 + float(sum(norm for norm in _norms(model) if norm is not None)))
+
+
+def _look_before(model: Any, batch: Any) -> None:
+    _norms(model.trunk)
+    _norms(model.experts[1])
+    experts_loss(model, batch).backward()
+    _scale_each(model.experts[0].parameters(), 0.5)
+    _scale_each(model.experts.parameters(), 0.5)
+
+
+def _two_losses(model: Any, batch: Any) -> None:
+    loss = experts_loss(model, batch)
+    model.trunk.weight.square().sum().backward()
+    _scale_each(model.trunk.parameters(), 0.5)
+    loss.backward()
+    _scale_each(model.experts[3].parameters(), 0.5)
+    _scale_each(model.experts[1].parameters(), 3)
+
+
+def _read_one_again(model: Any, batch: Any) -> None:
+    loss = experts_loss(model, batch)
+    for expert in model.experts:
+        first = expert.bias.grad
+        assert first is None or first.isfinite().all()
+        loss.backward(retain_graph=True)
+        if expert.bias.grad is not None:
+            expert.bias.grad.mul_(0.5)
+
+
+def _micro_batches(model: Any, batch: Any) -> None:
+    for _ in range(2):
+        experts_loss(model, batch).backward()
+        _scale_each(reversed(list(model.parameters())), 0.5)
+
+
+def _zero_by_reading(model: Any, batch: Any) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    experts_loss(model, batch).backward()
+    _scale_each(reversed(list(model.experts.parameters())), 0.5)
+
+
+def _not_all_run_backward(model: Any, batch: Any) -> None:
+    chosen = batch[2] < 2
+    if chosen.any():
+        (experts_loss(model, [part[chosen] for part in batch]) * chosen.sum() / len(chosen)).backward()
+    clip_grad_norm_(model.parameters(), 0.05)
+
+
+EXPERTS = [
+    _clip,
+    _clip_in_parts,
+    _clip_twice,
+    _look_before,
+    _two_losses,
+    _read_one_again,
+    _micro_batches,
+    _zero_by_reading,
+    _not_all_run_backward,
+]
+
+
+@pytest.mark.parametrize("use", EXPERTS, ids=[use.__name__.strip("_") for use in EXPERTS])
+@pytest.mark.parametrize("clear", ["zero_grad first", "zero_grad(set_to_none=False) first"])
+def test_a_read_meets_also_where_only_other_replicas_use_the_parameter(make, use, clear):
+    """It was refused: the replica without a gradient of its own took what it read for settled."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=clear == "zero_grad first")
+        use(model, batch)
+        optimizer.step()
+
+    compare(make, 3, step, build=Experts, batches=ROWS)
+
+
+@pytest.mark.parametrize(
+    "use", [use for use in EXPERTS if use is not _not_all_run_backward], ids=lambda use: use.__name__
+)
+def test_so_it_does_where_the_step_clears_nothing_before(make, use):
+    def clears_at_the_end(model: Any, optimizer: Any, batch: Any) -> None:
+        use(model, batch)
+        optimizer.step()
+        model.zero_grad()
+
+    def accumulates(model: Any, optimizer: Any, batch: Any) -> None:
+        use(model, batch)
+
+    compare(make, 2, clears_at_the_end, build=Experts, batches=ROWS)
+    compare(make, 3, accumulates, build=Experts, batches=ROWS, after=lambda m, o: o.step())
+
+
+def test_a_replica_that_runs_no_backward_and_clears_nothing_is_told_what_to_write(make):
+    """It may not know that others ran one; it was told to call no meeting depend on data, and not what to do."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        _not_all_run_backward(model, batch)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"\(outputs\.sum\(\) \* 0\)\.backward\(\)"):
+        compare(make, 3, step, build=Experts, batches=ROWS)
+
+
+def test_a_replica_that_meets_at_another_read_is_told_that_it_missed_one(make):
+    """The trunk was read where others met, and an expert where it met: two reads were taken for the same."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        model.experts.zero_grad(set_to_none=False)
+        _not_all_run_backward(model, batch)
+
+    def accumulate(model: Any, optimizer: Any, batch: Any) -> None:
+        experts_loss(model, batch).backward()
+
+    strategy = make(3)
+    (model, optimizer), _ = built(strategy, Experts, sgd)
+    strategy.run(accumulate, args=(model, optimizer, deal(strategy, ROWS[0])))
+    before = gradients(model)
+    with pytest.raises(RuntimeError, match=r"\(outputs\.sum\(\) \* 0\)\.backward\(\)"):
+        strategy.run(step, args=(model, optimizer, deal(strategy, ROWS[2])))
+    assert_close(gradients(model), before, "a run that fails leaves gradients as they were")
+
+
+class Many(nn.Module):
+    """More parameters than can be looked at in every read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((), k / 100, dtype=torch.float64)) for k in range(300))
+        self.heads = nn.ParameterList(nn.Parameter(torch.full((), k / 10, dtype=torch.float64)) for k in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.stack([weight for weight in self.weights]).square().sum() * x.mean(1)
+        kinds = (x[:, 0].abs() * 3).long() % 5
+        for kind in kinds.unique().tolist():
+            total = total + torch.where(kinds == kind, self.heads[kind] * x[:, 1], 0)
+        return total
+
+
+def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
+    """Whether backward ran was found out by a look at all parameters for each of them, twice in each pass."""
+    looks: list[int] = []
+
+    def counted(tensors: Any) -> Any:
+        looks.append(1)
+        return slots(tensors)
+
+    monkeypatch.setattr("torchstrategy._ledger.slots", counted)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        for p in model.weights:
+            if p.grad is not None:
+                p.grad.zero_()
+        model.heads.zero_grad()
+        model(batch[0]).mean().backward()
+        for p in [*reversed(model.heads), *model.weights]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    compare(make, 2, step, build=Many)
+    assert len(looks) < 3 * 2 * 80
+
+
+# ---- what a step does to gradients, and reads again
+
+
+def _own(model: Any, batch: Any, loss: Any) -> Any:
+    parameters = list(model.parameters())
+    return zip(parameters, torch.autograd.grad(loss(model, batch), parameters), strict=True)
+
+
+def _assign(model: Any, batch: Any, loss: Any = mse) -> None:
+    for p, g in _own(model, batch, loss):
+        p.grad = g
+
+
+def _add(model: Any, batch: Any, loss: Any = mse) -> None:
+    for p, g in _own(model, batch, loss):
+        p.grad = g if p.grad is None else p.grad + g
+
+
+def _add_in_place(model: Any, batch: Any, loss: Any = mse) -> None:
+    for p, g in _own(model, batch, loss):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.grad.add_(g)
+
+
+def _iadd(model: Any, batch: Any, loss: Any = mse) -> None:
+    for p, g in _own(model, batch, loss):
+        if p.grad is None:
+            p.grad = g
+        else:
+            p.grad += g
+
+
+def _decayed(model: Any, batch: Any, loss: Any = mse) -> None:
+    for p, g in _own(model, batch, loss):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.grad.mul_(0.9)
+        p.grad.add_(g)
+
+
+FILL = [_assign, _add, _add_in_place, _iadd, _decayed]
+
+
+def _clip_norm(model: Any) -> None:
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _clip_value(model: Any) -> None:
+    clip_grad_value_(model.parameters(), 0.02)
+
+
+def _clip_by_hand(model: Any) -> None:
+    norm = torch.stack([p.grad.detach().norm() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.detach().mul_(0.1 / (norm + 0.1))
+
+
+def _clip_both_ways(model: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad.clamp(-0.05, 0.05)
+    total = clip_grad_norm_(model.parameters(), 0.08)
+    for p in model.parameters():
+        p.grad *= 1 + total
+
+
+@pytest.mark.parametrize("clear", ["to None", "to zeros", "by reading", "never"])
+@pytest.mark.parametrize("fill", FILL, ids=[fill.__name__ for fill in FILL])
+def test_gradients_that_a_step_puts_in_place_are_clipped_as_those_of_the_whole_batch(make, fill, clear):
+    """Each replica clipped its own, since a gradient that had been shown was taken for that of the whole batch."""
+    clips = [_clip_norm, _clip_value, _clip_by_hand, _clip_both_ways]
+    for backward in (False, True):
+
+        def step(model: Any, optimizer: Any, batch: Any, clip: Any, backward: bool = backward) -> None:
+            if clear.startswith("to"):
+                optimizer.zero_grad(set_to_none=clear == "to None")
+            for p in model.parameters() if clear == "by reading" else ():
+                if p.grad is not None:
+                    p.grad.zero_()
+            if backward:
+                mse(model, batch).backward()
+            fill(model, batch)
+            clip(model)
+            fill(model, batch)
+            optimizer.step()
+
+        for clip in clips:
+            case = f"{clip.__name__}, backward: {backward}"
+            compare(make, 3, lambda m, o, b, clip=clip, step=step: step(m, o, b, clip), case=case, steps=2)
+
+
+@pytest.mark.parametrize("fill", FILL[:-1], ids=[fill.__name__ for fill in FILL[:-1]])
+def test_so_they_are_under_a_sum(make, fill):
+    """What replaced zeros was taken for a change of what they had replaced."""
+    for zeros in (False, True):
+
+        def step(model: Any, optimizer: Any, batch: Any, zeros: bool = zeros) -> None:
+            optimizer.zero_grad(set_to_none=not zeros)
+            fill(model, batch, lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum") / 7)
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+        compare(make, 3, step, options=RunOptions(gradient_reduction="sum"), case=f"zeros: {zeros}")
+
+
+@pytest.mark.parametrize("write", ["add_", "copy_"])
+def test_what_torch_does_not_count_is_seen_in_host_memory(write):
+    """Through `.data` each replica put its own there, which no read noticed, and clipped that."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        for p, g in _own(model, batch, mse):
+            getattr(p.grad.data, write)(g)
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    for make in (torchstrategy.CentralStorageStrategy, torchstrategy.MirroredStrategy):
+        compare(lambda n, make=make: make(["cpu"] * n), 3, step)
+
+
+def test_a_gradient_that_was_read_is_the_one_that_is_read_after_a_meeting(make):
+    """A step may keep what it has read: in plain PyTorch it is the gradient, whatever is done to it meanwhile."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        held = [p.grad for p in model.parameters()]
+        for gradient in held:
+            gradient.mul_(0.5)
+        clip_grad_norm_(model.parameters(), 0.05)
+        for gradient in held:
+            gradient.add_(0.01)
+        optimizer.step()
+
+    compare(make, 3, step)
+
+
+def test_a_gradient_that_was_read_is_so_after_a_merge_function_and_an_update(make):
+    """A tensor that the step kept was written, and the write was on nothing."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+        held = [p.grad for p in model.parameters()]
+        context = torchstrategy.get_replica_context()
+        context.merge_call(lambda _: clip_grad_norm_(model.parameters(), 0.05))
+        for gradient in held:
+            gradient.mul_(2)
+        optimizer.step()
+        for gradient in held:
+            gradient.mul_(0.5)
+
+    compare(make, 3, step)
+
+
+def test_what_all_replicas_do_alike_is_done_once(make):
+    """Clipping, scaling and reading again for a log: nothing is averaged or reduced a second time."""
+    met: list[str] = []
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        clip_grad_norm_(model.parameters(), 0.05)
+        for p in model.parameters():
+            p.grad = p.grad * 3
+        met.extend(str(float(p.grad.norm())) for p in model.parameters())
+        optimizer.step()
+
+    compare(make, 3, step)
+    assert len(met) == 4 * 3 * 4
+    assert len({f"{float(norm):.9f}" for norm in met}) <= 4 * 3

@@ -1,0 +1,114 @@
+"""What the plain attributes of the user's modules hold, and what each replica has in its place.
+
+A configuration, a list of numbers, an object that counts: a replica has copies of them. What the user changes in them
+between runs reaches the copies before the next run; what a step changes in its own copies reaches the originals after
+it, if it is data: numbers, texts, and containers of them. What else a step keeps there stays with the replica.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from torchstrategy._held import Contents, Leaf, Place, contents_of, is_data, places_and_leaves, write
+from torchstrategy._originals import Original, Originals, write_value
+from torchstrategy._replica_modules import ReplicaModules, differ
+from torchstrategy._torch import versions
+from torchstrategy._uncounted import reads_of
+
+Named = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
+"""Lists attributes: for each the path, the value, and what each replica has in its place."""
+
+
+@final
+class Attributes:
+    """What the plain attributes of some modules hold.
+
+    Args:
+        replicas: What each replica has.
+        named: Lists the attributes of the originals.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaModules], named: Named) -> None:
+        self._replicas = replicas
+        self.collect(named)
+
+    def collect(self, named: Named) -> None:
+        """Looks for all that they hold now, in which the copies agree with the originals."""
+        places: dict[int, Place] = {}
+        leaves: dict[int, Leaf] = {}
+        for path, value, local in named():
+            found, tensors = places_and_leaves(path, value, local)
+            places.update((id(place.original), place) for place in found)
+            leaves.update((id(leaf.original), leaf) for leaf in tensors)
+        self._places, self._leaves = list(places.values()), list(leaves.values())
+        self._tensors = Originals([Original(leaf.path, leaf.original) for leaf in self._leaves])
+        self._tensors.watch(dict.fromkeys(range(len(self._leaves)), 0))
+        self._agree()
+
+    def bring(self, named: Named) -> bool:
+        """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
+        written, _ = self._tensors.take_changes()
+        for index in written:
+            original, local = self._leaves[index].original, self._leaves[index].local
+            if any(one.shape != original.shape or one.dtype != original.dtype for one in local):
+                return False
+            for one in local:
+                write_value(one, original, False)
+        changed = Contents([place.original for place in self._places]).differing(self._known)
+        for index in changed:
+            place = self._places[index]
+            for r, replica in enumerate(self._replicas):
+                own = {id(other.original): other.local[r] for other in self._places}
+                write(place.local[r], replica.copied(contents_of(place.original), own))
+        if changed:
+            self.collect(named)
+        elif written:
+            self._agree()
+        return True
+
+    def give_back(self, lead: int, named: Named) -> None:
+        """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
+        changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
+        own = {id(place.local[lead]): place for place in self._places}
+        shared = self._known.common(self._known_local[lead]) if changed else {}
+        has_brought = self._give_back_tensors(lead) if self._leaves else False
+        for index in changed:
+            place = self._places[index]
+            contents = contents_of(place.local[lead])
+            if is_data(contents, lambda value: id(value) in own or id(value) in shared):
+                has_brought = True
+                for target, place_of in _targets(place, lead):
+                    memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
+                    write(target, copy.deepcopy(contents, memo))
+        if has_brought:
+            self.collect(named)
+
+    def _give_back_tensors(self, lead: int) -> bool:
+        has_brought = False
+        local, read = [leaf.local[lead] for leaf in self._leaves], self._reads[lead].take()
+        for index, (before, now) in enumerate(zip(self._versions[lead], versions(local), strict=True)):
+            own, original = local[index], self._leaves[index].original
+            is_uncounted = index in read or (own.is_cpu and original.is_cpu and differ(own, original))
+            if (before != now or is_uncounted) and own.shape == original.shape and not own.requires_grad:
+                has_brought = True
+                for target in (original, *(other for other in self._leaves[index].local if other is not own)):
+                    write_value(target, own, False)
+        return has_brought
+
+    def _agree(self) -> None:
+        self._known = Contents([place.original for place in self._places])
+        count = range(len(self._replicas))
+        self._known_local = [Contents([place.local[r] for place in self._places]) for r in count]
+        self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
+        self._reads = [reads_of([leaf.local[r] for leaf in self._leaves]) for r in count]
+
+
+def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:
+    """The original of a container and the copies of the other replicas, each with what it has of any other one."""
+    others: list[tuple[Any, Callable[[Place], Any]]] = [(place.original, lambda other: other.original)]
+    for r in range(len(place.local)):
+        if r != lead:
+            others.append((place.local[r], lambda other, r=r: other.local[r]))  # type: ignore[misc]
+    return others

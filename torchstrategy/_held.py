@@ -1,0 +1,207 @@
+"""What plain attributes hold, however deep: containers and objects that may be changed in place, and tensors in them.
+
+A replica has copies of all of it. Whoever wants to know whether something was changed looks at each container by
+itself: what is in it now, one by one, against what was in it.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple, final
+from warnings import catch_warnings, simplefilter
+
+import numpy as np
+import torch
+from torch import nn
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice)
+_PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
+_SEQUENCES = (list, deque, set)
+# What is noted on a function is noted for all replicas, and a module is looked at by itself.
+_CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, np.generic, torch.Generator, types.ModuleType, type)
+_CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+class Place(NamedTuple):
+    """A container or an object that may be changed in place, with what each replica has in its place."""
+
+    original: Any
+    local: Sequence[Any]  # by replica
+
+
+class Leaf(NamedTuple):
+    """A tensor that is held, by its path, or an array as a tensor over its memory; and what each replica has."""
+
+    path: str
+    original: torch.Tensor
+    local: Sequence[torch.Tensor]
+
+
+@final
+class Contents:
+    """What several containers hold: the very objects, in their order."""
+
+    def __init__(self, containers: Sequence[Any]) -> None:
+        self._items = [list(thing) if type(thing) is list else _items(thing) for thing in containers]
+        self._flat = list(chain.from_iterable(self._items))
+
+    def differing(self, other: Contents) -> list[int]:
+        """The positions of those that do not hold what they held before."""
+        if list(map(len, self._items)) == list(map(len, other._items)) and all(map(is_, self._flat, other._flat)):
+            return []
+        pairs = enumerate(zip(self._items, other._items, strict=True))
+        return [i for i, (one, two) in pairs if len(one) != len(two) or not all(map(is_, one, two))]
+
+    def common(self, other: Contents) -> dict[int, Any]:
+        """The very objects that both hold, by their ids: what is not copied, such as a lock."""
+        held = set(map(id, other._flat))
+        return {id(item): item for item in self._flat if id(item) in held}
+
+
+def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[list[Place], list[Leaf]]:
+    """All that a value holds and a replica has copies of, each once."""
+    places: dict[int, Place] = {}
+    leaves: dict[int, Leaf] = {}
+    for where, value, copies in _walk(path, original, local, set()):
+        if isinstance(value, torch.Tensor):
+            if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
+                leaves[id(value)] = Leaf(where, value, copies)
+        elif isinstance(value, np.ndarray):
+            with suppress(TypeError, ValueError):  # of a kind that torch does not know
+                leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
+        else:
+            places[id(value)] = Place(value, copies)
+    return list(places.values()), list(leaves.values())
+
+
+def _over(array: Any) -> torch.Tensor:
+    """A tensor over the memory of an array."""
+    with catch_warnings():
+        simplefilter("ignore")  # an array that may not be written is not written
+        return torch.from_numpy(array)
+
+
+def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a value holds, each with the path to it."""
+    found = _walk(path, value, (), set())
+    return ((where, held) for where, held, _ in found if isinstance(held, torch.Tensor))
+
+
+def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield path, value, local
+    if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
+        return
+    seen.add(id(value))
+    if not isinstance(value, (tuple, frozenset)):
+        yield path, value, local
+    for name, item in _named_items(value):
+        if type(item) not in _PLAIN_TYPES:
+            copies = [_part(copied, name) for copied in local]
+            if not any(copied is _NOTHING for copied in copies):
+                yield from _walk(f"{path}{name.text()}", item, copies, seen)
+
+
+class _Name(NamedTuple):
+    """Where in a container something is."""
+
+    kind: str  # "item", "key" or "attribute"
+    key: Any
+
+    def text(self) -> str:
+        return f".{self.key}" if self.kind == "attribute" else f"[{self.key!r}]"
+
+
+_NOTHING = object()
+
+
+def _named_items(value: Any) -> list[tuple[_Name, Any]]:
+    named: list[tuple[_Name, Any]] = []
+    if isinstance(value, (list, tuple, deque)):
+        if set(map(type, value)) <= _PLAIN_TYPES:
+            return named
+        named += ((_Name("item", i), item) for i, item in enumerate(value))
+    elif isinstance(value, dict):
+        named += ((_Name("key", key), item) for key, item in dict.items(value))
+    return [*named, *((_Name("attribute", key), item) for key, item in attributes(value).items())]
+
+
+def _part(value: Any, name: _Name) -> Any:
+    try:
+        if name.kind == "attribute":
+            return attributes(value).get(name.key, _NOTHING)
+        return dict.get(value, name.key, _NOTHING) if name.kind == "key" else value[name.key]
+    except (IndexError, TypeError):
+        return _NOTHING
+
+
+def attributes(thing: Any) -> dict[str, Any]:
+    """The attributes of an object itself, in its `__dict__` and in slots, without asking the object."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        found = {}
+    if not hasattr(type(thing), "__slots__"):
+        return found
+    members = (
+        (name, member)
+        for base in type(thing).__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    )
+    return {**found, **{name: value for name, m in members if (value := _slot(thing, m)) is not _NOTHING}}
+
+
+def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
+    try:
+        return member.__get__(thing)
+    except AttributeError:
+        return _NOTHING  # not assigned
+
+
+def _items(container: Any) -> list[Any]:
+    items = list(container) if isinstance(container, _SEQUENCES) else []
+    if isinstance(container, dict):
+        items += [*dict.keys(container), *dict.values(container)]
+    inside = attributes(container)
+    return [*items, *inside, *inside.values()]
+
+
+def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
+    """Whether a value is numbers, texts and their like, or containers of them, or what is known."""
+    if isinstance(value, PLAIN) or is_known(value):
+        return True
+    if type(value) is dict:
+        return all(is_data(item, is_known) for item in chain(value, value.values()))
+    is_container = isinstance(value, (tuple, frozenset)) or type(value) in _SEQUENCES
+    return is_container and all(is_data(item, is_known) for item in value)
+
+
+def contents_of(container: Any) -> tuple[Any, Any, Any]:
+    """What a container holds, as plain containers, to be copied; `write` is the reverse."""
+    return (
+        list(container) if isinstance(container, _SEQUENCES) else None,
+        dict(dict.items(container)) if isinstance(container, dict) else None,
+        dict(attributes(container)),
+    )
+
+
+def write(container: Any, contents: tuple[Any, Any, Any]) -> None:
+    """Gives a container, which stays the same object, the contents of another."""
+    items, mapping, inside = contents
+    if items is not None:
+        container.clear()
+        getattr(container, "update" if isinstance(container, set) else "extend")(items)
+    if mapping is not None:
+        dict.clear(container)
+        dict.update(container, mapping)
+    for name in attributes(container).keys() - inside.keys():
+        object.__delattr__(container, name)
+    for name, value in inside.items():
+        object.__setattr__(container, name, value)
