@@ -61,7 +61,7 @@ class ReplicatedLoan(Loan, Owners):
         self._counters = counters
         self._trainers = trainers
         self._cross_replica = cross_replica
-        self._thread = threading.get_ident()
+        self._threads = {threading.get_ident()}  # those that speak for all replicas
         self._callers_device = torch.get_default_device()
         self._local: dict[int, Mapping[int, object]] = {}
         self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
@@ -124,8 +124,13 @@ class ReplicatedLoan(Loan, Owners):
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
-        with self._cross_replica(), in_use(self._callers_device):
-            yield
+        before = self._threads
+        self._threads = before | {threading.get_ident()}
+        try:
+            with self._cross_replica(), in_use(self._callers_device):
+                yield
+        finally:
+            self._threads = before
 
     def show(self) -> None:
         self._shown.enter_context(self._updating())
@@ -184,7 +189,7 @@ class ReplicatedLoan(Loan, Owners):
         known = self._copies.known | self._outsider_ids
         if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
-        if not in_this_run and threading.get_ident() != self._thread:
+        if not in_this_run and threading.get_ident() not in self._threads:
             self._on_other_thread = _stepped_on_other_thread(optimizer)
         elif in_this_run:
             raise RuntimeError(
