@@ -265,8 +265,8 @@ def _is_closure(value: Any) -> bool:
 
 
 def _check(name: str, brought: Sequence[_Given]) -> None:
-    for args, kwargs in brought:
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]):
+    for given in brought if any(brought[0]) else ():
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(given)[0]):
             raise RuntimeError(
                 f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
                 "own. In the step, run backward and give the method nothing of the graph; or call it outside of "

@@ -61,7 +61,7 @@ class ReplicatedLoan(Loan, Owners):
         self._counters = counters
         self._trainers = trainers
         self._cross_replica = cross_replica
-        self._thread = threading.get_ident()
+        self._threads = {threading.get_ident()}  # those that speak for all replicas
         self._callers_device = torch.get_default_device()
         self._local: dict[int, Mapping[int, object]] = {}
         self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
@@ -124,8 +124,13 @@ class ReplicatedLoan(Loan, Owners):
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
-        with self._cross_replica(), in_use(self._callers_device):
-            yield
+        before = self._threads
+        self._threads = before | {threading.get_ident()}
+        try:
+            with self._cross_replica(), in_use(self._callers_device):
+                yield
+        finally:
+            self._threads = before
 
     def show(self) -> None:
         self._shown.enter_context(self._updating())
@@ -179,7 +184,7 @@ class ReplicatedLoan(Loan, Owners):
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
         in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
-        is_on_other_thread = not in_this_run and threading.get_ident() != self._thread
+        is_on_other_thread = not in_this_run and threading.get_ident() not in self._threads
         if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
             return  # another run's, or what this run has on the thread of a replica
         known = self._copies.known | self._outsider_ids

@@ -21,7 +21,8 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     devices = list(simulate_devices(5)[:2]) if options.simulate_devices else ["cpu", "cpu"]
-    chosen = [r for r in recipes(options.closures) if options.only is None or r.name.partition(".")[2] in options.only]
+    names = [name for name, _ in classes() if options.only is None or name.partition(".")[2] in options.only]
+    chosen = recipes(names, options.closures)
     trials = [
         tried(recipe, strategy, place, devices) for recipe in chosen for strategy in STRATEGIES for place in PLACES
     ]
@@ -30,10 +31,9 @@ def main() -> int:
             print(f"  {trial.recipe}, {trial.strategy}, {trial.place}: {trial.outcome.value}: {trial.said}")
     made = Counter((recipe.made, recipe.stepped) for recipe in chosen)
     for (how, stepped), count in made.items():
-        print(f"{count} classes made with or {how}, with {stepped}")
-    if options.only is None:
-        trained = {recipe.name for recipe in chosen}
-        print("no way to train plainly:", ", ".join(name for name, _ in classes() if name not in trained))
+        print(f"{count} classes: {how}, {stepped}")
+    trained = {recipe.name for recipe in chosen}
+    print("no way to train plainly:", ", ".join(name for name in names if name not in trained) or "none")
     counts = Counter(trial.outcome for trial in trials)
     print(f"{len(trials)} trials:", ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome))
     return int(counts[Outcome.EQUAL] < len(trials))

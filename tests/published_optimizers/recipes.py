@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,13 +93,12 @@ def classes() -> Iterator[tuple[str, Any]]:
                 yield f"{package}.{name}", cls
 
 
-@functools.cache
-def recipes(closures: bool = False) -> list[Recipe]:
-    """Recipes for each class with which a small model trains in plain PyTorch; the others have none.
+def recipes(names: Collection[str], closures: bool = False) -> list[Recipe]:
+    """Recipes for each of the classes with which a small model trains in plain PyTorch; the others have none.
 
     Of a class that has a step without a closure, that; of one that works with another optimizer, or if `closures`, all.
     """
-    return [recipe for name, cls in classes() for recipe in _that_train(name, cls, closures)]
+    return [recipe for name, cls in classes() if name in names for recipe in _that_train(name, cls, closures)]
 
 
 def _that_train(name: str, cls: Any, closures: bool) -> Iterator[Recipe]:
