@@ -1186,6 +1186,17 @@ def test_a_loader_is_read_in_host_memory_in_a_scope(options: InputOptions, worke
         assert len(list(dataset)) == 2
 
 
+@pytest.mark.skipif(not SIMULATED, reason="there is one kind of generators on the CPU")
+def test_a_loader_that_draws_on_the_default_device_goes_on_doing_so() -> None:
+    device = compute_devices(1)[0]
+    generator = torch.Generator(device).manual_seed(0)
+    loader: Any = torch.utils.data.DataLoader(range(8), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    strategy = torchstrategy.MirroredStrategy(compute_devices(2))
+    with strategy.scope():
+        seen = [strategy.gather(batch, axis=0).cpu() for batch in strategy.experimental_distribute_dataset(loader)]
+    assert sorted(torch.cat(seen).tolist()) == list(range(8))
+
+
 def _stacked(rows: list[Any]) -> torch.Tensor:
     return torch.stack([row[0] for row in rows]) + torch.zeros(1)
 

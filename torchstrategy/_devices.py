@@ -99,11 +99,6 @@ def in_use(device: Device | None) -> AbstractContextManager[object]:
     return stack
 
 
-def in_host_memory() -> AbstractContextManager[object]:
-    """A block in which tensors that name no device are in host memory, where data is read."""
-    return torch.device("cpu") if count_function_modes() else nullcontext()
-
-
 def _parse(name: str) -> Device:
     parts = [part for part in name.split("/") if part]
     found = None

@@ -261,7 +261,8 @@ class Ahead(Reading):
 
     def _hired(self, steps: Steps) -> list[threading.Thread]:
         belt, routes = self._belt, self._routes
-        here = canonical("cpu")
+        default = torch.get_default_device()
+        here = canonical("cpu" if default.type == "meta" else default)
         devices = {r: routes[r].device or here for r in belt.inboxes}
         state = CallerState.take((here, *devices.values()))
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from torchstrategy._devices import in_host_memory
 from torchstrategy._errors import plural, unpicklable
 from torchstrategy._input._ahead import Ahead
 from torchstrategy._input._dealing import in_equal_parts, in_proportion
@@ -56,9 +55,7 @@ class DistributedDataset:
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
             _endings.pop(loader, _nothing)()
-        with in_host_memory():  # a loader draws its seeds there
-            passes = [source.begin() for source in sources]
-        steps = Steps(self._dealer, passes, is_ahead=self._is_ahead)
+        steps = Steps(self._dealer, [source.begin() for source in sources], is_ahead=self._is_ahead)
         reading = Ahead(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
         positions = [source.position for source in sources]

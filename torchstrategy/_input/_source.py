@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from torchstrategy._errors import an
 from torchstrategy._input._states import State, check_form, check_generators
+from torchstrategy._torch import count_function_modes
 from torchstrategy._types import Tree
 
 
@@ -114,6 +115,13 @@ class Source:
         """Whether it asks its sampler when a pass begins, and not when the first element is read."""
         return self.has_workers and _is_plain(self._dataset)
 
+    def reading(self) -> AbstractContextManager[object]:
+        """A block in which it is read: in host memory, whatever the default device is, unless it draws elsewhere."""
+        if not count_function_modes():  # the default device would be one
+            return nullcontext()
+        draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
+        return torch.device("cpu") if draws_here else nullcontext()
+
     def begin(self) -> Pass:
         """A new pass, from the beginning or from where `load_state` said. The caller's thread draws its seeds.
 
@@ -128,7 +136,8 @@ class Source:
         self._is_spent = self._once is not None
         position = Position()
         position.is_begun = True
-        iterator = self._begun(position) if self._resumed is None else self._taken_up(position, self._resumed)
+        with self.reading():  # seeds are drawn
+            iterator = self._begun(position) if self._resumed is None else self._taken_up(position, self._resumed)
         self.position, self._resumed = position, None
         return Pass(self, iterator, position)
 

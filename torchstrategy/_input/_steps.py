@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._devices import in_host_memory
 from torchstrategy._input._dealing import Dealt, Pieces, Sizes, Whole, joined, split
 from torchstrategy._input._kinds import is_leaf, lists_as_rows, rows_as_lists
 from torchstrategy._input._source import Pass, Position, Source
@@ -50,7 +49,7 @@ class Dealer(ABC):
     def spec(self) -> Tree:
         """What its elements are made of."""
         if self._spec is None:
-            with in_host_memory():
+            with self.sources[0].reading():
                 self._spec = self._spec_of(self.dealt(self.first()))
         return self._spec
 
@@ -229,7 +228,7 @@ class Steps:
         return self
 
     def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
-        with in_host_memory():
+        with self._dealer.sources[0].reading():
             self._dealer.read(self._passes, self._elements)
             elements, self._elements = self._elements, []
             dealt = self._dealer.dealt(elements)
