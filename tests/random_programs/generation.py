@@ -69,8 +69,8 @@ class _Draw:
         ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
         self._may_fail_late = ends_with_update and not self._sees_calls
         line = [*step, *then]
-        self._repeats = repr(line).count("Backward(") > 1 or "twice" in repr(line) or "micro=2" in repr(line)
-        self._repeats = self._repeats or "assign" in repr(line) or "add" in repr(line)
+        backwards = sum(repr(line).count(name) for name in ("Backward(", "Penalty(", "Closure("))
+        self._repeats = backwards > 1 or any(word in repr(line) for word in ("twice", "micro=2", "assign", "add"))
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
         return Program(
@@ -134,6 +134,8 @@ class _Draw:
         inner = layers.Linear() if draw.random() < 0.6 else self._layer()
         if kind == 27:
             ways = modules.WAYS_OF_CALLING if isinstance(inner, layers.Linear) else modules.WAYS_OF_CALLING[:5]
+            if self._is_data_parallel:  # a checkpoint calls its layer again, in a backward that is after the run
+                ways = [way for way in ways if "checkpoint" not in way]
             return layers.Wrapped(inner, draw.choice(ways))
         if kind == 28 and draw.random() < 0.3:
             inside = tuple(self._parts(self._layer, draw.randint(1, 3)))
