@@ -756,3 +756,69 @@ def test_an_empty_batch_that_can_be_made_is_on_the_device_of_its_replica() -> No
 class _Rows:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+
+# Lists of which each item is a row
+
+
+def _sequences(rows: int) -> list[torch.Tensor]:
+    return [torch.full((7, 3), float(row)) for row in range(rows)]
+
+
+@pytest.mark.parametrize("options", [InputOptions(lists_are_rows=True), InputOptions(True, lists_are_rows=True)])
+def test_a_list_of_equally_long_sequences_is_dealt_by_sequences(options: InputOptions) -> None:
+    """`collate_fn=list` was cut along time: each replica got a part of every sequence, and nothing said so."""
+    loader: Any = torch.utils.data.DataLoader(_sequences(5), batch_size=5, collate_fn=list)  # type: ignore[arg-type]
+    for strategy, counts in [(STRATEGIES[2], [3, 2]), (STRATEGIES[3], [2, 2, 1]), (ONE_DEVICE, [5])]:
+        (batch,) = strategy.experimental_distribute_dataset(loader, options)
+        found = strategy.run(
+            lambda rows: (type(rows) is list, len(rows), [float(row.mean()) for row in rows], rows[0].device),
+            args=(batch,),
+        )
+        results = strategy.experimental_local_results(found)
+        assert [result[:2] for result in results] == [(True, count) for count in counts]
+        assert [mean for result in results for mean in result[2]] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert {result[3].type for result in results} == {compute_devices(1)[0].type}
+
+
+def test_the_boxes_of_images_are_dealt_by_images() -> None:
+    """The error named neither the option nor `register_batch_type`."""
+    targets = [{"boxes": torch.ones(count, 4), "names": ["x"] * count} for count in (0, 2, 1)]
+    strategy = STRATEGIES[2]
+    for batch in [(torch.ones(3, 1), targets), Plain([torch.ones(i + 1) for i in range(3)], targets, None)]:
+        with pytest.raises(ValueError, match=r"lists_are_rows=True.*torchstrategy\.register_batch_type"):
+            list(strategy.experimental_distribute_dataset([batch]))
+        (value,) = strategy.experimental_distribute_dataset([batch], InputOptions(lists_are_rows=True))
+
+        def boxes(batch: Any) -> list[int]:
+            found = batch[1] if isinstance(batch, tuple) else batch.y
+            assert type(found) is list and found[0]["boxes"].device.type == compute_devices(1)[0].type
+            return [len(one["boxes"]) for one in found]
+
+        assert strategy.experimental_local_results(strategy.run(boxes, args=(value,))) == ([0, 2], [1])
+
+
+def test_elements_of_a_dataset_function_may_have_lists_of_rows() -> None:
+    strategy = STRATEGIES[2]
+    element = [torch.ones(2), torch.ones(3)]
+    dataset = strategy.distribute_datasets_from_function(lambda _: [element] * 3, InputOptions(lists_are_rows=True))
+    counts = [strategy.run(lambda rows: sum(map(len, rows)), args=(batch,)) for batch in dataset]
+    assert [strategy.experimental_local_results(value) for value in counts] == [(5, 5), (5,)]
+
+
+def test_a_list_of_tensors_that_may_be_rows_is_warned_of_once() -> None:
+    strategy = STRATEGIES[2]
+    dataset = strategy.experimental_distribute_dataset([_sequences(3), _sequences(4)])
+    message = r"a list of 3 tensors of shape \(7, 3\).*InputOptions\(lists_are_rows=True\)"
+    with pytest.warns(UserWarning, match=message) as told:
+        assert [len(batch) for batch in dataset] == [3, 4]
+    assert len(told) == 1
+
+
+def test_columns_are_not_warned_of() -> None:
+    strategy = STRATEGIES[2]
+    columns: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*_sequences(3)), batch_size=7)
+    for source in (columns, [_sequences(2)], [tuple(_sequences(3))], [[*_sequences(2), torch.ones(7)]]):
+        assert len(list(strategy.experimental_distribute_dataset(source))) == 1
+    silent = InputOptions(lists_are_rows=False)
+    assert len(list(strategy.experimental_distribute_dataset([_sequences(3)], silent))) == 1

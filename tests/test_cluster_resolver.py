@@ -315,6 +315,39 @@ def test_tf_config_of_another_form_is_an_error(tf_config: Any, config: Any, erro
         _ = TFConfigClusterResolver().task_id
 
 
+def _task(**task: Any) -> dict[str, Any]:
+    return {"cluster": TWO.as_dict(), "task": {"type": "worker", "index": 0, **task}}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("[" * 100_000, "TF_CONFIG is no description of a cluster: its brackets are nested too deeply"),
+        ('{"cluster":' * 5000 + "{}" + "}" * 5000, "its brackets are nested too deeply"),
+        ("true", "TF_CONFIG is no object"),
+        (_task(index=10**20), "index of a task is less than 1000000; got 10000.*TF_CONFIG"),
+        (_task(index="9" * 5000), "index of a task is an integer; got '999.*TF_CONFIG"),
+        (json.dumps(_task()).replace('"index": 0', '"index": ' + "9" * 5000), "TF_CONFIG"),
+        (_task(index=True), "index of a task is an integer; got True, a bool.*TF_CONFIG"),
+        (_task(index=[0]), r"index of a task is an integer; got \[0\], a list.*TF_CONFIG"),
+        (_task(type=["worker"]), r'"type" in the environment variable TF_CONFIG is a string; it is \[\'worker\'\]'),
+        (_task(type=True), '"type" in the environment variable TF_CONFIG is a string; it is True'),
+        ({**_task(), "rpc_layer": 3}, '"rpc_layer" in the environment variable TF_CONFIG is a string; it is 3'),
+        ({**_task(), "session_master": [1]}, '"session_master" in the environment variable TF_CONFIG is a string'),
+        ({"cluster": True}, "A cluster is a dict.*got True.*TF_CONFIG"),
+        ({"cluster": {"worker": {"10000000000": "a:1"}}}, "index of a task is less than 1000000.*TF_CONFIG"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_nonsense_in_tf_config_is_a_value_error_that_names_it(tf_config: Any, config: Any, sentence: str) -> None:
+    """It was a RecursionError or a TypeError, was taken as it is, or used up the memory."""
+    tf_config(config)
+    resolver = TFConfigClusterResolver()
+    with pytest.raises(ValueError, match=sentence) as caught:
+        _ = resolver.task_type, resolver.cluster_spec(), resolver.master()
+    assert len(str(caught.value)) < 300
+
+
 def test_strategies_of_one_machine_ignore_tf_config(tf_config: Any) -> None:
     tf_config({"cluster": TWO.as_dict(), "task": {"type": "worker", "index": 0}})
     for strategy in (torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.CentralStorageStrategy(["cpu"] * 2)):

@@ -187,6 +187,12 @@ ABSENT = [name for name in ABSENT if not torch.accelerator.is_available()]
 
 
 @pytest.mark.parametrize("name", ABSENT, ids=shown)
+def test_a_device_that_is_not_there_names_what_tests_the_same_program(name: Any) -> None:
+    with pytest.raises(ValueError, match=r'write \["cpu"\] \* 2 .*torchstrategy\.testing\.simulate_devices\(2\)'):
+        CentralStorageStrategy([name, name])
+
+
+@pytest.mark.parametrize("name", ABSENT, ids=shown)
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: Any) -> None:
     sentence = rf"^The device .*{re.escape(str(name))}.* is not on this machine, which has cpu:0, cpu:1, \.\.\. "
     with pytest.raises(ValueError, match=sentence):

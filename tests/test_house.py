@@ -115,7 +115,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("_input",): [
         {"_registration"},  # what users say of types of their own
-        {"_arrays", "_kinds", "_options"},  # what is read, and how one says what is to be done with it
+        {"_arrays", "_kinds", "_options", "_states"},  # what is read, and how one says what is to be done with it
         {"_dealing", "_source", "_spec", "_transfer"},
         {"_steps"},
         {"_reading"},

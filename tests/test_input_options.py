@@ -107,13 +107,15 @@ def test_the_options_are_tensorflows_in_its_order_and_then_ours() -> None:
         "experimental_prefetch_to_device": None,
         "load_ahead": None,
         "row_shares": None,
+        "lists_are_rows": None,
     }
     assert list(dataclasses.asdict(InputOptions())) == [field.name for field in dataclasses.fields(InputOptions)]
 
 
 def test_every_option_is_kept() -> None:
-    options = InputOptions(False, InputReplicationMode.PER_REPLICA, False, 5, False, True, [1, 2])
-    assert dataclasses.astuple(options) == (False, InputReplicationMode.PER_REPLICA, False, 5, False, True, (1.0, 2.0))
+    options = InputOptions(False, InputReplicationMode.PER_REPLICA, False, 5, False, True, [1, 2], True)
+    said = (False, InputReplicationMode.PER_REPLICA, False, 5, False, True, (1.0, 2.0), True)
+    assert dataclasses.astuple(options) == said
 
 
 def test_options_can_be_compared_hashed_and_sent_to_a_worker_process() -> None:

@@ -5,6 +5,7 @@ Whatever method a step calls, it acts once, on the user's own optimizer and with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,3 +283,44 @@ def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(make: A
         step(twin, plain, data(7, seed=seed))
         assert_close(parameters(model), parameters(twin), f"step {seed}", 1e-10, 1e-10)
         assert_replicas_agree(strategy, model, ours)
+
+
+@pytest.mark.parametrize("name", ["step", "second_step", "zero_grad"])
+def test_a_method_that_was_taken_from_an_optimizer_before_the_run_is_refused(
+    several: torchstrategy.Strategy, name: str
+) -> None:
+    """Each replica called that of the user's own optimizer; clearing gradients is for each to do."""
+    (model, optimizer), _ = built(several, mlp, AROUND["around one of its own"])
+    method = getattr(optimizer, name)
+
+    def step(batch: Any) -> None:
+        mse(model, batch).backward()
+        method()
+
+    if name == "zero_grad":
+        several.run(step, args=(deal(several, data(7)),))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return
+    with pytest.raises(RuntimeError, match=rf"SAM\.{name}, a method that was taken from its object"):
+        several.run(step, args=(deal(several, data(7)),))
+
+
+def test_the_state_is_read_in_a_step_and_not_written(make: Any) -> None:
+    """Of a parameter without state it was a bare KeyError; what one replica wrote, the next one wrote over."""
+    strategy = make(2)
+    (model, optimizer), _ = built(strategy, mlp, sgd)
+
+    def reads(batch: Any) -> bool:
+        before = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
+        plain_step(model, optimizer, batch)
+        saved = copy.deepcopy(optimizer.state_dict())
+        return before == [None] * 4 and all(type(saved["state"][i]) is dict for i in range(4))
+
+    assert strategy.run(reads, args=(deal(strategy, data(7)),)) is True
+
+    def writes() -> None:
+        for p in model.parameters():
+            optimizer.state[p]["old"] = p.detach().clone()
+
+    with pytest.raises(RuntimeError, match=r"wrote on the state of SGD in a replica.*merge_call"):
+        strategy.run(writes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -905,12 +906,64 @@ def test_what_is_no_state_is_refused(junk: Any) -> None:
         *(("began", wrong) for wrong in (None, 3, [None], [torch.ones(3)], [torch.tensor(3, dtype=torch.uint8)])),
         *(("asked", wrong) for wrong in (3, "no", {}, [None])),
         *(("is_begun", wrong) for wrong in (None, 1, "yes")),
+        *(("batches", wrong) for wrong in (True, 10**30, torch.tensor(1))),
+        *(("batch_size", wrong) for wrong in (0, True, 10**30)),
         ("more", 1),
     ],
     ids=shown,
 )
 def test_a_state_with_something_wrong_in_it_is_refused(name: str, wrong: Any) -> None:
     refuses(changed(name, wrong))
+    with pytest.raises(TypeError, match=repr(name)):
+        over(LOADERS["generator of the loader"]()).load_state_dict(changed(name, wrong))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("batches", STEPS + 1, rf"batches={STEPS + 1} were consumed, and this loader has {STEPS}\."),
+        ("batches", sys.maxsize, rf"were consumed, and this loader has {STEPS}\."),
+        ("began", [], "'began', is of a loader with 0 random generators"),
+        (
+            "began",
+            [torch.zeros(7, dtype=torch.uint8)] * 2,
+            r"began\[0\] in the state is not that of",
+        ),
+        (
+            "asked",
+            [torch.zeros(7, dtype=torch.uint8)] * 2,
+            r"asked\[0\] in the state is not that of",
+        ),
+        ("is_begun", False, "is_begun=False, and batches=2"),
+    ],
+    ids=shown,
+)
+def test_a_state_that_cannot_be_of_this_loader_is_refused(name: str, wrong: Any, message: str) -> None:
+    """It was accepted, and the next iteration had no batches, other ones, or failed with an error of torch's."""
+    dataset = over(LOADERS["generator of the loader"]())
+    with pytest.raises(ValueError, match=message):
+        dataset.load_state_dict(changed(name, wrong))
+    assert len(read(dataset)) == STEPS
+
+
+@pytest.mark.parametrize("kind", ["stream", "list"])
+def test_more_batches_than_there_are_are_not_silently_left_out(kind: str) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(8))
+
+    source: Any = batched(Stream()) if kind == "stream" else [torch.ones(2)] * 4
+    state = over(source).state_dict()
+    state["sources"][0].update(is_begun=True, batches=9)
+    resumed = over(source)
+    with pytest.raises(ValueError, match="batches=9 were consumed"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+
+
+def test_a_state_with_further_entries_is_refused() -> None:
+    with pytest.raises(TypeError, match="sources"):
+        over(LOADERS["generator of the loader"]()).load_state_dict({**counted(), "epoch": 3})
 
 
 @pytest.mark.parametrize("name", ["is_begun", "batches", "batch_size", "began", "asked"])
@@ -937,7 +990,7 @@ def test_the_state_of_a_loader_with_other_generators_is_refused() -> None:
         over(LOADERS["shuffled"]()).load_state_dict(counted())
     with pytest.raises(ValueError, match="with 1 random generators of its own, and this one has 2"):
         over(LOADERS["two generators"]()).load_state_dict(counted())
-    with pytest.raises(ValueError, match="with 1 random generators of its own, and this one has 1"):
+    with pytest.raises(ValueError, match=r"'asked', is of a loader with 0 random generators .*, and this one has 1"):
         over(LOADERS["generator of the loader"]()).load_state_dict(
             changed("asked", counted()["sources"][0]["began"][:1])
         )

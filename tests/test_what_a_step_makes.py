@@ -650,10 +650,6 @@ def lazy(m: Any) -> None:
         m.body.append(nn.LazyLinear(4))
 
 
-def with_history(m: Any) -> None:
-    m.cache = {"last": [m.head.weight * 2]}
-
-
 def with_a_hook(m: Any) -> None:
     scale = torch.ones((), requires_grad=True)
     m.head.register_forward_hook(lambda module, inputs, output: output * scale)
@@ -665,10 +661,6 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"Net\.wrapped is a torch\.nn\.DataParallel.*Use the module that it wraps, `\.module`",
     ),
     "a ScriptModule": (scripted, r"Net\.inner\.0 is a ScriptModule.*Use the module it was made from"),
-    "a tensor with a history": (
-        with_history,
-        r"Net\.cache\['last'\]\[0\] is a tensor that requires grad.*or detach it",
-    ),
     "a lazy layer": (lazy, r"Net\.body\.2\.weight has no shape yet: LazyLinear is lazy\. Run one batch through"),
     "a function over a tensor that learns": (
         closing_over(log_t=torch.ones((), requires_grad=True)),
@@ -679,11 +671,7 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"A hook of Net\.head is a function that closes over scale, a tensor that requires grad",
     ),
 }
-AT_ONCE = (
-    "a DataParallel of torch",
-    "a ScriptModule",
-    "a tensor with a history",
-)  # others may become something that can be used
+AT_ONCE = ("a DataParallel of torch", "a ScriptModule")  # others may become something that can be used
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -49,6 +49,13 @@ class Attributes:
 
     def bring(self, named: Named) -> bool:
         """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
+        written, _ = self._tensors.take_changes()
+        for index in written:
+            original, local = self._leaves[index].original, self._leaves[index].local
+            if any(one.shape != original.shape or one.dtype != original.dtype for one in local):
+                return False
+            for one in local:
+                write_value(one, original, False)
         changed = Contents([place.original for place in self._places]).differing(self._known)
         for index in changed:
             place = self._places[index]
@@ -57,14 +64,7 @@ class Attributes:
                 write(place.local[r], replica.copied(contents_of(place.original), own))
         if changed:
             self.collect(named)
-        written, _ = self._tensors.take_changes()
-        for index in written:
-            original, local = self._leaves[index].original, self._leaves[index].local
-            if any(one.shape != original.shape or one.dtype != original.dtype for one in local):
-                return False
-            for one in local:
-                write_value(one, original, False)
-        if written:
+        elif written:
             self._agree()
         return True
 
@@ -73,7 +73,7 @@ class Attributes:
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
         own = {id(place.local[lead]): place for place in self._places}
         shared = self._known.common(self._known_local[lead]) if changed else {}
-        has_brought = False
+        has_brought = self._give_back_tensors(lead) if self._leaves else False
         for index in changed:
             place = self._places[index]
             contents = contents_of(place.local[lead])
@@ -84,16 +84,18 @@ class Attributes:
                     write(target, copy.deepcopy(contents, memo))
         if has_brought:
             self.collect(named)
-        elif self._leaves:
-            self._give_back_tensors(lead)
 
-    def _give_back_tensors(self, lead: int) -> None:
+    def _give_back_tensors(self, lead: int) -> bool:
+        has_brought = False
         local, read = [leaf.local[lead] for leaf in self._leaves], self._reads[lead].take()
         for index, (before, now) in enumerate(zip(self._versions[lead], versions(local), strict=True)):
             own, original = local[index], self._leaves[index].original
             is_uncounted = index in read or (own.is_cpu and original.is_cpu and differ(own, original))
             if (before != now or is_uncounted) and own.shape == original.shape and not own.requires_grad:
-                self._tensors.take(index, own)
+                has_brought = True
+                for target in (original, *(other for other in self._leaves[index].local if other is not own)):
+                    write_value(target, own, False)
+        return has_brought
 
     def _agree(self) -> None:
         self._known = Contents([place.original for place in self._places])

@@ -49,6 +49,7 @@ class Named(NamedTuple):
     tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
     counters: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
     optimizers: list[Optimizer]  # each after those that it is around
+    updates: list[tuple[str, Any]]  # bound methods of optimizers, but for those that each replica may call for itself
     trainers: list[tuple[str, Any]]
     others: list[tuple[str, torch.Tensor]]  # tensors that are not such leaves
 
@@ -73,6 +74,7 @@ class _Walk:
         self.others: list[tuple[str, torch.Tensor]] = []
         self._counters: list[tuple[str, Any]] = []
         self._optimizers: list[Optimizer] = []
+        self._updates: list[tuple[str, Any]] = []
         self._objects: dict[int, tuple[str, Any]] = {}
         self._holders: dict[int, set[int]] = {}  # of each thing: which objects hold it, by their id
         self._makers: set[int] = set()  # whatever holds one of these is a trainer
@@ -89,6 +91,7 @@ class _Walk:
             self._tensors,
             self._counters,
             self._optimizers,
+            self._updates,
             [named for key, named in self._objects.items() if key in trainers],
             self.others,
         )
@@ -105,6 +108,9 @@ class _Walk:
             self._look_at_items(name, value, objects, holder)
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, COUNTERS):
             self._counters.append((value.__name__, value))
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer):
+            if value.__name__ == "step" or not hasattr(Optimizer, value.__name__):
+                self._updates.append((value.__name__, value))
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             if functions:
                 self._look_into_function(name, value, functions - 1)

@@ -157,7 +157,11 @@ def _current_index(device_type: str) -> int:
 
 
 def _not_here(name: DeviceLike, device_type: str) -> str:
-    return f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}."
+    return (
+        f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}. To test the same "
+        'program here, write ["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with '
+        "memory of their own."
+    )
 
 
 def _devices_here(device_type: str) -> str:

@@ -102,9 +102,12 @@ class LocalOptimizer:
     @property
     def state(self) -> dict[torch.Tensor, Any]:
         """The state of each of this replica's parameters, to be read."""
+        name = plain_class(type(self._optimizer)).__name__
         if self._own_state is not None:
-            return self._own_state()
-        return {self._local(owner): state for owner, state in own(self._optimizer, "state").items()}
+            states = self._own_state()
+        else:
+            states = {self._local(owner): state for owner, state in own(self._optimizer, "state").items()}
+        return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears this replica's gradients, and what was accumulated before. No meeting."""
@@ -222,6 +225,32 @@ class LocalOptimizer:
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self._index_of.get(id(owner))
         return owner if index is None else self._ledger.own(index)
+
+
+@final
+class _Shown(dict[Any, Any]):
+    """What a replica is shown of the state of an optimizer: of a parameter that has none, an empty one."""
+
+    def __init__(self, optimizer: str, values: Mapping[Any, Any]) -> None:
+        super().__init__(values)
+        self._optimizer = optimizer
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, torch.Tensor):
+            return _Shown(self._optimizer, {})
+        raise KeyError(key)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"The step wrote on the state of {self._optimizer} in a replica, which shares the optimizer with the "
+            "others. Write on it in a method of the optimizer's class, which is called once for all of them; after "
+            "strategy.run; or in a merge function: get_replica_context().merge_call(...)."
+        )
+
+    __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = __ior__ = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 STEP = "optimizer.step()"

@@ -72,18 +72,18 @@ def make_ready(counters: Iterable[object], device: Device) -> None:
             _ready.add(counter)
 
 
-def refuse_bound_methods(counters: Iterable[tuple[str, object]]) -> None:
-    """Refuses steps that hold a method of a counter, which is that of the user's own.
+def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
+    """Refuses steps that hold a method of a counter or an optimizer, which is that of the user's own.
 
     Raises:
         RuntimeError: Naming it.
     """
-    for name, thing in counters:
+    for name, thing in named:
         if isinstance(thing, types.MethodType):
             kind = type(thing.__self__).__name__
             raise RuntimeError(
                 f"The step holds {kind}.{name}, a method that was taken from its object before the run: each replica "
-                f"would call it, and it counts steps for all of them. Name the object in the step, and call its {name} "
+                f"would call it, and it acts once for all of them. Name the object in the step, and call its {name} "
                 "there; or call it after the run."
             )
 

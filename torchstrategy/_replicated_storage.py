@@ -30,7 +30,7 @@ from torchstrategy._optimizer_steps import stop_telling, tell_always, tell_befor
 from torchstrategy._parts import parts_of
 from torchstrategy._plain_batches import has_plain_rows
 from torchstrategy._replicated_loan import ReplicatedLoan
-from torchstrategy._shared_writes import SharedTensors, shared_tensors
+from torchstrategy._shared_writes import SharedTensors
 from torchstrategy._shares import Shares
 from torchstrategy._stand_ins import own, put_up, resting, take_down
 from torchstrategy._storage import CrossReplica, Loan, Step, Storage
@@ -89,8 +89,9 @@ class ReplicatedStorage(Storage):
     @contextmanager
     def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
         named = captured(*step)
-        refuse_bound_methods(named.counters)
         self._take_around(named)
+        ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
+        refuse_bound_methods([*named.counters, *ours])
         variables = _alive(self._variables)  # held for as long as the run has copies of them
         copies = self._borrow(variables)
         originals = copies.originals()
@@ -108,8 +109,7 @@ class ReplicatedStorage(Storage):
             as_they_are = functools.partial(resting, copies.plain_owners(), run)
             several, watch = len(shares.present) > 1, None
             if several:
-                shared = shared_tensors(named, lambda module: id(module) in self._modules, copies.known)
-                watch = self._shared.watch(shared)
+                watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
             parts = copies, shares, outsiders, counters, trainers, cross_replica, as_they_are, watch
             loan = ReplicatedLoan(*parts, self._warned, several and has_plain_rows(step[1]))
             tell_before(run, loan.before_any_step)

@@ -10,11 +10,13 @@ that reaches such a tensor, and in the run after one in which it is not clear wh
 
 Writes through `.data` and NumPy count no version. In the first run, the second, the fourth, the eighth and so on, what
 lies in the memory of the CPU is read as well. On accelerators that would wait for the device: there they are not seen.
+In the same runs, modules of no strategy are looked into: to do so costs much, and they write in every run or in none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import final
@@ -43,17 +45,24 @@ class SharedTensors:
         self._unclear: set[str] = set()  # names of tensors of which it is not known who wrote on them
         self._warned: set[tuple[int, str]] = set()  # by id and name, since no tensor is kept
 
-    def watch(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> SharedWrites | None:
-        """Looks at some tensors for the length of a run; None: there is nothing to look at."""
-        new = [pair for pair in tensors if (id(pair[1]), _root(pair[0])) not in self._warned]
-        if not new:
-            return None
-        roots = {_root(name) for name, _ in new}
+    def watch(self, named: Named, is_own: Callable[[nn.Module], bool], known: Collection[int]) -> SharedWrites | None:
+        """Looks at tensors for the length of a run; None: there is nothing to look at. See `shared_tensors`."""
+        roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         for root in roots:
             self._runs[root] = self._runs.get(root, 0) + 1
-        reads = {root for root in roots if (self._runs[root] & (self._runs[root] - 1)) == 0}
-        take_turns = any(root in self._unclear or self._runs[root] == 1 for root in roots)
-        return SharedWrites(self, new, [pair for pair in new if _root(pair[0]) in reads], take_turns)
+        due = set(filter(self._is_due, roots))
+        tensors = shared_tensors(named, is_own, known, lambda name: _root(name) in due)
+        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self._warned]
+        if not tensors:
+            return None
+        read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
+        take_turns = any(self._runs[root] == 1 or root in self._unclear for root in {_root(name) for name, _ in read})
+        return SharedWrites(self, tensors, read, take_turns)
+
+    def _is_due(self, root: str) -> bool:
+        """Whether what is below a name is looked at closely in this run."""
+        count = self._runs[root]
+        return count & (count - 1) == 0 or root in self._unclear
 
     def warn(self, found: Iterable[tuple[tuple[str, torch.Tensor], list[Collection[int]]]]) -> None:
         """Warns of what several replicas have written, once for each tensor; see `SharedWrites.warn`."""
@@ -121,7 +130,10 @@ class SharedWrites(Watch):
 
 
 def shared_tensors(
-    named: Named, is_own: Callable[[nn.Module], bool], known: Collection[int]
+    named: Named,
+    is_own: Callable[[nn.Module], bool],
+    known: Collection[int],
+    is_due: Callable[[str], bool] = lambda name: True,
 ) -> list[tuple[str, torch.Tensor]]:
     """The tensors that a step reaches and no replica has of its own, each with its path.
 
@@ -129,10 +141,11 @@ def shared_tensors(
         named: What the step names.
         is_own: Whether replicas have copies of a module.
         known: The ids of the parameters of which replicas have copies.
+        is_due: Whether a module of this name is looked into.
     """
     pairs = [*named.others, *named.tensors]
     for name, module in named.modules:
-        if not is_own(module):
+        if not is_own(module) and is_due(name):
             for path, part in module.named_modules(prefix=name):
                 if not is_own(part) and not is_metric(vars(part)):
                     pairs += _tensors_of(path, part)
@@ -146,9 +159,10 @@ def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tenso
     yield from ((path + where, held) for where, held in held_plainly(module) if isinstance(held, torch.Tensor))
 
 
+@functools.lru_cache(maxsize=4096)
 def _root(name: str) -> str:
-    """The name of the container that a tensor is in, which may have another item in each run; or of the tensor."""
-    return name.partition("[")[0]
+    """The name with which a path begins: what is below it may be another thing in each run, as in a list."""
+    return name.partition("[")[0].partition(".")[0]
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -142,6 +142,7 @@ class _Task:
             _end_child(outcome)
         self.is_running = False
         self._reports.put(outcome)
+        del outcome  # an error has this frame, which would have the error
 
 
 def _end_child(outcome: _Report) -> None:

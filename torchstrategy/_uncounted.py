@@ -126,7 +126,7 @@ def _listen() -> None:
 
     def data(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cpu and tensor.layout is torch.strided:
-            with suppress(NotImplementedError, RuntimeError):  # some subclasses have no storage
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # what has no storage, or none yet
                 storage = tensor.untyped_storage()._cdata
                 for listener in list(_listeners):
                     listener.note(storage)

@@ -7,10 +7,13 @@ silenced, or made an error, by itself.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from pathlib import Path
 from typing import final
+
+from torch import nn
 
 
 @final
@@ -70,4 +73,5 @@ def warn(message: str, kind: type[Warning]) -> None:
     warnings.warn(message, kind, stacklevel=level)
 
 
-_NOT_THE_USERS = (str(Path(__file__).parent), contextlib.__file__)
+# A DataParallel is called by way of torch, and some of what is here by way of `contextlib`.
+_NOT_THE_USERS = (str(Path(__file__).parent), contextlib.__file__, inspect.getfile(nn.Module))

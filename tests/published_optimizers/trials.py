@@ -92,12 +92,11 @@ def _run_and_reduce(strategy: torchstrategy.Strategy, gradients: Any, batch: Any
 
 def _numbers(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.state_dict().items()
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        where = parameters.get(id(parameter), parameter) if isinstance(parameter, torch.Tensor) else parameter
-        for name, value in state.items() if isinstance(state, dict) else [("", state)]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for key, state in optimizer.state.items():  # by parameter as a rule; some have a name for all of them, and others
+        for inner, value in state.items() if isinstance(state, dict) else [("", state)]:
             if isinstance(value, (torch.Tensor, int, float)):
-                yield f"state of {where}: {name}", torch.as_tensor(value)
+                yield f"state of {names.get(id(key), key)}: {names.get(id(inner), inner)}", torch.as_tensor(value)
 
 
 def _difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:

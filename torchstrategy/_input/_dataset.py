@@ -14,7 +14,8 @@ from torchstrategy._input._dealing import in_equal_parts, in_proportion
 from torchstrategy._input._iterator import DistributedIterator
 from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input._reading import OnDemand
-from torchstrategy._input._source import Source, State, is_map_style
+from torchstrategy._input._source import Source, is_map_style
+from torchstrategy._input._states import State
 from torchstrategy._input._steps import Dealer, InPieces, OneForEach, Steps
 from torchstrategy._input._transfer import Route
 from torchstrategy._types import Device, Tree
@@ -192,7 +193,7 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
     sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
     routes = _routes(devices, options)
     is_moved = any(route.has_copies for route in routes)
-    dealer = InPieces(source, replicas, sizes, is_moved=is_moved, is_even=shares is None)
+    dealer = InPieces(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
     return DistributedDataset(dealer, routes, options)
 
 
@@ -216,7 +217,8 @@ def distributed_from_function(
     else:
         contexts = [InputContext(1, 0, replicas)]
     sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
-    return DistributedDataset(OneForEach(sources, replicas), _routes(devices, options), options)
+    dealer = OneForEach(sources, replicas, options.lists_are_rows)
+    return DistributedDataset(dealer, _routes(devices, options), options)
 
 
 def _nothing() -> None:
@@ -239,10 +241,10 @@ def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
 
 def _checked(state_dict: Any) -> list[State]:
     states = state_dict.get("sources") if isinstance(state_dict, dict) else None
-    if not isinstance(states, list):
+    if not isinstance(states, list) or len(state_dict) != 1:
         raise TypeError(
-            f"load_state_dict takes what DistributedDataset.state_dict() returned; got {type(state_dict).__name__} "
-            f"{state_dict!r:.60}."
+            f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
+            f"{type(state_dict).__name__} {state_dict!r:.60}."
         )
     return states
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,6 +20,7 @@ from torchstrategy._input._kinds import (
     is_leaf,
     is_registered_within,
     named_counts,
+    rows_as_lists,
     taken,
     tensors_within,
 )
@@ -59,6 +60,7 @@ class Dealt(NamedTuple):
     leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
     spec: TreeSpec
     rows: tuple[int, ...]  # how many each replica got
+    has_rows: bool = False  # whether there are `Rows` in the pieces, which are lists to the user
 
     def pieces(self) -> list[list[Tree]]:
         """What each replica is given of the leaves that are in pieces."""
@@ -67,7 +69,9 @@ class Dealt(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value in place of its pieces, once those are there."""
-        columns = zip(*arrived, strict=True)
+        columns: Iterator[Sequence[Tree]] = zip(*arrived, strict=True)
+        if self.has_rows:
+            columns = iter([list(map(rows_as_lists, column)) for column in columns])
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Pieces else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
 
@@ -179,7 +183,9 @@ def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
     raise ValueError(
         f"The leaves of a batch have different numbers of rows: batch{first} has {rows} and batch{name} has {count}. "
         "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
-        "tensor without dimensions, or, of a list, a dict."
+        "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as with the boxes of "
+        "images, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say "
+        "how it is cut: torchstrategy.register_batch_type(...)."
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -33,6 +33,32 @@ from torchstrategy._tree import is_container, leaves_with_names, map_leaves, tre
 from torchstrategy._types import Device, Tree
 
 
+@final
+class Rows(list[Any]):
+    """A list of which each item is a row, whatever it is: what the lists of a batch become with `lists_are_rows`."""
+
+
+def lists_as_rows(batch: Tree) -> Tree:
+    """A batch in which each list is `Rows`."""
+    return _exchanged(batch, list, Rows)
+
+
+def rows_as_lists(piece: Tree) -> Tree:
+    """The reverse."""
+    return _exchanged(piece, Rows, list)
+
+
+def _exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
+    def change(leaf: Any) -> Any:
+        if type(leaf) is old:
+            return new(leaf)
+        if is_record(leaf) and registration_of(leaf) is None:
+            return with_parts(leaf, lambda _, part: _exchanged(part, old, new))
+        return leaf
+
+    return map_leaves(change, batch, lambda value: type(value) is old or is_leaf(value))
+
+
 def kind_of(value: Any) -> Kind | None:
     """What can be done with a leaf of a batch; None if it is not known how to deal it out."""
     if type(value) is torch.Tensor:  # by far the most are, and it cannot be registered
@@ -45,6 +71,8 @@ def kind_of(value: Any) -> Kind | None:
         return _of_array(value)
     if isinstance(value, rnn.PackedSequence):
         return _PACKED
+    if type(value) is Rows:
+        return _ITEMS
     if type(value) is list or _is_strings(value):
         return _LIST
     if is_record(value):
@@ -307,6 +335,9 @@ _PLAIN: frozenset[type] = frozenset(SINGLE)  # that is quicker to ask, of the th
 _ONE_THING = Kind(None, sliced, without_tensors)
 _ROWS = Kind(len, sliced, without_tensors)
 _LIST = Kind(len, sliced, _apply_to_items)
+_ITEMS = Kind(
+    len, lambda items, rows: Rows(items[rows]), lambda items, fn: Rows([applied_within(item, fn) for item in items])
+)
 _TENSOR = Kind(None, sliced, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
 _SPARSE = Kind(len, _take_sparse, _apply_to_tensor)

@@ -102,6 +102,10 @@ class InputOptions:
             Gradients stay exact, since each replica's gradient weighs as many rows as it has. A replica whose share
             is 0 gets none, and sits the step out. None: TensorFlow's rule, equal pieces of which the last are smaller
             where the rows do not divide.
+        lists_are_rows: Whether each item of a list in a batch is a row, also where it is a tensor, or a dict of some:
+            what `collate_fn=list` makes of sequences, and detection code of the boxes of images. By default, a list
+            with tensors in it is a container, and the rows of the tensors are dealt out. False says so, too, and is
+            not warned of.
 
     Example:
         >>> options = torchstrategy.InputOptions(experimental_fetch_to_device=False, row_shares=[3, 1])
@@ -110,7 +114,7 @@ class InputOptions:
 
     Differs from tf.distribute:
         TensorFlow reads one batch ahead by default, and here it is two; and it ignores some options under some
-        strategies. The last two are ours.
+        strategies. The last three are ours.
 
     Raises:
         ValueError: If an option is set to something that no strategy does, `experimental_fetch_to_device` and its
@@ -128,9 +132,15 @@ class InputOptions:
     experimental_prefetch_to_device: bool | None = field(default=None, compare=False)  # the first field has it
     load_ahead: bool | None = None
     row_shares: Sequence[float] | None = None
+    lists_are_rows: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead"):
+        for name in (
+            "experimental_fetch_to_device",
+            "experimental_prefetch_to_device",
+            "load_ahead",
+            "lists_are_rows",
+        ):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise self._wrong_type(name, "True or False")
         if not isinstance(self.experimental_replication_mode, InputReplicationMode):

@@ -12,17 +12,16 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from torchstrategy._errors import an
+from torchstrategy._input._states import State, check_form, check_generators
 from torchstrategy._types import Tree
-
-State = dict[str, Any]
 
 
 @final
@@ -95,6 +94,11 @@ class Source:
         return not is_map_style(self._dataset)
 
     @property
+    def makes_columns(self) -> bool:
+        """Whether the tensors in a list that it yields are columns for certain: it stacks rows itself."""
+        return getattr(self._dataset, "collate_fn", None) is default_collate
+
+    @property
     def rows(self) -> int | None:
         """How many rows each of its elements has, if that is certain beforehand."""
         sampler = getattr(self._dataset, "batch_sampler", None)
@@ -157,8 +161,7 @@ class Source:
             ValueError: If it is of another kind.
             TypeError: If it is no state.
         """
-        if not _is_state(state):
-            raise TypeError(f"{state!r:.60} is not the state of a loader that DistributedDataset.state_dict() returns.")
+        check_form(state)
         if self.keeps_state != ("loader" in state):
             kinds = ("whose batches are counted", "that keeps its own state (state_dict)")
             raise ValueError(
@@ -167,13 +170,19 @@ class Source:
             )
         if self.keeps_state:
             return
-        ours = len(_generators(self._dataset))
-        if {len(states) for states in (state["began"], state["asked"]) if states} != {ours}:
+        generators = _generators(self._dataset)
+        for name in ("began", "asked"):
+            if name == "began" or state[name]:
+                check_generators(name, state[name], generators)
+        count, length = self._count_of(state), self._length()
+        rest = (state["batch_size"] or 1) - 1  # the last batch of theirs may be a small one
+        if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
             raise ValueError(
-                f"The state is of a loader with {len(state['began']) - 1} random generators of its own, and this one "
-                f"has {ours - 1}. Make the loader as it was made there."
+                f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
+                "loader as it was made there."
             )
-        self._count_of(state)
+        if count and not state["is_begun"]:
+            raise ValueError(f"The state says is_begun=False, and batches={count}: it was changed since it was taken.")
 
     def load_state(self, state: State) -> None:
         """Makes the next pass go on from where `state` was taken. It was checked."""
@@ -226,6 +235,14 @@ class Source:
         size = getattr(self._dataset, "batch_size", None)
         return size if isinstance(size, int) else None
 
+    def _length(self) -> int | None:
+        """How many elements it has, if that is certain."""
+        if isinstance(getattr(self._dataset, "dataset", None), IterableDataset):
+            return None  # what such a dataset says of its length is an estimate
+        with suppress(TypeError, NotImplementedError):
+            return len(self._dataset)
+        return None
+
     def _place(self, position: Position, state: State) -> None:
         """Puts a position where a state says."""
         position.is_begun = state["is_begun"]
@@ -266,8 +283,12 @@ class Source:
         if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
             iterator = self._iterator()
             _set(generators, asked or [])
-            for _ in range(position.count):
-                next(iterator, None)
+            for index in range(position.count):
+                if next(iterator, _END) is _END:
+                    raise ValueError(
+                        f"The state says that batches={position.count} were consumed, and the dataset has {index}: it "
+                        "is not the one of which the state was taken."
+                    )
             return iterator
         rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.count)
         if asked is None:
@@ -379,26 +400,6 @@ def _streams(dataset: Any) -> bool:
     return isinstance(dataset, DataLoader) and isinstance(dataset.dataset, Iterator)
 
 
-def _is_state(state: Any) -> bool:
-    """Whether it is of the form that `Source.state` gives it."""
-    if not isinstance(state, dict) or not isinstance(state.get("is_begun"), bool):
-        return False
-    if "loader" in state:
-        return len(state) == 2
-    return (
-        state.keys() == {"is_begun", "batches", "batch_size", "began", "asked"}
-        and all(isinstance(size, int) and size >= 0 for size in (state["batches"], state["batch_size"] or 0))
-        and _are_states(state["began"])
-        and (state["asked"] is None or _are_states(state["asked"]))
-    )
-
-
-def _are_states(states: Any) -> bool:
-    return isinstance(states, list) and all(
-        isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1 for state in states
-    )
-
-
 def _samples(dataset: Any) -> Iterator[Tree]:
     """What its elements are like, without any workers."""
     if is_map_style(dataset):
@@ -450,6 +451,7 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
         _set(generators, before)
 
 
+_END = object()
 _OF_THE_ORDER = ("sampler", "batch_sampler")
 _OF_A_LOADER = (
     "num_workers",

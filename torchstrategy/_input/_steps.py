@@ -6,14 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
+import torch
+
 from torchstrategy._devices import in_host_memory
 from torchstrategy._input._dealing import Dealt, Pieces, Sizes, Whole, joined, split
-from torchstrategy._input._kinds import is_leaf
+from torchstrategy._input._kinds import is_leaf, lists_as_rows, rows_as_lists
 from torchstrategy._input._source import Pass, Position, Source
 from torchstrategy._input._spec import PerReplicaSpec, TensorSpec, spec_of
 from torchstrategy._tree import map_leaves, unflatten_like
 from torchstrategy._types import Tree
 from torchstrategy._values import ABSENT, Unmade
+from torchstrategy._warnings import warn
 
 
 class Mark(NamedTuple):
@@ -34,11 +37,13 @@ class Dealer(ABC):
     Args:
         sources: What is read.
         replicas: To how many replicas it is dealt out.
+        lists_are_rows: Whether each item of a list is a row; None: nobody has said.
     """
 
-    def __init__(self, sources: Sequence[Source], replicas: int) -> None:
+    def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None) -> None:
         self.sources = tuple(sources)
         self.replicas = replicas
+        self._lists_are_rows = lists_are_rows
         self._spec: Tree = None
         self._has_to_be_seen = any(source.shows_each_once for source in sources)
 
@@ -46,8 +51,16 @@ class Dealer(ABC):
         """What its elements are made of."""
         if self._spec is None:
             with in_host_memory():
-                self._spec = self._spec_of(self.deal(self.first()))
+                self._spec = self._spec_of(self.dealt(self.first()))
         return self._spec
+
+    def dealt(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        """Deals out the elements of one step, as they are to be understood."""
+        if not self._lists_are_rows or self.replicas == 1:
+            return self.deal(elements)
+        dealt = self.deal([element if element is ABSENT else lists_as_rows(element) for element in elements])
+        assert isinstance(dealt, Dealt)
+        return dealt._replace(has_rows=True)
 
     def saw(self, dealt: Dealt | Whole) -> None:
         """Takes the spec from an element that was read, where it will be too late to look at one."""
@@ -64,7 +77,8 @@ class Dealer(ABC):
             if type(leaf) is not Pieces:
                 return spec(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            return PerReplicaSpec(tuple(map(spec, [shown if type(p) is Unmade else p for p in leaf], rows)))
+            pieces = [rows_as_lists(shown if type(piece) is Unmade else piece) for piece in leaf]
+            return PerReplicaSpec(tuple(map(spec, pieces, rows)))
 
         if isinstance(dealt, Whole):
             return map_leaves(spec, dealt.element, is_leaf)
@@ -99,12 +113,22 @@ class InPieces(Dealer):
         source: Yields batches of the global size.
         replicas: To how many replicas they are dealt out.
         sizes: How they are cut.
+        lists_are_rows: Whether each item of a list is a row; None: nobody has said.
         is_moved: Whether pieces will be moved to devices.
         is_even: Whether a batch that can be cut into equal pieces is.
     """
 
-    def __init__(self, source: Source, replicas: int, sizes: Sizes, *, is_moved: bool, is_even: bool) -> None:
-        super().__init__([source], replicas)
+    def __init__(
+        self,
+        source: Source,
+        replicas: int,
+        sizes: Sizes,
+        lists_are_rows: bool | None,
+        *,
+        is_moved: bool,
+        is_even: bool,
+    ) -> None:
+        super().__init__([source], replicas, lists_are_rows)
         self._sizes = sizes
         self._is_moved = is_moved
         self._is_even = is_even
@@ -128,7 +152,25 @@ class InPieces(Dealer):
         (element,) = elements
         if self.replicas == 1:
             return Whole(element)
+        if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
+            self._lists_are_rows = False  # which is what nobody said, and once is enough
+            warn(
+                f"A batch is a list of {len(element)} tensors of shape {tuple(element[0].shape)}, which are cut along "
+                "their first dimension, as the columns of a table are. If each of them is a row, as collate_fn=list "
+                "makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False.",
+                UserWarning,
+            )
         return split(element, self._sizes, self.replicas, is_moved=self._is_moved)
+
+
+def _may_be_rows(batch: Tree) -> bool:
+    """Whether a batch looks as if each tensor in a list were a row, and not a column."""
+    if type(batch) is not list or len(batch) < _A_FEW or not all(isinstance(item, torch.Tensor) for item in batch):
+        return False
+    return len({(item.shape, item.dtype) for item in batch}) == 1 and batch[0].dim() > 0
+
+
+_A_FEW = 3  # inputs and targets are two
 
 
 @final
@@ -190,7 +232,7 @@ class Steps:
         with in_host_memory():
             self._dealer.read(self._passes, self._elements)
             elements, self._elements = self._elements, []
-            dealt = self._dealer.deal(elements)
+            dealt = self._dealer.dealt(elements)
             self._dealer.saw(dealt)
             return dealt, self._marks()
 

@@ -111,21 +111,28 @@ class ClusterSpec:
         return self._tasks[name]
 
 
+_MOST_TASKS = 1_000_000
+
+
 def as_index(value: object) -> int:
     """The index of a task, which JSON may hold as a string.
 
     Raises:
-        ValueError: If it is negative, or text that is no number.
+        ValueError: If it is negative, larger than in any cluster, or text that is no number.
         TypeError: If it is no integer.
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError
         index = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"The index of a task is an integer; got {value!r}, {an(type(value).__name__)}.") from None
+        raise TypeError(f"The index of a task is an integer; got {value!r:.60}, {an(type(value).__name__)}.") from None
     except ValueError:
-        raise ValueError(f"The index of a task is an integer; got {value!r}.") from None
+        raise ValueError(f"The index of a task is an integer; got {value!r:.60}.") from None
     if index < 0:
         raise ValueError(f"The index of a task is 0 or more; got {index}.")
+    if index >= _MOST_TASKS:
+        raise ValueError(f"The index of a task is less than {_MOST_TASKS}; got {value!r:.60}.")
     return index
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, TypeVar, final
 
 from torchstrategy.cluster_resolver._cluster_resolver import ClusterResolver, Task, url
 from torchstrategy.cluster_resolver._cluster_spec import ClusterSpec, as_index
+
+T = TypeVar("T")
 
 
 @final
@@ -54,10 +57,9 @@ class TFConfigClusterResolver(ClusterResolver):
         """The processes that `TF_CONFIG` names; none if it is not set.
 
         Raises:
-            ValueError: If `TF_CONFIG` is not JSON.
-            TypeError: If it describes no cluster.
+            ValueError: If `TF_CONFIG` is not JSON, or describes no cluster.
         """
-        return ClusterSpec(_config().get("cluster", {}))
+        return _said(ClusterSpec, _config().get("cluster", {}))
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of this task, or of the one that is named; empty in a cluster of one task or none.
@@ -67,9 +69,9 @@ class TFConfigClusterResolver(ClusterResolver):
         Raises:
             ValueError: If it is not known which task this is, there is no such task, or `TF_CONFIG` is not JSON.
         """
-        session_master = _config().get("session_master")
+        session_master = _text("session_master", _config())
         if session_master is not None:
-            return str(session_master)
+            return session_master
         cluster = self.cluster_spec()
         if sum(map(cluster.num_tasks, cluster.jobs)) <= 1 >= len(cluster.jobs):
             return ""
@@ -90,13 +92,26 @@ class TFConfigClusterResolver(ClusterResolver):
     def _found(self) -> Task:
         task = _config().get("task", {})
         if not isinstance(task, dict):
-            raise ValueError(f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r}.')
-        kind, index, rpc_layer = task.get("type"), task.get("index"), _config().get("rpc_layer")
+            raise ValueError(f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r:.60}.')
+        index = task.get("index")
         return Task(
-            None if kind is None else str(kind),
-            None if index is None else as_index(index),
-            None if rpc_layer is None else str(rpc_layer),
+            _text("type", task), None if index is None else _said(as_index, index), _text("rpc_layer", _config())
         )
+
+
+def _text(name: str, where: dict[str, Any]) -> str | None:
+    text = where.get(name)
+    if not isinstance(text, (str, type(None))):
+        raise ValueError(f'"{name}" in the environment variable TF_CONFIG is a string; it is {text!r:.60}.')
+    return text
+
+
+def _said(make: Callable[[Any], T], value: Any) -> T:
+    """What is made of a value that the variable holds; whatever is wrong with it, the variable has to be changed."""
+    try:
+        return make(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error} It stands in the environment variable TF_CONFIG.") from None
 
 
 def _config() -> dict[str, Any]:
@@ -107,6 +122,9 @@ def _config() -> dict[str, Any]:
         raise json.JSONDecodeError(
             f"The environment variable TF_CONFIG is not JSON: {error.msg}", text, error.pos
         ) from None
+    except (RecursionError, ValueError) as error:
+        why = "its brackets are nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"The environment variable TF_CONFIG is no description of a cluster: {why}.") from None
     if not isinstance(config, dict):
-        raise ValueError(f'The environment variable TF_CONFIG is no object such as {{"cluster": ...}}: {text}')
+        raise ValueError(f'The environment variable TF_CONFIG is no object such as {{"cluster": ...}}: {text:.60}')
     return config

@@ -1,0 +1,309 @@
+"""What modules keep in plain attributes: the user's changes reach every replica, and a step's come back."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import torchstrategy
+from topologies import central, mirrored, mirrored_with_copies
+
+F64 = {"dtype": torch.float64}
+ROWS = 5
+
+STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
+    "central": lambda: central(2),
+    "mirrored": lambda: mirrored(3),
+    "copies in one memory": lambda: mirrored_with_copies(2),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
+    return STRATEGIES[request.param]()
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, ROWS, 3, generator=torch.Generator().manual_seed(1), **F64))
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    parts: dict[str, Any] = field(default_factory=lambda: {"scale": 1.0})
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Mode(enum.Enum):
+    ON = 1
+
+
+class Settings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 2, **F64)
+        self.config = {"deep": {"scale": 1.0}}
+        self.items = [1.0, [1.0]]
+        self.pair = ({"scale": 1.0}, [1.0])
+        self.record = Config()
+        self.space = SimpleNamespace(inner=SimpleNamespace(scale=1.0))
+        self.slotted = Slotted()
+        self.queue = deque([[1.0]])
+        self.ordered = OrderedDict(scale=[1.0])
+        self.names = {"one"}
+        self.array = np.ones(2)
+        self.arrays = [np.ones(())]
+        self.constant = torch.ones(2, **F64)
+        self.constants = {"deep": [torch.ones((), **F64)]}
+        self.inner.shared = self.record  # one object in two modules
+        self.functions = [lambda: self.inner.weight.sum() * 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.config["deep"]["scale"] * self.items[1][0] * self.pair[0]["scale"] * self.pair[1][-1]
+        scale *= self.record.scale * self.inner.shared.parts["scale"] * self.space.inner.scale * self.slotted.scale
+        scale *= self.queue[0][0] * self.ordered["scale"][-1] * len(self.names) * float(self.arrays[0])
+        made = torch.from_numpy(self.array.copy()).to(x.device) * self.constants["deep"][0].to(x.device)
+        return self.inner(x) * scale * self.constant.to(x.device) * made + self.functions[0]()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a dict in a dict": lambda m: m.config["deep"].update(scale=2.0),
+    "a new dict in a dict": lambda m: m.config.update(deep={"scale": 2.0}),
+    "a list in a list": lambda m: m.items[1].__setitem__(0, 2.0),
+    "a dict in a tuple": lambda m: m.pair[0].update(scale=2.0),
+    "a longer list in a tuple": lambda m: m.pair[1].append(2.0),
+    "an attribute of an object": lambda m: setattr(m.record, "scale", 2.0),
+    "a dict of an object of two modules": lambda m: m.inner.shared.parts.update(scale=2.0),
+    "an object in an object": lambda m: setattr(m.space.inner, "scale", 2.0),
+    "a slot": lambda m: setattr(m.slotted, "scale", 2.0),
+    "a queue": lambda m: m.queue.appendleft([2.0]),
+    "a list in an ordered dict": lambda m: m.ordered["scale"].append(2.0),
+    "a set": lambda m: m.names.add("two"),
+    "an array": lambda m: m.array.__imul__(2.0),
+    "an array in a list": lambda m: m.arrays[0].fill(2.0),
+    "a tensor": lambda m: m.constant.fill_(2.0),
+    "the data of a tensor in containers": lambda m: m.constants["deep"][0].data.mul_(2.0),
+    "something at the first level, too": lambda m: (m.eval(), m.config["deep"].update(scale=2.0)),
+    "a configuration that is another": lambda m: setattr(m, "record", Config(scale=2.0)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_settings_that_are_changed_between_runs_hold_in_every_replica(
+    strategy: torchstrategy.Strategy, what: str
+) -> None:
+    """Only changes of what an attribute itself holds were seen: replicas computed with old settings."""
+    plain = Settings()
+    with strategy.scope():
+        model = Settings()
+    made = model
+    for k, batch in enumerate(strategy.experimental_distribute_dataset(batches(3))):
+        if k:
+            CHANGES[what](plain)
+            CHANGES[what](model)
+        with torch.no_grad():
+            seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
+            torch.testing.assert_close(seen.cpu(), plain(batches(3)[k]), rtol=1e-10, atol=1e-12)
+    assert model is made
+
+
+class Stats:
+    def __init__(self) -> None:
+        self.calls, self.by_kind = 0, Counter()
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, **F64))
+        self.calls, self.pair, self.shape, self.kinds, self.gone = 0, (0, ("none",)), None, frozenset(), "here"
+        self.history: list[Any] = []
+        self.table = {"calls": [0]}
+        self.seen = {0}
+        self.last = deque([0], maxlen=2)
+        self.stats = Stats()
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.mode: Any = None
+        self.total = torch.zeros(1, **F64)
+        self.level = torch.zeros(1, **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.pair = (self.calls, ("seen",))
+        self.shape = torch.Size((3, self.calls))
+        self.kinds = frozenset({self.calls})
+        self.history.append({"call": [self.calls]})
+        self.table["calls"].append(self.calls)
+        self.seen.add(self.calls)
+        self.last.append(self.calls)
+        self.stats.calls += 1
+        self.stats.by_kind["forward"] += 1
+        self.counts["forward"] += 1
+        self.mode = Mode.ON
+        self.made = {"at": [self.calls]}
+        self.total.add_(1)
+        self.level = self.level + 2
+        if hasattr(self, "gone"):
+            del self.gone
+        return x * self.weight
+
+
+def facts(m: Any) -> dict[str, Any]:
+    found = {name: value for name, value in vars(m).items() if not name.startswith("_") and name != "stats"}
+    return copy.deepcopy({**found, "stats": vars(m.stats)})
+
+
+def test_what_forward_writes_on_attributes_is_there_after_the_run(strategy: torchstrategy.Strategy) -> None:
+    """Tuples, sets, and containers and objects that forward changed in place stayed old outside of the replicas."""
+    plain = Remembers()
+    with strategy.scope():
+        model = Remembers()
+    kept = model.history, model.table, model.stats
+    for batch in strategy.experimental_distribute_dataset(batches(3)):
+        plain(batches(1)[0])
+        strategy.run(lambda x: model(x).detach(), args=(batch,))
+        assert str(facts(model)).replace(", device='sim:0'", "") == str(facts(plain))
+        model(batches(1)[0].to(model.weight.device))  # the user's own calls count on
+        plain(batches(1)[0])
+    assert kept == (model.history, model.table, model.stats)
+    assert kept[0] is model.history and kept[1] is model.table and kept[2] is model.stats
+    pickle.dumps(model.__dict__["history"])
+
+
+def test_what_is_no_data_stays_with_the_replica(strategy: torchstrategy.Strategy) -> None:
+    """An output has the rows of one replica: it is none of the whole model."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2, **F64)
+            self.attention = None
+            self.outputs: list[Any] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = None if self.attention is None else len(self.attention)
+            self.attention = self.inner(x).softmax(-1)
+            self.outputs = [self.attention]
+            return self.attention if before is None else self.attention + 0
+
+    with strategy.scope():
+        model = Keeps()
+    x = batches(1)[0].to(model.inner.weight.device)
+    model(x)  # keeps an output with a history, which was refused
+    kept = model.attention
+    for batch in strategy.experimental_distribute_dataset(batches(2)):
+        strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+        assert model.attention is kept and len(model.outputs) == 1
+
+
+def test_a_backward_through_a_kept_output_says_what_it_went_through(strategy: torchstrategy.Strategy) -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, **F64))
+            self.double = self.weight * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.double
+
+    with strategy.scope():
+        model = Constant()
+    assert float(strategy.gather(strategy.run(lambda: model(torch.ones(1, **F64)).detach()), axis=0)[0]) == 2
+    with pytest.raises(
+        RuntimeError, match=r"goes through Constant\.double, which was computed outside of strategy\.run"
+    ):
+        strategy.run(lambda: model(torch.ones(1, **F64)).sum().backward())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
+def test_weights_that_hooks_compute_are_those_of_the_last_forward(strategy: torchstrategy.Strategy) -> None:
+    """They were those of the first: pruning again chose by old weights."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 3, **F64) for _ in range(3)]
+        nn.utils.weight_norm(layers[0])
+        prune.l1_unstructured(layers[1], "weight", 0.25)
+        nn.utils.spectral_norm(layers[2])
+        return nn.Sequential(*layers).eval()  # in training spectral_norm draws on
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    plain = make()
+    updates = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with strategy.scope():
+        model = make()
+        ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, batch in zip(batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True):
+        step(plain, updates, x)
+        strategy.run(lambda x: step(model, ours, x), args=(batch,))
+        for one, other in zip(model, plain, strict=True):
+            torch.testing.assert_close(one.weight.detach().cpu(), other.weight.detach(), rtol=1e-10, atol=1e-12)
+    for m in (model, plain):
+        prune.l1_unstructured(m[1], "weight", 0.5)
+    torch.testing.assert_close(model[1].weight_mask.cpu(), plain[1].weight_mask)
+
+
+def test_a_buffer_may_be_replaced_in_inference_mode(strategy: torchstrategy.Strategy) -> None:
+    """A cache that evaluation fills: torch counts no writes on such a tensor, and asking for their number raised."""
+
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, **F64))
+            self.register_buffer("scale", torch.ones(2, 1, **F64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight * self.scale[0]
+
+    with strategy.scope():
+        model = Buffered()
+    (batch,) = strategy.experimental_distribute_dataset(batches(1))
+    for _ in range(2):
+        with torch.inference_mode():
+            model.scale = model.scale * 2
+            model.scale.mul_(1.5)
+        with torch.no_grad():
+            for _ in range(2):
+                seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
+                torch.testing.assert_close(seen.cpu(), model(batches(1)[0].to(model.weight.device)).cpu())
+    model.scale = torch.ones_like(model.scale)
+    strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+    assert model.weight.grad is not None
+
+
+def test_a_module_whose_deep_copy_is_another_is_named(strategy: torchstrategy.Strategy) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 1)
+
+        def __deepcopy__(self, memo: Any) -> nn.Module:
+            return copy.deepcopy(self.inner, memo)
+
+    with strategy.scope():
+        model = Wrapper()
+    with pytest.raises(TypeError, match=r"Wrapper cannot be copied for the replicas.*gives Linear"):
+        strategy.run(lambda: model.inner(torch.ones(1, 1)))
