@@ -17,6 +17,9 @@ from .topologies import DATA_PARALLEL, STRATEGIES, Topology
 
 T = TypeVar("T")
 
+# What `Module.to` does not move, or makes two of one.
+_LOST_WHEN_MOVED = ("shared buffer", "Pruned(", "old weight norm", "old spectral norm")
+
 
 @final
 class Generator:
@@ -85,7 +88,7 @@ class _Draw:
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
             draw.choice(["closure", "closure", "trainer", "trainer with parts", "arguments"]),
-            draw.random() < 0.7 or "shared buffer" in text,  # which `Module.to` makes two
+            draw.random() < 0.7 or any(word in text for word in _LOST_WHEN_MOVED),
             draw.random() < 0.2,
             scaler,
         )
