@@ -54,6 +54,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_creation",
             "_deep_copy",
             "_errors",
+            "_held",
             "_optimizer_steps",
             "_options",
             "_parts",
@@ -62,8 +63,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_types",
             "_warnings",
         },  # words
-        {"_captured", "_devices", "_originals", "_records", "_stand_ins", "_sums", "_trace", "_tree"},  # what there is
-        {"_replica"},  # who runs
+        {"_captured", "_devices", "_records", "_stand_ins", "_sums", "_trace", "_tree", "_uncounted"},  # what there is
+        {"_originals", "_replica"},  # what is copied, and who runs
         # what goes from place to place
         {"_caller_state", "_comm", "_once", "_packs", "_randomness", "_values"},
         {
@@ -95,6 +96,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_shared_writes",
             "_storage",
         },
+        {"_attributes"},  # what modules hold, and their copies
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
         {"_copies"},  # of modules and optimizers, for one run at a time
         {"_replicated_loan"},  # that run

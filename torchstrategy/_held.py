@@ -98,6 +98,8 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
         yield path, value, local
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
+    if type(value).__module__.startswith("torchstrategy."):
+        return  # a strategy, a dataset: nothing of the user's
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
         yield path, value, local
