@@ -17,6 +17,9 @@ from .topologies import DATA_PARALLEL, STRATEGIES, Topology
 
 T = TypeVar("T")
 
+# What `Module.to` does not move, or makes two of one.
+_LOST_WHEN_MOVED = ("shared buffer", "Pruned(", "old weight norm", "old spectral norm")
+
 
 @final
 class Generator:
@@ -69,8 +72,8 @@ class _Draw:
         ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
         self._may_fail_late = ends_with_update and not self._sees_calls
         line = [*step, *then]
-        self._repeats = repr(line).count("Backward(") > 1 or "twice" in repr(line) or "micro=2" in repr(line)
-        self._repeats = self._repeats or "assign" in repr(line) or "add" in repr(line)
+        backwards = sum(repr(line).count(name) for name in ("Backward(", "Penalty(", "Closure("))
+        self._repeats = backwards > 1 or any(word in repr(line) for word in ("twice", "micro=2", "assign", "add"))
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
         return Program(
@@ -85,7 +88,7 @@ class _Draw:
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
             draw.choice(["closure", "closure", "trainer", "trainer with parts", "arguments"]),
-            draw.random() < 0.7 or "shared buffer" in text,  # which `Module.to` makes two
+            draw.random() < 0.7 or any(word in text for word in _LOST_WHEN_MOVED),
             draw.random() < 0.2,
             scaler,
         )
@@ -134,6 +137,8 @@ class _Draw:
         inner = layers.Linear() if draw.random() < 0.6 else self._layer()
         if kind == 27:
             ways = modules.WAYS_OF_CALLING if isinstance(inner, layers.Linear) else modules.WAYS_OF_CALLING[:5]
+            if self._is_data_parallel:  # a checkpoint calls its layer again, in a backward that is after the run
+                ways = [way for way in ways if "checkpoint" not in way]
             return layers.Wrapped(inner, draw.choice(ways))
         if kind == 28 and draw.random() < 0.3:
             inside = tuple(self._parts(self._layer, draw.randint(1, 3)))
