@@ -8,7 +8,7 @@ it, if it is data: numbers, texts, and containers of them. What else a step keep
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, final
 
 from torchstrategy._held import Contents, Leaf, Place, contents_of, is_data, places_and_leaves, write
@@ -27,11 +27,14 @@ class Attributes:
 
     Args:
         replicas: What each replica has.
+        known: The ids of parameters and buffers, which are brought otherwise.
         named: Lists the attributes of the originals.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaModules], named: Named) -> None:
+    def __init__(self, replicas: Sequence[ReplicaModules], known: Set[int], named: Named) -> None:
         self._replicas = replicas
+        self._known_tensors = known
+        self._unbrought: set[int] = set()  # the ids of tensors of which the replicas do not agree with the original
         self.collect(named)
 
     def collect(self, named: Named) -> None:
@@ -41,7 +44,7 @@ class Attributes:
         for path, value, local in named():
             found, tensors = places_and_leaves(path, value, local)
             places.update((id(place.original), place) for place in found)
-            leaves.update((id(leaf.original), leaf) for leaf in tensors)
+            leaves.update((id(leaf.original), leaf) for leaf in tensors if id(leaf.original) not in self._known_tensors)
         self._places, self._leaves = list(places.values()), list(leaves.values())
         self._tensors = Originals([Original(leaf.path, leaf.original) for leaf in self._leaves])
         self._tensors.watch(dict.fromkeys(range(len(self._leaves)), 0))
@@ -49,7 +52,9 @@ class Attributes:
 
     def bring(self, named: Named) -> bool:
         """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
-        written, _ = self._tensors.take_changes()
+        unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
+        written = unbrought.union(self._tensors.take_changes()[0])
+        self._unbrought.clear()
         for index in written:
             original, local = self._leaves[index].original, self._leaves[index].local
             if any(one.shape != original.shape or one.dtype != original.dtype for one in local):
@@ -73,7 +78,9 @@ class Attributes:
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
         own = {id(place.local[lead]): place for place in self._places}
         shared = self._known.common(self._known_local[lead]) if changed else {}
-        has_brought = self._give_back_tensors(lead) if self._leaves else False
+        if self._leaves:
+            self._give_back_tensors(lead)
+        has_brought = False
         for index in changed:
             place = self._places[index]
             contents = contents_of(place.local[lead])
@@ -85,17 +92,14 @@ class Attributes:
         if has_brought:
             self.collect(named)
 
-    def _give_back_tensors(self, lead: int) -> bool:
-        has_brought = False
+    def _give_back_tensors(self, lead: int) -> None:
         local, read = [leaf.local[lead] for leaf in self._leaves], self._reads[lead].take()
         for index, (before, now) in enumerate(zip(self._versions[lead], versions(local), strict=True)):
             own, original = local[index], self._leaves[index].original
             is_uncounted = index in read or (own.is_cpu and original.is_cpu and differ(own, original))
             if (before != now or is_uncounted) and own.shape == original.shape and not own.requires_grad:
-                has_brought = True
-                for target in (original, *(other for other in self._leaves[index].local if other is not own)):
-                    write_value(target, own, False)
-        return has_brought
+                write_value(original, own, False)
+                self._unbrought.add(id(original))  # a backward may still need what the other replicas have
 
     def _agree(self) -> None:
         self._known = Contents([place.original for place in self._places])

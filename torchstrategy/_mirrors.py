@@ -97,7 +97,8 @@ class Mirrors:
         self._computed = [computed_by_hooks(module) for module in modules]  # plain attributes, by each replica's hooks
         self._known = [dict(inside) for inside in self._insides]
         self._known_values = held_in(self._insides)
-        self._attributes = Attributes(self._replicas, self._named_attributes)
+        known = self._index_of.keys() | set(map(id, self._buffers.tensors))
+        self._attributes = Attributes(self._replicas, known, self._named_attributes)
 
     @property
     def owners(self) -> list[torch.Tensor]:
