@@ -191,6 +191,20 @@ class Change(Event):
 
 
 @dataclass(frozen=True)
+class Reset(Event):
+    """Sets what layers counted back to what it was, or forgets what they keep."""
+
+    def do(self, training: Training) -> None:
+        for module in training.model.modules():
+            if isinstance(module, modules.Counts):
+                module.reset()
+            elif isinstance(module, modules.Keeps):
+                module.kept_output = None
+            elif isinstance(module, modules.WithProperty):
+                module.rate = 1.0
+
+
+@dataclass(frozen=True)
 class NewAttribute(Event):
     """Gives modules an attribute that they did not have."""
 

@@ -265,7 +265,8 @@ class _Draw:
             lambda: events.ReplaceBuffer(
                 draw.choice(["assign", "inference_mode", "registered", "deleted and registered"]), draw.randint(0, 1)
             ),
-            *[lambda: events.Change(draw.choice([0.5, 1.5]))] * 2,
+            *[lambda: events.Change(draw.choice([0.5, 1.0, 1.5]))] * 2,
+            events.Reset,
             lambda: events.NewAttribute(draw.choice(["number", "list", "tensor", "dict", "none"])),
             lambda: events.Freeze(index, draw.random() < 0.5),
             lambda: events.Mode(draw.random() < 0.5, draw.choice([None, 0, 1])),

@@ -200,6 +200,10 @@ class Counts(nn.Module):
         self.kind, self.in_training = kind, in_training
         self.seen = _COUNTS[kind][0]()
 
+    def reset(self) -> None:
+        """What a user does after an epoch."""
+        self.seen = _COUNTS[self.kind][0]()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training or not self.in_training:
             _COUNTS[self.kind][1](self, x.shape[1])
