@@ -307,3 +307,33 @@ def test_a_module_whose_deep_copy_is_another_is_named(strategy: torchstrategy.St
         model = Wrapper()
     with pytest.raises(TypeError, match=r"Wrapper cannot be copied for the replicas.*gives Linear"):
         strategy.run(lambda: model.inner(torch.ones(1, 1)))
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_an_attribute_that_is_set_back_is_back_in_every_replica(
+    strategy: torchstrategy.Strategy, evaluates: bool
+) -> None:
+    """What a run began with was taken for what it had left: replicas went on counting."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.cache: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.cache = self.cache or [self.calls]
+            return x * self.calls
+
+    with strategy.scope():
+        model = Counting()
+    (batch,) = strategy.experimental_distribute_dataset(batches(1))
+    for _ in range(2):
+        for k in (1, 2):
+            seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
+            torch.testing.assert_close(seen.cpu(), batches(1)[0] * k)
+            assert (model.calls, model.cache) == (k, [1])
+        model.calls, model.cache = 0, None
+        if evaluates:
+            model.train(not model.training)

@@ -37,6 +37,7 @@ from torchstrategy._shares import Shares
 from torchstrategy._structure import HOOK_TABLES, MISSING, Change, Structure, held_in, same
 from torchstrategy._torch import requires_grad_of
 from torchstrategy._trace import traced
+from torchstrategy._trainers import Written
 from torchstrategy._types import Device
 from torchstrategy._variables import SyncOnReadVariable, Variable, is_variable
 
@@ -97,6 +98,7 @@ class Mirrors:
         self._computed = [computed_by_hooks(module) for module in modules]  # plain attributes, by each replica's hooks
         self._known = [dict(inside) for inside in self._insides]
         self._known_values = held_in(self._insides)
+        self._unbrought: set[tuple[int, str]] = set()  # attributes that the first replica has given to the originals
         known = self._index_of.keys() | set(map(id, self._buffers.tensors))
         self._attributes = Attributes(self._replicas, known, self._named_attributes)
 
@@ -129,7 +131,7 @@ class Mirrors:
         if not self._attributes.bring(self._named_attributes):
             return False
         values = held_in(self._insides)  # the tables are among them
-        if not same(self._known_values, values):
+        if self._unbrought or not same(self._known_values, values):
             if not self._bring_attributes():
                 return False
             self._known_values = values
@@ -227,7 +229,10 @@ class Mirrors:
         values = self._buffer_values(shares)
         states = self._metrics.put_together(shares)
         # These may refuse; after them nothing does.
-        lead.return_attributes(self._insides, self._computed, self._metrics.states)
+        for position, name in lead.return_attributes(self._insides, self._computed, self._metrics.states):
+            Written(self._known[position], name, self._insides[position].get(name, MISSING)).apply()
+            self._unbrought.add((position, name))
+        self._known_values = held_in(self._insides) if self._unbrought else self._known_values
         self._attributes.give_back(shares.present[0], self._named_attributes)
         if any(changes):
             self._return_changes(shares, changes[0])
@@ -306,10 +311,16 @@ class Mirrors:
                     yield f"{self._paths[position]}.{name}", inside[name], local
 
     def _bring_attributes(self) -> bool:
+        unbrought, self._unbrought = self._unbrought, set()
+        positions = {position for position, _ in unbrought}
         for position, (known, now) in enumerate(zip(self._known, self._insides, strict=True)):
-            if same(held_in([known]), held_in([now])):
+            if position not in positions and same(held_in([known]), held_in([now])):
                 continue
-            changed = [name for name in {**known, **now} if known.get(name, MISSING) is not now.get(name, MISSING)]
+            changed = [
+                name
+                for name in {**known, **now}
+                if known.get(name, MISSING) is not now.get(name, MISSING) or (position, name) in unbrought
+            ]
             if any(name in TORCHS_OWN and name != "training" for name in changed):
                 return False
             for name in changed:

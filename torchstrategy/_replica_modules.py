@@ -203,23 +203,31 @@ class ReplicaModules:
 
     def return_attributes(
         self, originals: Sequence[dict[str, Any]], computed: Sequence[Set[str]], states: Mapping[int, Set[str]]
-    ) -> None:
+    ) -> list[tuple[int, str]]:
         """Brings to the originals the plain attributes that the step replaced.
+
+        Returns:
+            The positions of the modules, and the names, of those that it brought.
 
         Args:
             originals: What the user's modules have inside.
             computed: Of each module, the attributes that its hooks compute.
             states: By the position of a module, the attributes that are brought otherwise.
         """
+        brought: list[tuple[int, str]] = []
         if same(self._known_values, held_in(self.insides)):
-            return
+            return brought
         for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
             for name in {**known, **local}:
                 value = local.get(name, MISSING)
                 is_table = name in TORCHS_OWN and not isinstance(value, PLAIN)
                 if value is not known.get(name, MISSING) and not is_table and name not in states.get(position, ()):
+                    before = originals[position].get(name, MISSING)
                     _return(originals[position], name, value, name in computed[position])
+                    if originals[position].get(name, MISSING) is not before:
+                        brought.append((position, name))
         self._agree()
+        return brought
 
     def _agree(self) -> None:
         """The plain attributes agree with the originals: what is replaced from here on, the step replaces."""
