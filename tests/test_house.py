@@ -79,9 +79,10 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         # gradients between runs; what replicas count; tensors that they share and assign
         {"_late_gradients", "_metrics", "_variables"},
         {
+            "_all_reduced_gradients",
             "_copyable",
             "_cross_device_ops",
-            "_gradients",
+            "_hooked_gradients",
             "_links",
             "_local_optimizer",
             "_lost_buffers",
@@ -97,7 +98,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
             "_shared_writes",
             "_storage",
         },
-        {"_attributes"},  # what modules hold, and their copies
+        {"_attributes", "_gradients"},  # what modules hold, and their copies
         {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
         {"_copies"},  # of modules and optimizers, for one run at a time
         {"_replicated_loan"},  # that run

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._all_reduced_gradients import AllReduce
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._devices import place
-from torchstrategy._gradients import AllReduce, Gradients
+from torchstrategy._gradients import Gradients
 from torchstrategy._mirrors import Mirrors
 from torchstrategy._optimizer_copies import OptimizerCopies, can_have_copies, parameters_of
 from torchstrategy._stand_ins import own

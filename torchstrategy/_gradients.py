@@ -15,7 +15,6 @@ were.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,13 @@ from typing import final
 
 import torch
 
+from torchstrategy._all_reduced_gradients import AllReduce, AllReducedGradients
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._comm import brought
 from torchstrategy._conductors import combined_gradients
+from torchstrategy._hooked_gradients import count_additions, seen_by_hooks
 from torchstrategy._late_gradients import deliver_late
-from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, CurrentRun, LocalParameter, Reads, ReplicaLedger
+from torchstrategy._ledger import CLEARED, CLEARED_NOTHING, LocalParameter, Reads, ReplicaLedger
 from torchstrategy._options import ReduceOp
 from torchstrategy._replica import Replica
 from torchstrategy._shares import Shares
@@ -38,26 +39,17 @@ from torchstrategy._torch import (
     has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
-    on_computed,
-    on_gradient,
     set_slot,
     set_slots,
     slot,
     slots,
     unseen_by_function_modes,
-    version,
 )
 from torchstrategy._trace import traced
 from torchstrategy._variables import is_variable
 
 Together = Callable[[Callable[[], None]], None]
 """Calls something for all replicas, with the gradients of the whole batch; it may update parameters."""
-
-AllReduce = Callable[
-    [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
-    Sequence[Sequence[torch.Tensor | None]],
-]
-"""Adds up what several replicas have, times their weights, and returns a sum where each replica wants it."""
 
 
 @final
@@ -93,11 +85,10 @@ class Gradients:
         self._is_remote = [
             any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
         ]
-        self._all_reduce = all_reduce
+        self._all_reduce = None if all_reduce is None else AllReducedGradients(all_reduce)
         self._take_turns = take_turns
         self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
         self._num_handed_in = 0
-        self._everywhere: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of a gradient
         self._shares: Shares | None = None
         self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
         self._has_updated = False
@@ -117,7 +108,6 @@ class Gradients:
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._has_updated = False
-        self._everywhere.clear()
         with _exchanging:
             self._kept = slots(self.owners)
             self.so_far = list(self._kept)
@@ -126,7 +116,7 @@ class Gradients:
         if have_gradient_hooks(own):
             self.hooked = {index for index, owner in enumerate(own) if has_gradient_hooks(owner)}
             for index in self.hooked:
-                self._count(index)
+                count_additions(self.ledgers, index)
 
     def enter(self, replica: Replica) -> None:
         """The step begins in `replica`."""
@@ -188,12 +178,12 @@ class Gradients:
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
         """What a replica has got of an owner's gradient already, if nobody has written on it since."""
-        known = self._everywhere.get(id(gradient))
-        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+        return None if self._all_reduce is None else self._all_reduce.arrived(gradient, replica)
 
     def forget_arrived(self) -> None:
         """The owners' gradients may be written from here on, also in ways that torch does not count."""
-        self._everywhere.clear()
+        if self._all_reduce is not None:
+            self._all_reduce.forget()
 
     def keep(self) -> None:
         """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
@@ -228,7 +218,7 @@ class Gradients:
             for name, stray in zip(self.names, slots(self.owners), strict=True):
                 if stray is not None:
                     raise RuntimeError(_stray_gradient(name))
-        seen = self._seen_by_hooks()
+        seen = seen_by_hooks(self.ledgers, self.owners, self.names) if self.hooked else set()
         self._settle_views()
         with torch.no_grad(), traced("settle gradients"):
             combined = self._combined()
@@ -320,7 +310,8 @@ class Gradients:
         for r in set(self._shares.present) - set(weighing):
             self.ledgers[r].take_local()  # of no rows: dropped, since zero times NaN would be NaN
         if self._all_reduce is not None:
-            return self._combined_everywhere(weighing, self._all_reduce)
+            weights = [self._shares.weights[r] for r in weighing]
+            return self._all_reduce.combined(weighing, weights, self.ledgers, self.owners)
         for r in weighing[self._num_handed_in :]:
             self._add_up(r)
         total, self._total, self._num_handed_in = self._total, {}, 0
@@ -339,25 +330,6 @@ class Gradients:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
         self._num_handed_in += 1
         return set(local)
-
-    def _combined_everywhere(self, weighing: Sequence[int], all_reduce: AllReduce) -> dict[int, torch.Tensor]:
-        assert self._shares is not None
-        local = [self.ledgers[r].take_local()[0] for r in weighing]
-        indices = sorted(set().union(*local))
-        sums = all_reduce(
-            [[gradients.get(index) for index in indices] for gradients in local],
-            [self._shares.weights[r] for r in weighing],
-            [[ledger.parameters[index] for index in indices] for ledger in self.ledgers],
-        )
-        self._everywhere.clear()
-        total: dict[int, torch.Tensor] = {}
-        for index, column in zip(indices, zip(*sums, strict=True), strict=True):
-            gradients = [gradient for gradient in column if gradient is not None]
-            total[index] = gradient = (
-                gradients[0].detach().to(self.owners[index].device)
-            )  # as a view it cannot be cleared
-            self._everywhere[id(gradient)] = gradient, version(gradient), gradients
-        return total
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of its owner."""
@@ -378,39 +350,6 @@ class Gradients:
             set_slot(owner, None)
         else:
             self.so_far[index] = gradient if so_far is None else so_far + gradient
-
-    def _count(self, index: int) -> None:
-        for ledger in self.ledgers:
-            parameter = ledger.parameters[index] if index < len(ledger.parameters) else None
-            if parameter is not None and parameter.requires_grad and not parameter.counts:
-                parameter.counts = True
-                on_computed(parameter, functools.partial(_computed, parameter.run, index))
-                on_gradient(parameter, _counted)
-
-    def _seen_by_hooks(self) -> set[int]:
-        """The owners whose hooks see what backward has added. What a step puts there itself, no hook sees."""
-        seen: set[int] = set()
-        for ledger in self.ledgers if self.hooked else ():
-            for index, times in ledger.added.items():
-                owner = self.owners[index]
-                if times > 1 and has_gradient_hooks(owner):
-                    raise RuntimeError(
-                        f"{self.names[index]} has a gradient hook, and the step ran backward {times} times before "
-                        "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
-                        "or run one backward in each strategy.run."
-                    )
-                if has_gradient_hooks(owner):
-                    seen.add(index)
-            for index, times in ledger.computed.items():
-                if times > ledger.added.get(index, 0) and self.owners[index]._backward_hooks:
-                    raise RuntimeError(
-                        f"{self.names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
-                        "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
-                        "replica has that of its own rows. Remove the hook, or call backward() and use .grad."
-                    )
-            ledger.added.clear()
-            ledger.computed.clear()
-        return seen
 
     def _take(self) -> None:
         self.so_far = slots(self.owners)
@@ -454,18 +393,6 @@ def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 _exchanging = threading.RLock()  # runs of several threads take gradients from the same owners, and give them back
-
-
-def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
-    if run.ledger is not None:
-        run.ledger.computed[index] = run.ledger.computed.get(index, 0) + 1
-
-
-def _counted(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, LocalParameter)
-    if parameter.run.ledger is not None:
-        added = parameter.run.ledger.added
-        added[parameter.position] = added.get(parameter.position, 0) + 1
 
 
 hide_from_compiler(Gradients.hand_in)  # a step that is compiled comes here, too

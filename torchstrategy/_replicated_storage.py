@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._all_reduced_gradients import AllReduce
 from torchstrategy._caller_state import undisturbed
 from torchstrategy._captured import Named, captured, held_by
 from torchstrategy._copies import Copies, Layout
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
-from torchstrategy._gradients import AllReduce
 from torchstrategy._links import is_in_replica
 from torchstrategy._once import make_ready, refuse_bound_methods
 from torchstrategy._optimizer_copies import is_torchs, parameters_of
