@@ -47,8 +47,10 @@ class Write(Event):
     index: int | None = None
 
     def do(self, training: Training) -> None:
+        has_graph = any(hasattr(module, "weight_g") for module in training.model.modules())  # which torch does not swap
+        how = "data.copy_" if has_graph and self.how == "swap_tensors" else self.how
         for parameter in _chosen(training.parameters(), self.index):
-            WAYS[self.how](parameter)
+            WAYS[how](parameter)
 
 
 @dataclass(frozen=True)

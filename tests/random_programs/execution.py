@@ -86,17 +86,12 @@ class Trial(Training):
         """A step that raises."""
         batch = self.place.deal(batch_of(3, self.program.width, 99))
         actions = self.program.step
-        model, optimizers, schedulers, scaler, teacher = (
-            self.model,
-            self.optimizers,
-            self.schedulers,
-            self.scaler,
-            self.teacher,
-        )
+        model, optimizers, schedulers = self.model, self.optimizers, self.schedulers
+        scaler, teacher, forward = self.scaler, self.teacher, None if self.forward is self.model else self.forward
 
         def step(batch: Any) -> None:
             if late:
-                _step(actions, batch, 0, model, optimizers, schedulers, scaler, teacher, None)
+                _step(actions, batch, 0, model, optimizers, schedulers, scaler, teacher, forward)
             context = torchstrategy.get_replica_context()
             if everywhere or context is None or context.replica_id_in_sync_group == 0:
                 raise StepFailed("on purpose")
@@ -257,7 +252,7 @@ class UnderStrategy(PlaceOfTrial):
 
     def check(self, training: Training) -> None:
         things = [training.model, *(o for o in training.optimizers if vars(o).get("defaults") is not None)]
-        if next(training.model.parameters(), None) is not None:
+        if self._strategy.num_replicas_in_sync > 1 and next(training.model.parameters(), None) is not None:
             assert_replicas_agree(self._strategy, *things)
 
 
