@@ -246,7 +246,7 @@ def test_old_batches_stay_as_they_are_while_one_iterates_on() -> None:
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 3))
 def test_what_was_dealt_can_be_gathered_again(replicas: int, rows: int, leaves: int) -> None:
     strategy = STRATEGIES[replicas]
-    source = [torch.randn(rows, 2) for _ in range(leaves)]
+    source = tuple(torch.randn(rows, 2) for _ in range(leaves))  # a list of them may be one of rows
     value = batch(strategy, source)
     for whole, gathered in zip(source, strategy.gather(value, axis=0), strict=True):
         assert torch.equal(gathered.cpu(), whole)

@@ -493,7 +493,7 @@ def test_an_update_that_fails_halfway_leaves_what_plain_torch_leaves(
     [
         lambda: [1] if replica() else (1,),
         lambda: {"a" if replica() else "b": 1},
-        lambda: [torch.ones(1)] * (1 + replica()),
+        lambda: (torch.ones(1),) * (1 + replica()),
     ],
     ids=["types", "keys", "lengths"],
 )
