@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import random
+import itertools
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from random_programs import __main__ as command
 from random_programs import actions, events, layers, trials
 from random_programs.comparison import differences
 from random_programs.generation import Generator
@@ -26,12 +26,13 @@ from random_programs.trials import Verdict, judged
 from torchstrategy.testing import simulated_devices
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS, AT_ONCE = 300, 25
+AT_ONCE = 25
+PROGRAMS = 100 if simulated_devices() else 300  # a simulated device takes its time
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, AT_ONCE))
 def test_random_programs_leave_behind_what_they_leave_in_plain_torch(first: int) -> None:
-    generator = Generator(len(simulated_devices()))
+    generator = Generator(len(simulated_devices()), most_steps=2)
     counts: Counter[Verdict] = Counter()
     for seed in range(first, first + AT_ONCE):
         program = generator.program(seed)
@@ -82,7 +83,7 @@ class _Wrong(layers.Layer):
 
 def test_a_difference_is_found_and_shrunk() -> None:
     """A long program with one part that is wrong becomes a short one, which has that part and little else."""
-    program = Generator(strategies=["central"]).program(4)
+    program = Generator(strategies=["central"], most_steps=2).program(4)
     long = dataclasses.replace(program, layers=(*program.layers, _Wrong()), topology=Topology("central", ("cpu",) * 3))
     outcome = judged(long)
     assert outcome.verdict is Verdict.DIFFERENT
@@ -125,10 +126,23 @@ def test_every_refusal_that_programs_may_meet_is_documented() -> None:
         assert documented(f"Something {words} Something") == words
 
 
-def test_the_command_runs_programs_and_prints_counts() -> None:
-    seed, command = random.Random(0).randint(1, 10**6), [sys.executable, "-m", "tests.random_programs"]
-    done = subprocess.run(
-        [*command, "--count", "5", "--seed", str(seed)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert f"5 programs from seed {seed}" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"\d equal", done.stdout) and re.search(r"\d no program", done.stdout)
+def test_the_command_runs_programs_and_prints_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["random_programs", "--count", "3", "--seed", "7"])
+    assert command.main() == 0
+    said = capsys.readouterr().out
+    assert "3 programs from seed 7" in said and re.search(r"\d equal", said) and re.search(r"0 different", said)
+
+    monkeypatch.setattr(trials, "differences", lambda ours, plain: {"model.0.weight": "is another"})
+    sizes = itertools.cycle([1.0, 0.0])
+    monkeypatch.setattr(trials, "size_of", lambda ours, plain: next(sizes))
+    monkeypatch.setattr(sys, "argv", ["random_programs", "--count", "1", "--seed", "7"])
+    assert command.main() == 1
+    said = capsys.readouterr().out
+    assert "1 different" in said
+
+    (tmp_path / "program").write_text(said[said.index("Program(") : said.index("model.0.weight is another")])
+    monkeypatch.setattr(sys, "argv", ["random_programs", "--replay", str(tmp_path / "program")])
+    assert command.main() == 1
+    assert "model.0.weight is another" in capsys.readouterr().out

@@ -12,8 +12,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from torchstrategy.testing import simulate_devices
 
 from .generation import Generator
@@ -95,7 +93,6 @@ def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
 
 
 def _begin(simulated: int) -> None:
-    torch.set_num_threads(1)
     if simulated:
         simulate_devices(simulated)
 

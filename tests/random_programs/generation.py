@@ -29,16 +29,24 @@ class Generator:
         simulated: How many devices are simulated.
         without: A regular expression; parts whose text it finds are left out.
         strategies: The topologies to choose from; None: all.
+        most_steps: Of a program.
     """
 
-    def __init__(self, simulated: int = 0, without: str = "", strategies: Sequence[str] | None = None) -> None:
-        self._simulated = simulated
+    def __init__(
+        self,
+        simulated: int = 0,
+        without: str = "",
+        strategies: Sequence[str] | None = None,
+        most_steps: int = 5,
+    ) -> None:
+        self._simulated, self._most_steps = simulated, most_steps
         self._without = re.compile(without) if without else None
         self._kinds = list(strategies or [*STRATEGIES, DATA_PARALLEL])
 
     def program(self, seed: int) -> Program:
         """The program of a seed."""
-        return _Draw(random.Random(f"program {seed}"), self._simulated, self._without, self._kinds).program()
+        draw = _Draw(random.Random(f"program {seed}"), self._simulated, self._without, self._kinds)
+        return draw.program(self._most_steps)
 
 
 class _Draw:
@@ -46,12 +54,14 @@ class _Draw:
 
     def __init__(self, draw: random.Random, simulated: int, without: Any, kinds: list[str]) -> None:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
-        self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])
+        self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])  # how many there are
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
         self._may_fail_late = self._some_rows = False
 
-    def program(self) -> Program:
+    def program(self, most_steps: int) -> Program:
+        """The program, of at most so many steps."""
         draw = self._draw
+        self._steps = min(self._steps, most_steps)
         topology = self._topology()
         self._is_data_parallel = topology.is_data_parallel
         chosen = self._parts(self._layer, draw.randint(2, 5))
