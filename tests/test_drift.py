@@ -110,6 +110,7 @@ def test_if_replica_0_has_drifted_all_others_differ_from_it() -> None:
         training.agree()
 
 
+@pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")  # which the difference is worth, too
 def test_a_buffer_that_no_step_writes_is_seen_also_where_parameters_are_shared() -> None:
     training = Training(central(2))
     training.tamper(1, "table", add((2,), 7))

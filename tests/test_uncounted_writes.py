@@ -280,7 +280,7 @@ def large() -> torch.Tensor:
 def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> None:
     tensor = make()
     originals = Originals([Original("t", tensor)])
-    originals.watch({0: 0})
+    originals.watch([0])
     originals.take_changes()  # of what is large, sums are made when nothing was written
     assert originals.take_changes() == ([], set())
     change(tensor.data)
@@ -291,7 +291,7 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
 def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
     memory = torch.zeros(50_000, **F64)
     originals = Originals([Original("t", memory[10:40_000])])
-    originals.watch({0: 0})
+    originals.watch([0])
     originals.take_changes()
     memory.data[:10].add_(1)
     memory.data[40_000:].add_(1)
@@ -303,7 +303,7 @@ def test_on_an_accelerator_nothing_is_read_back(simulated_devices: list[torch.de
     device = simulated_devices[0]
     tensor = torch.zeros(3, device=device)
     originals = Originals([Original("t", tensor)])
-    originals.watch({0: 0})
+    originals.watch([0])
     with torchstrategy.testing.count_traffic() as traffic:
         assert originals.take_changes() == ([], set())
         kept = tensor.data

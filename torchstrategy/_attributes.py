@@ -47,7 +47,7 @@ class Attributes:
             leaves.update((id(leaf.original), leaf) for leaf in tensors if id(leaf.original) not in self._known_tensors)
         self._places, self._leaves = list(places.values()), list(leaves.values())
         self._tensors = Originals([Original(leaf.path, leaf.original) for leaf in self._leaves])
-        self._tensors.watch(dict.fromkeys(range(len(self._leaves)), 0))
+        self._tensors.watch(range(len(self._leaves)))
         self._agree()
 
     def bring(self, named: Named) -> bool:

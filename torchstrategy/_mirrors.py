@@ -89,7 +89,7 @@ class Mirrors:
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
         self._watch_parameters()
-        self._buffers.watch(dict.fromkeys(range(len(self._buffers.names)), 0))
+        self._buffers.watch(range(len(self._buffers.names)))
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
@@ -167,8 +167,8 @@ class Mirrors:
 
     def _watch_parameters(self) -> None:
         """What all replicas share can be written in any way; of the others, copies have to follow."""
-        shared = enumerate(zip(*self.sharing(), strict=True))
-        self._parameters.watch({index: sum(by_replica) for index, by_replica in shared if not all(by_replica)})
+        by_all = map(all, zip(*self.sharing(), strict=True))
+        self._parameters.watch(index for index, is_shared in enumerate(by_all) if not is_shared)
 
     def sharing(self) -> list[list[bool]]:
         """For each replica, which of its parameters share the memory of the originals."""

@@ -113,7 +113,7 @@ class _State:
         self._values = _values(optimizer)
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._tensors = Originals([Original("", tensor) for tensor in tensors])
-        self._tensors.watch(dict.fromkeys(range(len(tensors)), 0))
+        self._tensors.watch(range(len(tensors)))
 
     def is_that_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has the very same values in its state."""

@@ -7,7 +7,7 @@ for each tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, final
 
@@ -45,8 +45,8 @@ class Originals:
         self._pointers: list[int] = []
         self._layouts: list[object] = []
         self._memory: list[object] = []  # kept, so that nothing else can come to lie there
-        self._watched: Mapping[int, int] = {}
-        self._uncounted = UncountedWrites({}, {})
+        self._watched: set[int] = set()
+        self._uncounted = UncountedWrites({})
         self.take_changes()
 
     @property
@@ -58,14 +58,10 @@ class Originals:
         assert len(loose) == len(self._loose), "copies are given up when a variable dies"
         return [*self._held, *loose]
 
-    def watch(self, num_sharing: Mapping[int, int]) -> None:
-        """From here on, looks for writes that torch does not count in some of them: those that have real copies.
-
-        Args:
-            num_sharing: Of each of those, by how many copies its memory is shared.
-        """
-        self._watched = num_sharing
-        self._uncounted = UncountedWrites({index: self.tensors[index] for index in num_sharing}, num_sharing)
+    def watch(self, indices: Iterable[int]) -> None:
+        """From here on, looks for writes that torch does not count in some of them: those that have real copies."""
+        self._watched = set(indices)
+        self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
 
     def written(self) -> list[int]:
         """Those that torch has counted as written, or that lie elsewhere.
@@ -91,7 +87,7 @@ class Originals:
             self._pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
             written |= (
-                moved | self._watched.keys()
+                moved | self._watched
             )  # of what did not move, a look at the old memory is not worth its risk
             self.watch(self._watched)
         elif self._watched:

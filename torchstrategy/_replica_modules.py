@@ -26,6 +26,7 @@ from torchstrategy._ledger import LocalParameter, set_plain_data
 from torchstrategy._originals import Originals, write_value
 from torchstrategy._parts import TORCHS_OWN
 from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
+from torchstrategy._sums import equal
 from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
 from torchstrategy._uncounted import reads_of
@@ -281,7 +282,7 @@ class ReplicaModules:
 
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold different numbers."""
-    return first.shape != second.shape or not torch.equal(first, second.to(first.device))
+    return not equal(first, second.to(first.device))
 
 
 def _local(owner: torch.Tensor, data: torch.Tensor) -> LocalParameter:

@@ -23,6 +23,7 @@ from torchstrategy._captured import Named, captured, held_by
 from torchstrategy._copies import Copies, Layout
 from torchstrategy._copyable import refuse_uncopyable
 from torchstrategy._creation import Counter
+from torchstrategy._devices import is_accelerator
 from torchstrategy._links import is_in_replica
 from torchstrategy._once import make_ready, refuse_bound_methods
 from torchstrategy._optimizer_copies import is_torchs, parameters_of
@@ -37,6 +38,7 @@ from torchstrategy._storage import CrossReplica, Loan, Step, Storage
 from torchstrategy._trace import traced
 from torchstrategy._trainers import Trainers
 from torchstrategy._types import Device
+from torchstrategy._uncounted import listen_to_data
 from torchstrategy._variables import SharedVariable, Variable
 
 
@@ -81,6 +83,8 @@ class ReplicatedStorage(Storage):
         self._lock = threading.RLock()
         self._is_copying = False  # in which case new modules are copies, not the user's
         tell_always(self._before_any_step, self._after_any_step)
+        if any(map(is_accelerator, (*self.devices, parameter_device))):
+            listen_to_data()
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:

@@ -8,9 +8,9 @@ only be compared by waiting for the accelerator. There, a tensor counts as writt
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import Any, final
 
@@ -28,17 +28,16 @@ class UncountedWrites:
 
     Args:
         tensors: The tensors, by a number of the caller's. They have to lie where they lie for as long as this is used.
-        num_sharing: How many copies share the memory of each.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor], num_sharing: Mapping[int, int]) -> None:
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
         dense = {key: t for key, t in tensors.items() if t.layout is torch.strided}
         here = {key: _bits(tensor) for key, tensor in dense.items() if tensor.is_cpu}
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
         self._large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
         self._sums: dict[int, torch.Tensor] = {}  # of the large ones, where they are known
-        self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu}, num_sharing)
+        self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
 
@@ -73,24 +72,21 @@ class DataReads:
 
     Args:
         tensors: The tensors, by a number of the caller's. They are not kept alive, and their memory is.
-        num_sharing: How many copies of ours share the memory of each; none, where it does not say.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor], num_sharing: Mapping[int, int]) -> None:
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
         self._storages = {key: tensor.untyped_storage() for key, tensor in tensors.items()}
-        # The tensors that are known to be of a storage, and the Python object for it.
-        self._known = Counter(storage._cdata for storage in self._storages.values())
-        for key, storage in self._storages.items():
-            self._known[storage._cdata] += num_sharing.get(key, 0)
-        self._known.update(set(self._known))
-        self._read = self._shared_with_others(self._storages)  # somebody may have asked before
+        self._keys = {storage._cdata for storage in self._storages.values()}
+        self._read = self._keys & _given.keys()  # somebody has asked before, and has it still
+        given = {storage: len(_given.get(storage, ())) for storage in self._keys}
+        self._users = {key: num_users(s) - given[s._cdata] for key, s in self._storages.items()}
         if tensors:
-            _listen()
+            listen_to_data()
             _listeners.add(self)
 
     def note(self, storage: int) -> None:
         """A program has asked for the `.data` of a tensor of this storage. Called on any thread."""
-        if storage in self._known:
+        if storage in self._keys:
             self._read.add(storage)
 
     def take(self) -> set[int]:
@@ -98,26 +94,23 @@ class DataReads:
         if not self._read:
             return set()
         found, self._read = {key for key, s in self._storages.items() if s._cdata in self._read}, set()
-        self._read |= self._shared_with_others(found)
+        for storage, users in ((self._storages[key], self._users[key]) for key in found):
+            if storage._cdata in _given or num_users(storage) > users:
+                self._read.add(storage._cdata)
         return found
-
-    def _shared_with_others(self, keys: Iterable[int]) -> set[int]:
-        """The storages, of those of some tensors, that more is a view of than what is known."""
-        storages = [self._storages[key] for key in keys]
-        return {storage._cdata for storage in storages if num_users(storage) > self._known[storage._cdata]}
 
 
 def reads_of(tensors: Sequence[torch.Tensor]) -> DataReads:
     """Of which of some tensors, by their position, a program asks for the `.data` from here on."""
-    elsewhere = {i: t for i, t in enumerate(tensors) if not t.is_cpu and t.layout is torch.strided}
-    return DataReads(elsewhere, {})
+    return DataReads({i: t for i, t in enumerate(tensors) if not t.is_cpu and t.layout is torch.strided})
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
 _is_listening: list[bool] = []
+_given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that were given as `.data`
 
 
-def _listen() -> None:
+def listen_to_data() -> None:
     """Has every `tensor.data` told of, where the tensor is on an accelerator. torch has no hook for it."""
     if _is_listening:
         return
@@ -125,14 +118,24 @@ def _listen() -> None:
     plain: Any = torch.Tensor.data
 
     def data(tensor: torch.Tensor) -> torch.Tensor:
+        given: torch.Tensor = plain.__get__(tensor)
         if not tensor.is_cpu and tensor.layout is torch.strided:
             with suppress(NotImplementedError, RuntimeError, ValueError):  # what has no storage, or none yet
                 storage = tensor.untyped_storage()._cdata
+                gone = functools.partial(_forget, storage, id(given))
+                _given.setdefault(storage, {})[id(given)] = weakref.ref(given, gone)
                 for listener in list(_listeners):
                     listener.note(storage)
-        return plain.__get__(tensor)  # type: ignore[no-any-return]
+        return given
 
     torch.Tensor.data = property(data, plain.__set__, doc=plain.__doc__)  # type: ignore[assignment]
+
+
+def _forget(storage: int, given: int, _: object) -> None:
+    tensors = _given.get(storage, {})
+    tensors.pop(given, None)
+    if not tensors:
+        _given.pop(storage, None)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
