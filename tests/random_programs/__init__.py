@@ -14,6 +14,7 @@ a user's code, and knows nothing of strategies; only the loop around the parts d
     trials        what came of a program: equal, refused, different, failed; `refusals` are the documented ones
     generation    seeded programs
     shrinking     a shorter program with the same fault
+    workers       processes that run programs
 
 `python -m tests.random_programs --count 20000 --seed 1` runs any number from any seed.
 """

@@ -10,30 +10,19 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
-
-from torchstrategy.testing import simulate_devices
 
 from .generation import Generator
 from .programs import parsed
 from .shrinking import shrunk
 from .trials import Outcome, Verdict, judged
-
-
-class _Task(NamedTuple):
-    """Some seeds."""
-
-    seeds: range
-    simulated: int
-    without: str
-    kinds: list[str] | None
+from .workers import Task, begin, done
 
 
 def main() -> int:
     """Runs programs; 0 if none is different and none fails otherwise than by a documented refusal."""
     options = _options()
     if options.replay:
-        _begin(options.simulate_devices)
+        begin(options.simulate_devices)
         outcome = judged(parsed(options.replay.read_text()))
         print(f"{outcome.verdict.value}: {outcome.kind}\n{outcome.said}")
         return int(outcome.is_fault)
@@ -79,27 +68,17 @@ def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
     size = 50
     every = range(options.seed, options.seed + options.count)
     tasks = [
-        _Task(every[i : i + size], options.simulate_devices, options.without, options.kinds)
+        Task(every[i : i + size], options.simulate_devices, options.without, options.kinds)
         for i in range(0, len(every), size)
     ]
-    _begin(options.simulate_devices)
+    begin(options.simulate_devices)
     if options.jobs == 1:
         for task in tasks:
-            yield from _done(task)
+            yield from done(task)
         return
-    with ProcessPoolExecutor(options.jobs, get_context("spawn"), _begin, (options.simulate_devices,)) as pool:
-        for outcomes in pool.map(_done, tasks):
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), begin, (options.simulate_devices,)) as pool:
+        for outcomes in pool.map(done, tasks):
             yield from outcomes
-
-
-def _begin(simulated: int) -> None:
-    if simulated:
-        simulate_devices(simulated)
-
-
-def _done(task: _Task) -> list[tuple[int, Outcome]]:
-    generator = Generator(task.simulated, task.without, task.kinds)
-    return [(seed, judged(generator.program(seed))) for seed in task.seeds]
 
 
 def _show(seed: int, options: argparse.Namespace) -> None:
