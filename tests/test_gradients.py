@@ -1251,7 +1251,8 @@ def test_groups_of_an_optimizer_show_the_replicas_own_parameters_and_their_state
         same = {id(p) for group in optimizer.param_groups for p in group["params"]} == mine
         return same, len(mine & {id(p) for p in optimizer.state}), int(optimizer.state[model[0].weight]["step"])
 
-    assert strategy.run(step, args=(deal(strategy, data(7)),)) == (True, 4, 1)  # alike in all replicas
+    found = strategy.experimental_local_results(strategy.run(step, args=(deal(strategy, data(7)),)))
+    assert found == ((True, 4, 1),) * 3
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchstrategy
+from topologies import mirrored_with_copies
 from torchstrategy import _trace
 from torchstrategy._trace import traced
 
@@ -89,7 +90,7 @@ def test_a_trace_of_a_step_in_two_replicas_can_be_read() -> None:
 
 
 def test_replicas_that_update_by_themselves_are_named() -> None:
-    run = training(torchstrategy.MirroredStrategy(["cpu"] * 2))
+    run = training(mirrored_with_copies(2))
     names = [event.name for event in trace(run)]
     assert "torchstrategy.copy modules" in names
     assert "torchstrategy.update [SGD]" in names

@@ -13,9 +13,9 @@ from typing import Any, final
 
 from torchstrategy._held import Contents, Leaf, Place, contents_of, is_data, places_and_leaves, write
 from torchstrategy._originals import Original, Originals, write_value
-from torchstrategy._replica_modules import ReplicaModules, differ
+from torchstrategy._replica_modules import ReplicaModules
 from torchstrategy._torch import versions
-from torchstrategy._uncounted import reads_of
+from torchstrategy._uncounted import writes_on
 
 Named = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
 """Lists attributes: for each the path, the value, and what each replica has in its place."""
@@ -93,11 +93,12 @@ class Attributes:
             self.collect(named)
 
     def _give_back_tensors(self, lead: int) -> None:
-        local, read = [leaf.local[lead] for leaf in self._leaves], self._reads[lead].take()
-        for index, (before, now) in enumerate(zip(self._versions[lead], versions(local), strict=True)):
+        local = [leaf.local[lead] for leaf in self._leaves]
+        pairs = enumerate(zip(self._versions[lead], versions(local), strict=True))
+        counted = {index for index, (before, now) in pairs if before != now}
+        for index in counted | self._writes[lead].take(counted):
             own, original = local[index], self._leaves[index].original
-            is_uncounted = index in read or (own.is_cpu and original.is_cpu and differ(own, original))
-            if (before != now or is_uncounted) and own.shape == original.shape and not own.requires_grad:
+            if own.shape == original.shape and not own.requires_grad:
                 write_value(original, own, False)
                 self._unbrought.add(id(original))  # a backward may still need what the other replicas have
 
@@ -106,7 +107,7 @@ class Attributes:
         count = range(len(self._replicas))
         self._known_local = [Contents([place.local[r] for place in self._places]) for r in count]
         self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
-        self._reads = [reads_of([leaf.local[r] for leaf in self._leaves]) for r in count]
+        self._writes = [writes_on([leaf.local[r] for leaf in self._leaves]) for r in count]
 
 
 def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:

@@ -302,7 +302,7 @@ class ReplicaLedger:
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
-        if len(taken) > _FEW and sum(sizes(taken.values())) < _SMALL:
+        if len(taken) > _FEW and are_dense(taken.values()) and sum(sizes(taken.values())) < _SMALL:
             self._held_back = min(islice(taken.values(), _FEW), key=torch.Tensor.numel)
         return taken, are_ours
 

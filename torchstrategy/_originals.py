@@ -86,9 +86,7 @@ class Originals:
         if has_moved:
             self._pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
-            written |= (
-                moved | self._watched
-            )  # of what did not move, a look at the old memory is not worth its risk
+            written |= moved | self._watched  # of what did not move, a look at the old memory is not worth its risk
             self.watch(self._watched)
         elif self._watched:
             written |= self._uncounted.take(written)

@@ -29,7 +29,7 @@ from torchstrategy._structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, S
 from torchstrategy._sums import equal
 from torchstrategy._torch import compile_alike, requires_grad_of, version, versions
 from torchstrategy._types import Device
-from torchstrategy._uncounted import reads_of
+from torchstrategy._uncounted import writes_on
 from torchstrategy._variables import LocalVariable, Variable, is_variable
 
 
@@ -95,7 +95,7 @@ class ReplicaModules:
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
         self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._reads = reads_of(own)
+        self._writes = writes_on(own)
         self._agree()
         self._structure = Structure(self.insides, counts_hooks=True)
 
@@ -161,16 +161,20 @@ class ReplicaModules:
 
     def bring_buffers(self, indices: Sequence[int], originals: Originals) -> None:
         """Brings the values of buffers."""
+        are_others = False
         for index in indices:
             own, original = self._agreed[index][0], originals.tensors[index]
             if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
-                own = original.detach().to(own.device, copy=True)
+                own, are_others = original.detach().to(own.device, copy=True), True
             else:
                 write_value(own, original, originals.are_running[index])
             table, name = self._slots[index]
             table[name] = own
             self._agreed[index] = (own, version(own))
-        self._reads = reads_of([own for own, _ in self._agreed])
+        if are_others:
+            self._writes = writes_on([own for own, _ in self._agreed])
+        else:
+            self._writes.take(set())
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""
@@ -270,12 +274,12 @@ class ReplicaModules:
 
     def written_buffers(self, originals: Originals) -> set[int]:
         """The buffers that the step wrote, or put another tensor in the place of."""
-        written = self._reads.take()
-        for index, ((own, agreed), original) in enumerate(zip(self._agreed, originals.tensors, strict=True)):
-            # What may be written uncounted is compared: by torch's kernels, and on the CPU by anybody.
-            is_compared = originals.are_running[index] or (own.is_cpu and original.is_cpu)
-            is_counted = self.buffer(index) is not own or version(own) != agreed
-            if is_counted or (is_compared and differ(own, original)):
+        agreed = enumerate(self._agreed)
+        counted = {i for i, (own, count) in agreed if self.buffer(i) is not own or version(own) != count}
+        written = counted | self._writes.take(counted)
+        for index, (own, _) in enumerate(self._agreed):
+            # torch's kernels do not count what they write on running statistics.
+            if originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index]):
                 written.add(index)
         return written
 

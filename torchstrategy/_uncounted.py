@@ -28,15 +28,19 @@ class UncountedWrites:
 
     Args:
         tensors: The tensors, by a number of the caller's. They have to lie where they lie for as long as this is used.
+        is_exact: Whether a large tensor is never taken for written that was not; else it may be, so that it costs
+            nothing to look at one that was written each time.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
         dense = {key: t for key, t in tensors.items() if t.layout is torch.strided}
         here = {key: _bits(tensor) for key, tensor in dense.items() if tensor.is_cpu}
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
         self._large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
-        self._sums: dict[int, torch.Tensor] = {}  # of the large ones, where they are known
+        self._is_exact = is_exact
+        # Of the large ones, where they are known:
+        self._sums = {key: _sums(bits) for key, bits in self._large.items()} if is_exact else {}
         self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
@@ -50,10 +54,10 @@ class UncountedWrites:
         written = set(self._never_known) | self._reads.take()
         for key, bits in self._large.items():
             before = self._sums.pop(key, None)
-            if key not in counted:
+            if key not in counted or self._is_exact:
                 self._sums[key] = _sums(bits)
-                if before is None or not torch.equal(before, self._sums[key]):
-                    written.add(key)
+            if key not in counted and (before is None or not torch.equal(before, self._sums[key])):
+                written.add(key)
         now, before = self._bits_of_small(), self._kept
         if not torch.equal(now, before):
             sizes = [bits.numel() for bits in self._small.values()]
@@ -100,9 +104,9 @@ class DataReads:
         return found
 
 
-def reads_of(tensors: Sequence[torch.Tensor]) -> DataReads:
-    """Of which of some tensors, by their position, a program asks for the `.data` from here on."""
-    return DataReads({i: t for i, t in enumerate(tensors) if not t.is_cpu and t.layout is torch.strided})
+def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
+    """Which of some tensors a step writes, by their position; of what is sparse, torch's count says it."""
+    return UncountedWrites({i: t for i, t in enumerate(tensors) if t.layout is torch.strided}, is_exact=True)
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
