@@ -307,5 +307,6 @@ def refuse_once_per_step_callers() -> None:
 
 # A compiler that followed a step to the meeting would find locks and threads, and to the gradients graphs of nothing.
 hide_from_compiler(refuse_once_per_step_callers)
+hide_from_compiler(LocalOptimizer._step)
 hide_from_compiler(LocalOptimizer.call)
 hide_from_compiler(LocalOptimizer.zero_grad)
