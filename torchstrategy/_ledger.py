@@ -17,6 +17,7 @@ import torch
 from torchstrategy._replica import Replica
 from torchstrategy._torch import (
     are_dense,
+    hide_from_compiler,
     is_compiling,
     make_parameter,
     num_nodes,
@@ -426,3 +427,10 @@ def written_in_replica(name: str) -> str:
         "once, on memory that they may share or may not, and nothing would bring the copies together. Write on "
         "parameters after strategy.run, or in a merge function: get_replica_context().merge_call(lambda strategy: ...)."
     )
+
+
+# A step that is compiled comes here where it reads, writes and clears gradients.
+hide_from_compiler(ReplicaLedger.read)
+hide_from_compiler(ReplicaLedger.write)
+hide_from_compiler(ReplicaLedger.clear)
+hide_from_compiler(ReplicaLedger.hand_in)
