@@ -1192,7 +1192,7 @@ def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> 
     for one in (model.module, plain):
         one.held = list(held)
     next(held[1])  # type: ignore[call-overload]
-    assert model(torch.ones(3, 1)).flatten().tolist() == [1, 2, 2]
+    assert sorted(model(torch.ones(3, 1)).flatten().tolist()) == [1, 2, 2]  # replicas on several devices run at once
     assert model.module.held[0] is held[0]
 
 
