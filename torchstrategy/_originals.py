@@ -113,8 +113,11 @@ def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> 
     """Writes a buffer, or a copy of one."""
     # torch's kernels do not count what they write on running statistics: an earlier forward of the module, which saved
     # them, may still run backward.
-    kept = is_running and not buffer.is_inference()
-    with torch.inference_mode(buffer.is_inference()), keeping_version(buffer) if kept else nullcontext():
+    if buffer.is_inference():
+        with torch.inference_mode():
+            buffer.copy_(value)
+        return
+    with keeping_version(buffer) if is_running else nullcontext():
         buffer.copy_(value.detach())
 
 

@@ -174,7 +174,7 @@ class ReplicaModules:
         if are_others:
             self._writes = writes_on([own for own, _ in self._agreed])
         else:
-            self._writes.take(set())
+            self._writes.agree()
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` takes it away."""

@@ -66,6 +66,13 @@ class UncountedWrites:
             self._kept = now
         return written
 
+    def agree(self) -> None:
+        """The tensors were written by those who ask: what they are now is what they were."""
+        self._kept = self._bits_of_small()
+        if self._is_exact:
+            self._sums = {key: _sums(bits) for key, bits in self._large.items()}
+        self._reads.take()
+
     def _bits_of_small(self) -> torch.Tensor:
         return torch.cat(list(self._small.values())) if self._small else torch.empty(0, dtype=torch.uint8, device="cpu")
 
