@@ -76,10 +76,12 @@ class Attributes:
     def give_back(self, lead: int, named: Named) -> None:
         """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
-        own = {id(place.local[lead]): place for place in self._places}
-        shared = self._known.common(self._known_local[lead]) if changed else {}
         if self._leaves:
             self._give_back_tensors(lead)
+        if not changed:
+            return
+        own = {id(place.local[lead]): place for place in self._places}
+        shared = self._known.common(self._known_local[lead])
         has_brought = False
         for index in changed:
             place = self._places[index]
