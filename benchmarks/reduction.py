@@ -110,7 +110,7 @@ def settled(layout: str) -> Way:
     shares = Shares.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
 
     def combine() -> None:
-        together.begin(shares, ())
+        together.begin(shares, (), lambda update: update())
         for replica in shares.present:
             together.hand_in(replica)
         together.settle()

@@ -2,8 +2,9 @@
 
 python benchmarks/replication.py [--rounds N] [--json FILE]
 
-A parameter on the device of its replica shares the memory of the original under CentralStorageStrategy, and under
-MirroredStrategy in the first replica; in every other one it has memory of its own.
+A parameter on the device of its replica shares the memory of the original. What "Mirrored" stands for here copies
+all parameters to every replica but the first all the same, as MirroredStrategy does where each replica has a device
+of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from torch.nn.parallel import replicate
 
 import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, timed
+from torchstrategy import ReduceOp
+from torchstrategy._extended import ReplicatedExtended
+from torchstrategy._replicas import Replicas
+from torchstrategy._replicated_storage import ReplicatedStorage
 from torchstrategy.testing import count_traffic
 
 BAR = 1.15
@@ -49,9 +54,10 @@ def nothing() -> None:
 
 
 def put_into(strategy: torchstrategy.Strategy, model: str) -> nn.Module:
-    """A model of the strategy's, with its copies made."""
+    """A model of the strategy's, with its copies made, and known to be those of the original."""
     with strategy.scope():
         made = MODELS[model]()
+    strategy.run(nothing)
     strategy.run(nothing)
     return made
 
@@ -63,7 +69,7 @@ def first_run(rounds: int, replicas: int = 4) -> Iterator[Row]:
             "copy.deepcopy for each": Contender(fresh(model, lambda m: [copy.deepcopy(m) for _ in range(replicas)])),
             "replicate, without the broadcast": Contender(fresh(model, lambda m: structure(m, replicas)), FIRST),
             "Central, the first run": Contender(first(torchstrategy.CentralStorageStrategy, model, replicas), FIRST),
-            "Mirrored, the first run": Contender(first(torchstrategy.MirroredStrategy, model, replicas), FIRST),
+            "Mirrored, the first run": Contender(first(mirrored, model, replicas), FIRST),
         }
         yield from compared(f"{replicas} replicas, {model}", contenders, rounds)
 
@@ -134,8 +140,15 @@ def unchanged(rounds: int, replicas: int = 2) -> Iterator[Row]:
 def strategies(replicas: int) -> list[torchstrategy.Strategy]:
     """One that shares the memory of parameters, one that copies them, and one to have no model."""
     devices = ["cpu"] * replicas
-    kinds = torchstrategy.CentralStorageStrategy, torchstrategy.MirroredStrategy, torchstrategy.CentralStorageStrategy
+    kinds = torchstrategy.CentralStorageStrategy, mirrored, torchstrategy.CentralStorageStrategy
     return [kind(devices) for kind in kinds]
+
+
+def mirrored(devices: Sequence[str]) -> torchstrategy.Strategy:
+    """One that copies parameters to every replica but the first, though all are on one device."""
+    compute = [torch.device(device) for device in devices]
+    storage = ReplicatedStorage(compute, compute[0], may_alias=False, is_mirrored=True)
+    return torchstrategy.Strategy(ReplicatedExtended(Replicas(compute), storage, ReduceOp.MEAN))
 
 
 def each(work: Measure, without: Measure, count: int) -> Measure:
@@ -171,12 +184,19 @@ def copy_to(copies: list[list[torch.Tensor]], originals: list[torch.Tensor]) -> 
 
 
 def check_copied(strategy: torchstrategy.Strategy, parameters: Sequence[torch.Tensor]) -> None:
-    """Every parameter is copied once to each replica but the first, when it has changed, and only then."""
+    """Every parameter is copied once to each replica but the first, when it has changed, and soon no more.
+
+    In the first run without a change large ones are copied again: whoever writes on the memory of a CPU can do so in
+    ways that torch does not count, and a copy costs no more than looking for them.
+    """
     rewriting(parameters)()
-    for expected in (len(parameters) * (strategy.num_replicas_in_sync - 1), 0):
+    writes = []
+    for _ in range(3):
         with count_traffic() as traffic:
             strategy.run(nothing)
-        assert traffic.writes == expected
+        writes.append(traffic.writes)
+    assert writes[0] == len(parameters) * (strategy.num_replicas_in_sync - 1)
+    assert writes[2] == 0
 
 
 def rewriting(parameters: Sequence[torch.Tensor]) -> Work:
