@@ -356,6 +356,20 @@ def test_what_torch_does_not_count_is_seen_in_host_memory(write):
         compare(lambda n, make=make: make(["cpu"] * n), 3, step)
 
 
+def test_a_gradient_may_lie_in_memory_column_by_column(make):
+    """A random program: that of an orthogonal weight does, and the step that put it there could not read it again."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        for p, g in _own(model, batch, mse):
+            p.grad = g.t().contiguous().t() if g.dim() == 2 else g
+        clip_grad_norm_(model.parameters(), 0.1)
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+    compare(make, 3, step)
+
+
 def test_a_gradient_that_was_read_is_the_one_that_is_read_after_a_meeting(make):
     """A step may keep what it has read: in plain PyTorch it is the gradient, whatever is done to it meanwhile."""
 

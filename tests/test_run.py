@@ -1039,6 +1039,20 @@ def test_a_module_and_its_parameters_are_known_to_their_strategy(topology: str) 
     assert strategy.extended.variable_created_in_scope(strategy.distribute_module(outside).weight) is True
 
 
+@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "default"])
+def test_so_is_a_parameter_that_came_with_a_checkpoint(topology: str) -> None:
+    """A random program: `load_state_dict(assign=True)` tells nobody, and an optimizer of the new ones was nobody's."""
+    strategy, other = TOPOLOGIES[topology](), TOPOLOGIES[topology]()
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    first = model[0].weight
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert strategy.extended.variable_created_in_scope(model[0].weight) is True
+    assert other.extended.variable_created_in_scope(model[0].weight) is False
+    assert DEFAULT.extended.variable_created_in_scope(model[0].weight) is False
+    assert strategy.extended.variable_created_in_scope(first) is False
+
+
 @pytest.mark.parametrize(
     ("make", "part"),
     [(torch.nn.ReLU, lambda it: it), (lambda: torch.nn.ParameterList([torch.ones(1)]), lambda it: it[0])],

@@ -130,7 +130,7 @@ class View(NamedTuple):
         if shown.device.type != "cpu" or so_far.device.type != "cpu" or not are_dense([shown, so_far]):
             return True
         some = slice(None, None, max(1, shown.numel() // _SAMPLE))
-        return torch.equal(shown.detach().view(-1)[some], so_far.detach().view(-1)[some])
+        return torch.equal(shown.detach().flatten()[some], so_far.detach().flatten()[some])
 
 
 class Reads(NamedTuple):

@@ -126,7 +126,7 @@ class Storage(ABC):
 
     def owns(self, thing: nn.Module | torch.Tensor) -> bool:
         """Whether a module or parameter belongs here."""
-        return _owner_of(thing) is self
+        return _owner_now(thing) is self
 
     @abstractmethod
     def like(self) -> Storage:
@@ -184,9 +184,19 @@ def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
     return None if known is None else known()
 
 
+def _owner_now(thing: nn.Module | torch.Tensor) -> Storage | None:
+    """The same, also of a parameter that a module got without a word, as from `load_state_dict(assign=True)`."""
+    owner = _owner_of(thing)
+    if owner is None and isinstance(thing, torch.Tensor) and not is_variable(thing):
+        for module, reference in list(_owners.items()):
+            if isinstance(module, nn.Module) and any(part is thing for part in module._parameters.values()):
+                return reference()
+    return owner
+
+
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
-    return _owner_of(thing) is None and not (is_variable(thing) and thing in _owners)
+    return _owner_now(thing) is None and not (is_variable(thing) and thing in _owners)
 
 
 @final
