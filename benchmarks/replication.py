@@ -23,9 +23,9 @@ from torch.nn.parallel import replicate
 import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, timed
 from torchstrategy import ReduceOp
-from torchstrategy._extended import ReplicatedExtended
-from torchstrategy._replicas import Replicas
-from torchstrategy._replicated_storage import ReplicatedStorage
+from torchstrategy._execution.replicas import Replicas
+from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._strategy.one_machine import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 
 BAR = 1.15

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from torchstrategy._devices import place
+from torchstrategy._core.devices import place
 
 Step = Callable[[Any, Any, Any], Any]
 

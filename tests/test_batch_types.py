@@ -44,9 +44,9 @@ from batches import (
 from problems import assert_close, built, data, gradients, mlp, mse, parameters, replica_id, sgd, shown
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
-from torchstrategy._devices import place
-from torchstrategy._input._dealing import in_proportion
-from torchstrategy._input._kinds import memory_of
+from torchstrategy._core.devices import place
+from torchstrategy._input.batch_types import memory_of
+from torchstrategy._input.splitting import in_proportion
 
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 4)}
 ONE_DEVICE = torchstrategy.OneDeviceStrategy(compute_devices(1)[0])

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchstrategy
 from problems import in_pieces
 from topologies import SIMULATED, compute_devices
-from torchstrategy._devices import in_use, place
+from torchstrategy._core.devices import in_use, place
 
 Log = list[tuple[int, str]]
 """Who saw something, as (replica, name)."""

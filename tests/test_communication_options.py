@@ -205,5 +205,5 @@ def test_nccl_is_refused_where_it_cannot_be_used(strategy: torchstrategy.Strateg
 @pytest.mark.parametrize("other", ["all_reduce", "reduce_to", "batch_reduce_to"])
 def test_nccl_is_used_where_it_can(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     # Sums among CUDA devices go by NCCL as they are; there is nothing else to do.
-    monkeypatch.setattr("torchstrategy._communication.why_not_nccl", lambda devices: None)
+    monkeypatch.setattr("torchstrategy._communication.options.why_not_nccl", lambda devices: None)
     METHODS[other](THREE, CommunicationOptions(implementation=NCCL))

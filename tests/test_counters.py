@@ -14,11 +14,11 @@ from torch import nn
 import torchstrategy
 from problems import context, data, deal, mlp, mse, sgd
 from topologies import TOPOLOGIES
-from torchstrategy import _team
-from torchstrategy._devices import canonical
-from torchstrategy._extended import ReplicatedExtended
-from torchstrategy._replicas import Replicas
-from torchstrategy._replicated_storage import ReplicatedStorage
+from torchstrategy._core.devices import canonical
+from torchstrategy._execution import replica_threads
+from torchstrategy._execution.replicas import Replicas
+from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._strategy.one_machine import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 from torchstrategy.testing._counters import Copy, copies_of
 
@@ -106,7 +106,7 @@ def test_the_copies_of_all_replicas_are_counted() -> None:
 
 
 def test_the_copies_of_replicas_that_run_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_team, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "place", lambda device: device)
     strategy, together = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]), threading.Barrier(2)
 
     def step() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import importlib
+import pkgutil
 import re
 from enum import Enum
 from pathlib import Path
@@ -13,8 +15,11 @@ import pytest
 import torchstrategy
 from pages import examples_run_on
 from torchstrategy import _input
-from torchstrategy._input import InputOptions, _kinds
-from torchstrategy._input._dealing import in_equal_parts
+from torchstrategy._input import batch_types
+from torchstrategy._input.dataset import DistributedDataset
+from torchstrategy._input.iterator import DistributedIterator, Optional
+from torchstrategy._input.options import InputOptions
+from torchstrategy._input.splitting import in_equal_parts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
 TEXT = PAGE.read_text()
@@ -42,7 +47,7 @@ def test_the_table_of_pieces_is_the_rule() -> None:
 
 
 def test_the_table_of_kinds_has_all_of_them_in_their_order() -> None:
-    kinds = re.findall(r"^    (\S.*?)  ", _kinds.__doc__ or "", re.MULTILINE)
+    kinds = re.findall(r"^    (\S.*?)  ", batch_types.__doc__ or "", re.MULTILINE)
     assert len(kinds) > 5
     assert [kind for kind, _ in rows_of_table("kind | its rows")] == kinds
 
@@ -57,8 +62,11 @@ def test_the_table_of_options_has_all_of_them_with_their_defaults() -> None:
 
 
 def test_the_page_names_all_that_users_have_to_do_with() -> None:
-    names = set(_input.__all__) & set(torchstrategy.__all__)
-    for cls in (_input.DistributedDataset, _input.DistributedIterator, _input.Optional):
+    files = [
+        importlib.import_module(f"{_input.__name__}.{file.name}") for file in pkgutil.iter_modules(_input.__path__)
+    ]
+    names = {name for file in files for name in vars(file)} & set(torchstrategy.__all__)
+    for cls in (DistributedDataset, DistributedIterator, Optional):
         names |= {name for name in vars(cls) if not name.startswith("_")}
     assert len(names) > 10
     assert {name for name in names if not re.search(rf"\b{name}\b", TEXT)} == set()

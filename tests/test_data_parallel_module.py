@@ -30,7 +30,7 @@ import torchstrategy
 from problems import assert_close, close, data, deal, gradients, mlp, parameters, replica_id, sgd
 from topologies import SIMULATED, central, compute_devices
 from torchstrategy import DataParallel
-from torchstrategy._mirrors import Mirrors
+from torchstrategy._replication.replicated_modules import Mirrors
 
 FIRST = compute_devices(1)[0]
 ROWS = torch.arange(8.0).view(4, 2)

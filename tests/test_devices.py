@@ -12,7 +12,7 @@ import torchstrategy
 from problems import shown
 from topologies import central
 from torchstrategy import CentralStorageStrategy, OneDeviceStrategy, get_replica_context
-from torchstrategy import _devices as devices
+from torchstrategy._core import devices
 
 
 def cpu(index: int) -> torch.device:

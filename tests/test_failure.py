@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import torchstrategy
 from problems import close, in_pieces, share_a_place
 from topologies import central, central_in_one_place, central_with_copies
-from torchstrategy import _team
+from torchstrategy._execution import replica_threads
 
 HANG = 15.0  # seconds: a run of these tests takes milliseconds
 
@@ -1001,7 +1001,7 @@ def test_ctrl_c_after_a_meeting_stops_also_those_that_have_not_gone_on(several: 
 
 @needs_signals
 def test_ctrl_c_lets_replicas_that_wait_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_team, "_PATIENCE_S", HANG)
+    monkeypatch.setattr(replica_threads, "_PATIENCE_S", HANG)
     strategy = central_in_one_place(3)
     threads, cleaned_up = [], []
 

@@ -15,7 +15,7 @@ import torchstrategy
 from problems import context, deal, replica_id
 from test_failure import Problem, assert_same
 from topologies import SEVERAL, TOPOLOGIES, central
-from torchstrategy import _team
+from torchstrategy._execution import replica_threads
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep
 
@@ -198,7 +198,7 @@ def test_the_other_replicas_do_not_fail(at: str) -> None:
 
 
 def test_replicas_that_run_at_once_fail_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_team, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "place", lambda device: device)
     strategy, together = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]), threading.Barrier(2)
 
     def step() -> None:

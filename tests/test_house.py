@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -43,145 +44,92 @@ PUBLIC = [
 OTHER_NAMES = {"CollectiveCommunication": "CommunicationImplementation"}  # of one thing, which says the second
 MAX_LINES = 350
 
-# The staircases. A module imports only from floors below its own, and not from its own. A folder counts as one module
-# of the folder that it is in, with a staircase inside.
+# Inside of public folders, whose docstrings are for users: a file imports only from floors below its own. Inside of the
+# other rooms, the room's docstring has the order of its files.
 FLOORS: dict[tuple[str, ...], list[set[str]]] = {
-    (): [
-        {
-            "_closures",
-            "_conductors",
-            "_context",
-            "_creation",
-            "_deep_copy",
-            "_errors",
-            "_held",
-            "_optimizer_steps",
-            "_options",
-            "_parts",
-            "_structure",
-            "_torch",
-            "_types",
-            "_warnings",
-        },  # words
-        {"_captured", "_devices", "_records", "_stand_ins", "_sums", "_trace", "_tree", "_uncounted"},  # what there is
-        {"_originals", "_replica"},  # what is copied, and who runs
-        # what goes from place to place
-        {"_caller_state", "_comm", "_once", "_packs", "_randomness", "_values"},
-        {
-            "_collectives",
-            "_communication",
-            "_input",
-            "_ledger",
-            "_shares",
-            "_team",
-            "_trainers",
-        },  # how replicas meet, and what each counts for
-        # gradients between runs; what replicas count; tensors that they share and assign
-        {"_late_gradients", "_metrics", "_variables"},
-        {
-            "_all_reduced_gradients",
-            "_copyable",
-            "_cross_device_ops",
-            "_hooked_gradients",
-            "_links",
-            "_local_optimizer",
-            "_lost_buffers",
-            "_multi_step_context",
-            "_optimizer_copies",
-            "_pieces",
-            "_plain_batches",
-            "_reductions",
-            "_replica_context",
-            "_replica_modules",
-            "_replicas",
-            "_scope",
-            "_shared_writes",
-            "_storage",
-        },
-        {"_attributes", "_gradients"},  # what modules hold, and their copies
-        {"_mirrors", "_strategy_extended"},  # what all replicas have; what a kind of strategy brings
-        {"_copies"},  # of modules and optimizers, for one run at a time
-        {"_replicated_loan"},  # that run
-        {"_replicated_storage", "_strategy_base"},  # who owns a parameter; the noun
-        {"_extended", "_strategy"},  # the parts, put together; the noun, as version 2 has it
-        {"_strategies"},  # the choices
-        # facades, and what steps and tests need
-        {"_data_parallel", "cluster_resolver", "experimental", "nn", "testing"},
-        {"compat"},  # the names of older versions
-        {"__init__"},
-    ],
-    ("_cross_device_ops",): [
-        {"_destinations"},
-        {"_cross_device_ops"},
-        {"_reduction_to_one_device"},
-        {"_all_reduce"},
-        {"__init__"},
-    ],
-    ("_input",): [
-        {"_registration"},  # what users say of types of their own
-        {"_arrays", "_kinds", "_options", "_states"},  # what is read, and how one says what is to be done with it
-        {"_dealing", "_source", "_spec", "_transfer"},
-        {"_steps"},
-        {"_reading"},
-        {"_ahead", "_iterator"},
-        {"_dataset"},
-        {"_input_iterator"},
-        {"__init__"},
-    ],
-    ("_variables",): [{"_variable"}, {"_kinds", "_local"}, {"_of_extended"}, {"__init__"}],
-    ("_strategies",): [{"_choices"}, {"_central_storage", "_default", "_mirrored", "_one_device"}, {"__init__"}],
     ("cluster_resolver",): [
         {"_cluster_spec"},
         {"_cluster_resolver"},
         {"_simple", "_tf_config", "_union"},
-        {"__init__"},
     ],
-    ("compat",): [{"v1"}, {"__init__"}],
+    ("compat",): [{"v1"}],
     ("compat", "v1"): [
         {"_loss_reduction", "_strategy"},
         {"_central_storage", "_mirrored", "_one_device"},
         {"experimental"},
-        {"__init__"},
     ],
-    ("experimental",): [{"__init__"}],
-    ("nn",): [{"_losses", "_sync_batch_norm"}, {"__init__"}],
+    ("nn",): [{"_losses", "_sync_batch_norm"}],
     ("testing",): [
         {"_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
         {"_same_as_plain"},
-        {"__init__"},
+    ],
+    ("_communication", "cross_device_ops"): [
+        {"destinations"},
+        {"cross_device_ops"},
+        {"reduction_to_one_device"},
+        {"all_reduce"},
     ],
     ("testing", "_simulation"): [
-        {"_facades", "_ordinals", "_pending", "_recorder"},  # which devices there are, and what happens on them
-        {"_generators", "_streams"},
-        {"_accounts"},
-        {"_memory"},
-        {"_storages"},
-        {"_kernels", "_module", "_tensors"},
-        {"_accelerator", "_backend", "_cuda_alias"},
-        {"_autocast", "_creation", "_layers", "_sparse"},
-        {"__init__"},
+        {"facades", "ordinals", "pending", "recorder"},  # which devices there are, and what happens on them
+        {"generators", "streams"},
+        {"accounts"},
+        {"memory"},
+        {"storages"},
+        {"kernels", "module", "tensors"},
+        {"accelerator", "backend", "cuda_alias"},
+        {"autocast", "creation", "layers", "sparse"},
     ],
     ("testing", "_same_as_plain"): [
-        {"_device_errors", "_held", "_record"},
-        {"_difference", "_randomness"},
-        {"_training"},
-        {"_comparison"},
-        {"_experiments"},
-        {"_causes"},
-        {"_messages"},
-        {"_same_as_plain"},
-        {"__init__"},
+        {"device_errors", "held", "record"},
+        {"difference", "randomness"},
+        {"training"},
+        {"comparison"},
+        {"experiments"},
+        {"causes"},
+        {"messages"},
+        {"same_as_plain"},
     ],
 }
 
 
+def rooms() -> list[set[str]]:
+    """The rooms on each floor, from below, as the docstring of the package has them."""
+    floors: list[set[str]] = [set()]
+    for line in _map_of(PACKAGE / "__init__.py"):
+        if line == "----":
+            floors.append(set())
+        else:
+            floors[-1].add(line)
+    return floors
+
+
+def _map_of(init: Path) -> list[str]:
+    """The names that stand first in the indented lines at the end of a docstring."""
+    documentation = ast.get_docstring(ast.parse(init.read_text())) or ""
+    lines = documentation.rpartition("\n\n")[2].splitlines()
+    return [line.split()[0] for line in lines if line.startswith("    ")]
+
+
+@functools.cache
+def staircase(folder: tuple[str, ...]) -> list[set[str]]:
+    """What stands in a folder, floor by floor from below."""
+    if not folder:
+        return rooms()
+    if folder in FLOORS:
+        return FLOORS[folder]
+    return [{name} for name in _map_of(PACKAGE.joinpath(*folder, "__init__.py"))]
+
+
 def floor_of(folder: tuple[str, ...], module: str) -> int:
-    return next(floor for floor, modules in enumerate(FLOORS[folder]) if module in modules)
+    floors = staircase(folder)
+    if module == "__init__":
+        return len(floors)
+    return next(floor for floor, modules in enumerate(floors) if module in modules)
 
 
 def parts_of(path: Path) -> tuple[str, ...]:
-    """`("_input", "_dataset")` for torchstrategy/_input/_dataset.py."""
+    """`("_input", "dataset")` for torchstrategy/_input/dataset.py."""
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
@@ -189,18 +137,9 @@ def name_of(path: Path) -> str:
     return ".".join(("torchstrategy", *parts_of(path)))
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below `tree` but those that only a type checker sees."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from runtime_nodes(node)
-
-
 def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
-    """The modules of this package that a file imports when it runs, as parts of their paths."""
-    for node in runtime_nodes(ast.parse(path.read_text())):
+    """The modules of this package that a file imports, for annotations too, as parts of their paths."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -222,14 +161,22 @@ def _module_named(module: str, name: str) -> str:
 # Imports
 
 
-def test_every_module_has_a_floor() -> None:
+def test_every_room_and_every_file_has_a_place() -> None:
     there: dict[tuple[str, ...], set[str]] = {}
     for *folders, module in map(parts_of, FILES):
         for depth, name in enumerate([*folders, module]):
             there.setdefault(tuple(folders[:depth]), set()).add(name)
-    assert {folder: {name for floor in floors for name in floor} for folder, floors in FLOORS.items()} == there
-    for folder, floors in FLOORS.items():
-        assert sum(map(len, floors)) == len(there[folder]), f"a module of {folder} stands on two floors"
+    for folder, names in there.items():
+        if names == {"__init__"} or folder == ("compat",):
+            continue  # a folder of names only
+        floors = staircase(folder)
+        assert {name for floor in floors for name in floor} == names - {"__init__"}
+        assert sum(map(len, floors)) == len(names - {"__init__"}), f"a part of {folder} stands on two floors"
+
+
+def test_the_house_has_few_rooms() -> None:
+    entries = [entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
+    assert len(entries) <= 18
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -283,7 +230,9 @@ def private_torch_names(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if parts_of(path) != ("_torch",)], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if parts_of(path) != ("_core", "torch_internals")], ids=name_of
+)
 def test_private_names_of_torch_are_used_in_one_module(path: Path) -> None:
     assert list(private_torch_names(ast.parse(path.read_text()))) == []
 
@@ -306,7 +255,7 @@ def test_a_private_name_of_torch_is_found(line: str) -> None:
 
 
 def test_the_module_of_private_names_is_where_they_are() -> None:
-    assert list(private_torch_names(ast.parse((PACKAGE / "_torch.py").read_text())))
+    assert list(private_torch_names(ast.parse((PACKAGE / "_core" / "torch_internals.py").read_text())))
 
 
 # Names

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from problems import shown
-from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 MAY_BE_LEFT_OPEN = ["experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead"]

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy
 from problems import data, deal, mlp, mse, sgd
-from torchstrategy import _optimizer_steps
-from torchstrategy._context import Frame
-from torchstrategy._team import Team
+from torchstrategy._binding import optimizer_hooks
+from torchstrategy._core.context import Frame
+from torchstrategy._execution.replica_threads import Team
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
 
 CHECKS = [no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks]
@@ -347,7 +347,7 @@ def test_random_numbers_that_were_drawn_are_no_leak() -> None:
 
 def test_the_hooks_that_the_first_strategy_puts_up_for_good_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     handles: list[Any] = []
-    monkeypatch.setattr(_optimizer_steps, "_hooks", handles)
+    monkeypatch.setattr(optimizer_hooks, "_hooks", handles)
     with no_torch_state_leaks():
         train(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
     assert len(handles) == 2

@@ -49,7 +49,7 @@ from features import (
 )
 from problems import built, data, deal, mlp, mse, replica_id
 from topologies import SIMULATED, central, mirrored
-from torchstrategy._devices import place
+from torchstrategy._core.devices import place
 
 
 def on_devices(replicas: int) -> torchstrategy.Strategy:

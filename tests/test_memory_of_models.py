@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, prune
 
 import torchstrategy
 from problems import data, deal, mlp, mse
@@ -186,3 +186,17 @@ def test_a_forward_of_data_parallel_leaves_no_cycle_behind():
         model(data(5)[0].to(devices[0])).sum().backward()
 
     assert _left_behind(forward) == []
+
+
+def test_an_output_that_a_module_no_longer_keeps_is_not_held(make):
+    """A random program: pruning keeps a product in `weight`, whose graph held the parameter that was to be swapped."""
+    strategy = make(2)
+    with strategy.scope():
+        layer = nn.Linear(2, 2)
+        prune.l1_unstructured(layer, "weight", 0.5)
+        layer.requires_grad_(False)
+    dropped = weakref.ref(layer.weight)
+    strategy.run(lambda: layer(torch.ones(1, 2)).sum())
+    assert dropped() is None
+    torch.utils.swap_tensors(layer.weight_orig, nn.Parameter(torch.ones(2, 2), requires_grad=False))
+    assert layer.weight_orig.sum() == 4

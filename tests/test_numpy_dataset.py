@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset
 
 from problems import shown
-from torchstrategy._input._arrays import ArrayDataset
-from torchstrategy._tree import map_leaves
+from torchstrategy._core.tree import map_leaves
+from torchstrategy._input.arrays import ArrayDataset
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 DTYPES = ["bool", "uint8", "uint16", "int8", "int64", "float16", "float32", "float64", "complex64", "complex128"]

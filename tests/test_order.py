@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import torchstrategy
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
-from torchstrategy import _team
-from torchstrategy._devices import canonical
-from torchstrategy._replica import Replica, ReplicaStopped
-from torchstrategy._replicas import Replicas
+from torchstrategy._core.devices import canonical
+from torchstrategy._execution import replica_threads
+from torchstrategy._execution.replica import Replica, ReplicaStopped
+from torchstrategy._execution.replicas import Replicas
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep
 
@@ -31,7 +31,7 @@ ONE_REPLICA = ["default", "one_device", "central_1", "copies_1"]
 def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that share a device; and replicas of which each logical CPU is a place of its own, as accelerators."""
     if request.param == "several places":
-        monkeypatch.setattr(_team, "place", lambda device: device)
+        monkeypatch.setattr(replica_threads, "place", lambda device: device)
 
 
 def on_cpus(replicas: int) -> torchstrategy.Strategy:
@@ -253,7 +253,7 @@ def test_each_replica_draws_its_own_random_numbers_in_any_order(order: list[int]
 
 
 def test_in_several_places_random_numbers_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_team, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "place", lambda device: device)
     strategy, inside = on_cpus(3), []
 
     def step() -> list[float]:

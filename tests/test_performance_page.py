@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pages import examples_run_on
-from torchstrategy import _trace
+from torchstrategy._core import trace
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 TEXT = PAGE.read_text()
@@ -20,7 +20,7 @@ def test_the_page_runs() -> None:
 
 
 def test_the_ranges_that_there_are_are_shown_and_no_others() -> None:
-    there = set(re.findall(r"^    torchstrategy\.(\S+ \S+)", _trace.__doc__ or "", re.MULTILINE))
+    there = set(re.findall(r"^    torchstrategy\.(\S+ \S+)", trace.__doc__ or "", re.MULTILINE))
     assert len(there) > 5
     assert {name for name in there if name not in TEXT} == set()
     assert set(re.findall(r"\btorchstrategy\.([a-z]+ [^\s`]+)", TEXT)) <= there

@@ -31,12 +31,12 @@ import torchstrategy
 from processes import python
 from topologies import SIMULATED, central, compute_devices
 from torchstrategy import DistributedValues, InputOptions, OutOfRangeError, RunOptions, Strategy
-from torchstrategy._caller_state import CallerState
-from torchstrategy._input import _ahead
-from torchstrategy._input._dealing import in_equal_parts
+from torchstrategy._core.thread_state import CallerState
+from torchstrategy._input import prefetcher
+from torchstrategy._input.splitting import in_equal_parts
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
-INPUT = os.path.dirname(_ahead.__file__)
+INPUT = os.path.dirname(prefetcher.__file__)
 
 HANG = 20.0  # seconds: what these tests wait for takes milliseconds
 AHEAD, ON_DEMAND = InputOptions(load_ahead=True), InputOptions(load_ahead=False)
@@ -726,7 +726,7 @@ def test_an_iterator_may_be_closed_by_its_loader() -> None:
 def test_a_loader_that_is_in_the_middle_of_a_batch_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_ahead, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(prefetcher, "_PATIENCE_S", 0.0)
     go_on = threading.Event()
     loader = Loader(before=lambda k: k == 1 and go_on.wait(HANG))
     iterator = iter(central(2).experimental_distribute_dataset(loader, AHEAD))
@@ -741,7 +741,7 @@ def test_a_loader_that_is_in_the_middle_of_a_batch_is_not_waited_for_without_end
 
 
 def test_another_thread_may_close_an_iterator_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ahead, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(prefetcher, "_PATIENCE_S", 0.0)
     go_on = threading.Event()
     loader = Loader(before=lambda k: k == 1 and go_on.wait(HANG))
     iterator = iter(central(2).experimental_distribute_dataset(loader, AHEAD))
@@ -817,7 +817,7 @@ class Gated(Dataset):
 def test_persistent_workers_serve_a_new_iteration_when_the_one_before_is_done_with_them(
     is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ahead, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(prefetcher, "_PATIENCE_S", 0.0)
     strategy, rows = central(2), Gated()
     loader = DataLoader(rows, batch_size=2, num_workers=1, persistent_workers=True)
     dataset = strategy.experimental_distribute_dataset(loader)
@@ -939,7 +939,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
     interrupted: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ahead, "_LOOK_UP_S", 0.01)  # it is often missed: the main thread is just about to wait
+    monkeypatch.setattr(prefetcher, "_LOOK_UP_S", 0.01)  # it is often missed: the main thread is just about to wait
     strategy, is_wanted, is_interrupted = central(2), threading.Event(), threading.Event()
 
     def press(k: int) -> None:
@@ -1080,9 +1080,9 @@ def test_loader_workers_may_be_forked_and_spawned(context: str) -> None:
 EXIT = """
     import torch, torchstrategy
     from torch.utils.data import DataLoader
-    from torchstrategy._input import _ahead
+    from torchstrategy._input import prefetcher
 
-    _ahead._PATIENCE_S = 1000.0  # who has to wait waits for too long
+    prefetcher._PATIENCE_S = 1000.0  # who has to wait waits for too long
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     ahead = torchstrategy.InputOptions(load_ahead=True)
 

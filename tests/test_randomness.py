@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import torchstrategy
 from problems import in_pieces
 from topologies import SIMULATED, central
-from torchstrategy._devices import in_use, is_accelerator
+from torchstrategy._core.devices import in_use, is_accelerator
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchstrategy
 from topologies import mirrored_with_copies
-from torchstrategy import _trace
-from torchstrategy._trace import traced
+from torchstrategy._core import trace as tracing
+from torchstrategy._core.trace import traced
 
 # What torch before 2.13 says of each first profile.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
@@ -164,7 +164,7 @@ def test_a_profiler_that_does_not_see_the_replicas_is_noticed() -> None:
 
 
 def test_nothing_is_made_where_no_profiler_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_trace, "record_function", None)
+    monkeypatch.setattr(tracing, "record_function", None)
     training(torchstrategy.CentralStorageStrategy(["cpu"] * 2))()
     thing = Trainer()
     tracemalloc.start()

@@ -42,7 +42,7 @@ from problems import (
 from processes import python
 from topologies import SIMULATED, central, central_in_one_place, central_with_copies
 from torchstrategy import RunOptions
-from torchstrategy._devices import in_use
+from torchstrategy._core.devices import in_use
 
 F64: dict[str, Any] = {"dtype": torch.float64}
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchstrategy import _randomness, _team
-from torchstrategy._devices import canonical
-from torchstrategy._randomness import RandomStreams
-from torchstrategy._replica import Replica, ReplicaStopped
-from torchstrategy._replicas import Replicas
-from torchstrategy._team import Team
+from torchstrategy._core.devices import canonical
+from torchstrategy._execution import random_streams, replica_threads
+from torchstrategy._execution.random_streams import RandomStreams
+from torchstrategy._execution.replica import Replica, ReplicaStopped
+from torchstrategy._execution.replica_threads import Team
+from torchstrategy._execution.replicas import Replicas
 
 PATIENCE = 5.0  # seconds that a test waits for what must happen at once
 
@@ -33,7 +33,7 @@ def several_places(monkeypatch: pytest.MonkeyPatch) -> None:
     All logical CPUs are in one place, and there may be no accelerators here. Who gives the turns asks nothing about a
     device but its place; so this is all that it takes to see replicas run at the same time, and all else is as it is.
     """
-    monkeypatch.setattr(_team, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "place", lambda device: device)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def a_hang_is_a_failure() -> Iterator[None]:
 
     def ring(number: int, frame: Any) -> None:
         while frame is not None:
-            if frame.f_code.co_filename == _team.__file__:
+            if frame.f_code.co_filename == replica_threads.__file__:
                 raise TimeoutError("this run would never have returned")
             frame = frame.f_back
 
@@ -569,7 +569,7 @@ class Accelerators:
             of_device = [self.generators[device]] if device in self.generators else []
             return [torch.default_generator] * with_cpu + of_device
 
-        monkeypatch.setattr(_randomness, "_generators", generators)
+        monkeypatch.setattr(random_streams, "_generators", generators)
 
 
 def test_replicas_on_one_accelerator_exchange_its_generator_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import torchstrategy
 from topologies import central
 from torchstrategy import DistributedValues, Strategy, get_replica_context
-from torchstrategy._values import ABSENT, Mirrored, PerReplica, local_results, regroup, select
+from torchstrategy._core.distributed_values import ABSENT, Mirrored, PerReplica, local_results, regroup, select
 
 
 class Leaf:

@@ -24,7 +24,7 @@ import torchstrategy
 from problems import close, context, data, deal, parameters, replica_id, share_a_place
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 from torchstrategy import Variable, VariableAggregation, VariableSynchronization
-from torchstrategy._devices import place
+from torchstrategy._core.devices import place
 
 NONE, SUM, MEAN, FIRST = VariableAggregation
 AUTO, NO_SYNC, ON_WRITE, ON_READ = VariableSynchronization

@@ -15,52 +15,66 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     trainer           an object of the user's that holds models or what trains them
     meeting           where every replica brings something and all go on together
 
-To read the package, begin with `_strategy_base` (what a user calls) and `_extended` (the parts put together); then
-`_values`, `_context`, `_team` (whose turn it is), `_storage` (who owns a parameter), `_mirrors`, `_gradients`,
-`_stand_ins`, `_trainers`.
+The rooms of the package. A room imports only from rooms below it; in its docstring, each file only from files above.
+
+    _core             what every other room uses: types, errors, options, devices, values, where a thread is
+    ----
+    _communication    copies and sums between devices
+    _binding          how a name in the step comes to mean the replica's own object
+    cluster_resolver  who is in a cluster, and which process this is
+    ----
+    _execution        threads, turns, synchronization points, random streams
+    _input            datasets: reading, splitting, prefetching
+    _variables        tensors that replicas share and assign
+    ----
+    _training         the gradients of all replicas become one, and one update follows
+    ----
+    nn                losses and batch normalisation over the whole batch
+    _replication      a model and its optimizers in several replicas
+    ----
+    _strategy         the public classes, and the story of a step: begin with `_strategy/one_machine`
+    ----
+    _data_parallel    `DataParallel`
+    experimental      names that may still change
+    ----
+    testing           simulated devices, and checks for tests of the user's own
+    compat            the names of TensorFlow 1
 """
 
 from torchstrategy import cluster_resolver, compat, experimental, nn
-from torchstrategy._context import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
+from torchstrategy._communication.cross_device_ops.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
+from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._core.context import (
     has_strategy,
     in_cross_replica_context,
     set_default,
 )
-from torchstrategy._cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from torchstrategy._data_parallel import DataParallel
-from torchstrategy._input import (
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    OutOfRangeError,
-    PerReplicaSpec,
-    TensorSpec,
-    register_batch_type,
-)
-from torchstrategy._options import (
+from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.options import (
     ReduceOp,
     RunOptions,
     ValueContext,
     VariableAggregation,
     VariableSynchronization,
 )
-from torchstrategy._replica_context import ALONE, ReplicaContext, running_context
-from torchstrategy._strategies import CentralStorageStrategy, DefaultStrategy, MirroredStrategy, OneDeviceStrategy
-from torchstrategy._strategy import Strategy
-from torchstrategy._strategy_extended import StrategyExtended
-from torchstrategy._values import DistributedValues
-from torchstrategy._variables import Variable
-from torchstrategy._warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
+from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
+from torchstrategy._data_parallel.data_parallel import DataParallel
+from torchstrategy._execution.replica_group import ALONE
+from torchstrategy._input.dataset import DistributedDataset
+from torchstrategy._input.iterator import DistributedIterator, OutOfRangeError
+from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.registration import register_batch_type
+from torchstrategy._input.spec import PerReplicaSpec, TensorSpec
+from torchstrategy._strategy.central_storage import CentralStorageStrategy
+from torchstrategy._strategy.current import experimental_set_strategy, get_replica_context, get_strategy
+from torchstrategy._strategy.default import DefaultStrategy
+from torchstrategy._strategy.mirrored import MirroredStrategy
+from torchstrategy._strategy.one_device import OneDeviceStrategy
+from torchstrategy._strategy.replica_context import ReplicaContext, running_context
+from torchstrategy._strategy.strategy import Strategy
+from torchstrategy._strategy.strategy_extended import StrategyExtended
+from torchstrategy._variables.variable import Variable
 
 __all__ = [
     "CentralStorageStrategy",
@@ -106,7 +120,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# The one fact that looks up: what `_context` answers where nothing was entered stands on a floor above it.
+# The one fact that looks up: what `_core/context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()
 set_default(_default_strategy, running_context(_default_strategy, ALONE))
 

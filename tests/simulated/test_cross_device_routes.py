@@ -11,8 +11,8 @@ from torch.cuda import nccl
 import torchstrategy
 from problems import close, context, replica_id
 from torchstrategy import CrossDeviceOps, HierarchicalCopyAllReduce, ReduceOp, ReductionToOneDevice
-from torchstrategy import _comm as comm
-from torchstrategy._values import PerReplica
+from torchstrategy._communication import transfer as comm
+from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy.experimental import CommunicationOptions
 from torchstrategy.testing import count_traffic, simulated_devices
 

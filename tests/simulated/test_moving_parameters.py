@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import comm
 
 import torchstrategy
-from torchstrategy import _comm
-from torchstrategy._comm import brought
+from torchstrategy._communication import transfer
+from torchstrategy._communication.transfer import brought
 from torchstrategy.testing import Traffic, count_traffic, record_streams
 
 OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]
@@ -34,7 +34,7 @@ def primitives(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 
     noted("broadcast_coalesced", lambda tensors, devices: devices)
     noted("reduce_add", lambda tensors, destination: [tensor.device for tensor in tensors])
-    monkeypatch.setattr(_comm, "_KNOWN", frozenset({"cuda", "sim"}))
+    monkeypatch.setattr(transfer, "_KNOWN", frozenset({"cuda", "sim"}))
     return calls
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchstrategy
 from problems import assert_close, deal, gradients, where_it_is
-from torchstrategy._torch import ENGINE
+from torchstrategy._core.torch_internals import ENGINE
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
 from torchstrategy.testing import record_streams
 

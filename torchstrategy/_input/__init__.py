@@ -1,35 +1,21 @@
-"""How a dataset is dealt out to the replicas.
+"""Datasets: what is read, how a batch is split, and how its parts come to the replicas' devices.
 
-To read it, begin with `_dataset`; then `_dealing` (which rows go where), `_kinds` (what rows are), `_reading` and
-`_ahead` (when and on which thread), `_transfer` (which stream), `_source` (where a pass stands).
+A loader's batch is read by `source`, split by `splitting`, put together to `steps`, sent by `device_transfer` when it
+is asked for (`on_demand`) or earlier (`prefetcher`), and handed out by `iterator`.
+
+    arrays             arrays in memory as a dataset of their rows
+    loader_states      what a loader says about its position, and which of this can be restored
+    options            what a person says about one distributed dataset
+    registration       batches of types of the user's own
+    batch_types        which values have rows, how many, and how some of them are taken
+    source             the loader or iterable that is read, and where its iteration stands
+    device_transfer    how a replica's part of a batch comes to its device
+    spec               the shapes and dtypes of a dataset's elements
+    splitting          which rows of a batch go to which replica
+    steps              what is read for each step, and what each replica gets of it
+    on_demand          reading when the caller asks for a step
+    iterator           one iteration over a distributed dataset
+    prefetcher         reading ahead on threads while the step before still runs
+    dataset            the distributed dataset, and the ways to make one
+    input_iterator     an iterator that can be begun again, as in TensorFlow 1
 """
-
-from torchstrategy._input._arrays import ArrayDataset
-from torchstrategy._input._dataset import DatasetFn, DistributedDataset, distributed, distributed_from_function
-from torchstrategy._input._input_iterator import InputIterator, from_input_fn, next_of
-from torchstrategy._input._iterator import DistributedIterator, Optional, OutOfRangeError
-from torchstrategy._input._kinds import moved
-from torchstrategy._input._options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input._registration import register_batch_type
-from torchstrategy._input._spec import PerReplicaSpec, TensorSpec
-
-__all__ = [
-    "ArrayDataset",
-    "DatasetFn",
-    "DistributedDataset",
-    "DistributedIterator",
-    "InputContext",
-    "InputIterator",
-    "InputOptions",
-    "InputReplicationMode",
-    "Optional",
-    "OutOfRangeError",
-    "PerReplicaSpec",
-    "TensorSpec",
-    "distributed",
-    "distributed_from_function",
-    "from_input_fn",
-    "moved",
-    "next_of",
-    "register_batch_type",
-]

@@ -1,24 +1,9 @@
-"""Variables: tensors that replicas share and assign, with what a strategy has to know of them."""
+"""Variables: tensors that replicas share and assign.
 
-from torchstrategy._variables._kinds import (
-    CentralVariable,
-    Component,
-    MirroredVariable,
-    SharedVariable,
-    SyncOnReadVariable,
-)
-from torchstrategy._variables._local import LocalVariable
-from torchstrategy._variables._of_extended import VariablesOfExtended
-from torchstrategy._variables._variable import Variable, is_variable
+`Variable(...)` chooses a kind for the strategy in whose scope it is created. In a replica the variable reads and
+writes that replica's component; outside it is one value.
 
-__all__ = [
-    "CentralVariable",
-    "Component",
-    "LocalVariable",
-    "MirroredVariable",
-    "SharedVariable",
-    "SyncOnReadVariable",
-    "Variable",
-    "VariablesOfExtended",
-    "is_variable",
-]
+    variable       what every variable is
+    kinds          one copy for all replicas, a copy in each, or a value in each
+    of_extended    the methods of `Strategy.extended` that take variables
+"""

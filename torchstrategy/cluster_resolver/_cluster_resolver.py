@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import NamedTuple
 
-from torchstrategy._devices import local_accelerators
+from torchstrategy._core.devices import local_accelerators
 from torchstrategy.cluster_resolver._cluster_spec import ClusterSpec, as_index
 
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, final
 
-from torchstrategy._errors import an
+from torchstrategy._core.errors import an
 
 
 @final

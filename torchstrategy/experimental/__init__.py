@@ -1,9 +1,9 @@
 """The names of `tf.distribute.experimental`. They may change in any minor release."""
 
-from torchstrategy._communication import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from torchstrategy._input import Optional
-from torchstrategy._options import ValueContext
-from torchstrategy._strategies import CentralStorageStrategy
+from torchstrategy._communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from torchstrategy._core.options import ValueContext
+from torchstrategy._input.iterator import Optional
+from torchstrategy._strategy.central_storage import CentralStorageStrategy
 
 CollectiveCommunication = CommunicationImplementation
 """The older name."""

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchstrategy._collectives import Collective
-from torchstrategy._context import get_replica_context, has_strategy
-from torchstrategy._errors import an
-from torchstrategy._replica_context import ALONE
-from torchstrategy._torch import hide_from_compiler
+from torchstrategy._core.context import has_strategy
+from torchstrategy._core.errors import an
+from torchstrategy._core.torch_internals import hide_from_compiler
+from torchstrategy._execution.collectives import Collective
+from torchstrategy._execution.replica_group import ALONE, group_here
 
 
 def compute_average_loss(
@@ -131,9 +131,9 @@ hide_from_compiler(scale_regularization_loss)
 
 def _collective(what: str, refuse_cross_replica: bool = True) -> Collective:
     """The replicas that this one is among; a lone one where there is no replica."""
-    context = get_replica_context()
-    if context is not None:
-        return context._require_active(what).collective
+    group = group_here(what)
+    if group is not None:
+        return group.collective
     if refuse_cross_replica and has_strategy():
         raise RuntimeError(
             f"You are calling `{what}` in cross-replica context, while it was expected to be called in replica "

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._collectives import Collective
-from torchstrategy._context import get_replica_context
-from torchstrategy._errors import an
-from torchstrategy._parts import held_plainly
-from torchstrategy._torch import hide_from_compiler
+from torchstrategy._binding.module_traversal import held_plainly
+from torchstrategy._core.errors import an
+from torchstrategy._core.torch_internals import hide_from_compiler
+from torchstrategy._execution.collectives import Collective
+from torchstrategy._execution.replica_group import group_here
 
 _BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]  # the base class of all of them, without its private name
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -81,12 +81,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalises a batch, of which each replica has some rows."""
-        context = get_replica_context()
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if context is not None and uses_batch:
-            collective = context._require_active("SyncBatchNorm").collective
-            if collective.size > 1:
-                return self._synchronised(input, collective)
+        group = group_here("SyncBatchNorm") if uses_batch else None
+        if group is not None and group.collective.size > 1:
+            return self._synchronised(input, group.collective)
         return nn.BatchNorm1d.forward(self, input)
 
     @classmethod

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._conductors import Conductor, in_force
-from torchstrategy._torch import TorchDispatchMode
-from torchstrategy._types import Device
+from torchstrategy._core.torch_internals import TorchDispatchMode
+from torchstrategy._core.types import Device
+from torchstrategy._execution.instruments import Conductor, in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 
 

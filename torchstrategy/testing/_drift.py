@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._conductors import none_in_force
-from torchstrategy._context import current_frame, local_object
-from torchstrategy._errors import plural
-from torchstrategy._optimizer_copies import parameters_of
-from torchstrategy._strategy_base import StrategyBase
-from torchstrategy._team import runs_under_way
+from torchstrategy._core.context import local_object
+from torchstrategy._core.errors import plural
+from torchstrategy._execution.instruments import none_in_force
+from torchstrategy._execution.replica_group import group_here
+from torchstrategy._execution.replica_threads import runs_under_way
+from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._training.optimizer_copies import parameters_of
 from torchstrategy.testing._refusals import refuse_in_replica
 
 _MOST_NAMED = 5
@@ -53,12 +54,10 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
     _refuse_misuse(strategy, things)
 
     def look() -> None:
-        frame = current_frame()
-        assert frame is not None and frame.replica_context is not None
-        meetings = frame.replica_context._meetings
-        assert meetings is not None
+        group = group_here("assert_replicas_agree")
+        assert group is not None
         # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
-        meetings.replica.meet("assert_replicas_agree", lambda brought: _compared(meetings.present, brought), _taken())
+        group.replica.meet("assert_replicas_agree", lambda brought: _compared(group.present, brought), _taken())
 
     def _taken() -> dict[str, torch.Tensor]:
         return dict(_tensors([local_object(thing) for thing in things]))

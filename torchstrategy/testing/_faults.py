@@ -9,9 +9,9 @@ from typing import Any, final
 
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._conductors import START, Conductor, Turns, in_force
-from torchstrategy._context import current_frame
-from torchstrategy._errors import plural
+from torchstrategy._core.context import current_frame
+from torchstrategy._core.errors import plural
+from torchstrategy._execution.instruments import START, Conductor, Turns, in_force
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
 

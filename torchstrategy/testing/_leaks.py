@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy import _optimizer_steps
-from torchstrategy._caller_state import CallerState
-from torchstrategy._context import Frame, current_frame
-from torchstrategy._errors import add_note
-from torchstrategy._team import Team
-from torchstrategy._torch import global_hooks
+from torchstrategy._binding import optimizer_hooks
+from torchstrategy._core.context import Frame, current_frame
+from torchstrategy._core.errors import add_note
+from torchstrategy._core.thread_state import CallerState
+from torchstrategy._core.torch_internals import global_hooks
+from torchstrategy._execution.replica_threads import Team
 
 _Look: TypeAlias = Callable[[], list[str]]
 """Says what is there now and was not there when the look was prepared, a line for each thing."""
@@ -231,7 +231,7 @@ def _of_the_process() -> dict[str, object]:
 
 def _is_of_others(hook: Callable[..., object]) -> bool:
     """Whether it is none of those that the first strategy puts up for good."""
-    return getattr(hook, "__module__", None) != _optimizer_steps.__name__
+    return getattr(hook, "__module__", None) != optimizer_hooks.__name__
 
 
 def _current_accelerator() -> int:

@@ -8,9 +8,10 @@ from typing import final
 
 from typing_extensions import Self
 
-from torchstrategy._conductors import Conductor, Turns, in_force, is_in_force, reached
-from torchstrategy._context import current_frame
-from torchstrategy._errors import an
+from torchstrategy._core.context import current_frame
+from torchstrategy._core.errors import an
+from torchstrategy._execution.instruments import Conductor, Turns, in_force, is_in_force, reached
+from torchstrategy._strategy.replica_context import ReplicaContext
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
 
@@ -84,9 +85,9 @@ class Lockstep(Conductor):
             raise TypeError(f"A point has a name, a string; got {name!r}, {an(type(name).__name__)}.")
         frame = current_frame()
         context = None if frame is None else frame.replica_context
-        if context is not None and context._meetings is not None and is_in_force(self):
+        if isinstance(context, ReplicaContext) and context._group is not None and is_in_force(self):
             reached(context.replica_id_in_sync_group, name)
-            context._meetings.replica.pause()
+            context._group.replica.pause()
 
     def __enter__(self) -> Self:
         refuse_in_replica("Lockstep")

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal, NamedTuple, final
 
-from torchstrategy._context import get_strategy, has_strategy
-from torchstrategy._devices import canonical, local_accelerators
-from torchstrategy._errors import an
-from torchstrategy._strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
-from torchstrategy._strategy import Strategy
-from torchstrategy._types import Device
+from torchstrategy._core.context import has_strategy
+from torchstrategy._core.devices import canonical, local_accelerators
+from torchstrategy._core.errors import an
+from torchstrategy._core.types import Device
+from torchstrategy._strategy.central_storage import CentralStorageStrategy
+from torchstrategy._strategy.current import get_strategy
+from torchstrategy._strategy.mirrored import MirroredStrategy
+from torchstrategy._strategy.one_device import OneDeviceStrategy
+from torchstrategy._strategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")

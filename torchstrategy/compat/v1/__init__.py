@@ -7,23 +7,19 @@ scopes, replicas, modules and datasets are the same.
 import sys
 
 from torchstrategy import cluster_resolver
-from torchstrategy._context import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
+from torchstrategy._communication.cross_device_ops.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
+from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._core.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from torchstrategy._cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from torchstrategy._input import InputContext, InputIterator, InputReplicationMode
-from torchstrategy._options import ReduceOp, RunOptions
-from torchstrategy._replica_context import ReplicaContext
-from torchstrategy._strategy_extended import StrategyExtended
+from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._input.input_iterator import InputIterator
+from torchstrategy._input.options import InputContext, InputReplicationMode
+from torchstrategy._strategy.current import experimental_set_strategy, get_replica_context, get_strategy
+from torchstrategy._strategy.replica_context import ReplicaContext
+from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.compat.v1 import experimental
 from torchstrategy.compat.v1._loss_reduction import get_loss_reduction
 from torchstrategy.compat.v1._mirrored import MirroredStrategy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy import _strategies
-from torchstrategy._options import ReduceOp
-from torchstrategy._types import DeviceLike
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.types import DeviceLike
+from torchstrategy._strategy import central_storage
 from torchstrategy.compat.v1._strategy import Strategy
 
 
@@ -38,7 +38,7 @@ class CentralStorageStrategy(Strategy):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         super().__init__(
-            _strategies.CentralStorageStrategy(
+            central_storage.CentralStorageStrategy(
                 compute_devices,
                 parameter_device,
                 gradient_reduction=gradient_reduction,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchstrategy._options import ReduceOp
+from torchstrategy._core.options import ReduceOp
 
 
 def get_loss_reduction() -> ReduceOp:

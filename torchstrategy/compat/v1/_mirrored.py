@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy import _strategies
-from torchstrategy._cross_device_ops import CrossDeviceOps
-from torchstrategy._options import ReduceOp
-from torchstrategy._types import DeviceLike
+from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.types import DeviceLike
+from torchstrategy._strategy import mirrored
 from torchstrategy.compat.v1._strategy import Strategy
 
 
@@ -39,7 +39,7 @@ class MirroredStrategy(Strategy):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         super().__init__(
-            _strategies.MirroredStrategy(
+            mirrored.MirroredStrategy(
                 devices,
                 cross_device_ops,
                 gradient_reduction=gradient_reduction,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-from torchstrategy import _strategies
-from torchstrategy._types import DeviceLike
+from torchstrategy._core.types import DeviceLike
+from torchstrategy._strategy import one_device
 from torchstrategy.compat.v1._strategy import Strategy
 
 
@@ -25,4 +25,4 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: DeviceLike) -> None:
-        super().__init__(_strategies.OneDeviceStrategy(device).extended)
+        super().__init__(one_device.OneDeviceStrategy(device).extended)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.utils.data import Dataset
 
-from torchstrategy._options import ReduceOp
-from torchstrategy._strategy_base import StrategyBase
-from torchstrategy._types import Tree
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.types import Tree
+from torchstrategy._strategy.strategy_base import StrategyBase
 
 
 class Strategy(StrategyBase):

@@ -21,26 +21,44 @@ from __future__ import annotations
 
 import torch
 
-from torchstrategy._torch import make_device_guard, privateuse1_name, register_python_backend
+from torchstrategy._core.torch_internals import make_device_guard, privateuse1_name, register_python_backend
 from torchstrategy.testing._simulation import (
-    _accelerator,
-    _autocast,
-    _creation,
-    _cuda_alias,
-    _generators,
-    _layers,
-    _sparse,
-    _storages,
-    _streams,
-    _tensors,
+    accelerator as _accelerator,
 )
-from torchstrategy.testing._simulation._backend import Backend
-from torchstrategy.testing._simulation._cuda_alias import cuda_alias
-from torchstrategy.testing._simulation._memory import check_byte_order
-from torchstrategy.testing._simulation._module import make_module
-from torchstrategy.testing._simulation._ordinals import NAME, declare, device_count, simulated_devices
-from torchstrategy.testing._simulation._pending import answer_whatever_is_pending
-from torchstrategy.testing._simulation._recorder import record_streams
+from torchstrategy.testing._simulation import (
+    autocast as _autocast,
+)
+from torchstrategy.testing._simulation import (
+    creation as _creation,
+)
+from torchstrategy.testing._simulation import (
+    cuda_alias as _cuda_alias,
+)
+from torchstrategy.testing._simulation import (
+    generators as _generators,
+)
+from torchstrategy.testing._simulation import (
+    layers as _layers,
+)
+from torchstrategy.testing._simulation import (
+    sparse as _sparse,
+)
+from torchstrategy.testing._simulation import (
+    storages as _storages,
+)
+from torchstrategy.testing._simulation import (
+    streams as _streams,
+)
+from torchstrategy.testing._simulation import (
+    tensors as _tensors,
+)
+from torchstrategy.testing._simulation.backend import Backend
+from torchstrategy.testing._simulation.cuda_alias import cuda_alias
+from torchstrategy.testing._simulation.memory import check_byte_order
+from torchstrategy.testing._simulation.module import make_module
+from torchstrategy.testing._simulation.ordinals import NAME, declare, device_count, simulated_devices
+from torchstrategy.testing._simulation.pending import answer_whatever_is_pending
+from torchstrategy.testing._simulation.recorder import record_streams
 
 __all__ = ["cuda_alias", "record_streams", "simulate_devices", "simulated_devices", "why_not_simulated"]
 

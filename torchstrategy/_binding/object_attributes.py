@@ -1,0 +1,200 @@
+"""The user's trainers, as each replica has them. A trainer is an object that holds models or what trains them.
+
+Methods of a trainer write on it: `self.fake = self.generator(noise)`, `self.steps += 1`. If all replicas wrote on the
+one object, each would read what another wrote. So each has attributes of its own for the length of a run, with the
+user's own things in them. Then they become one again: what is equal in all replicas is that, and what is not is a
+`PerReplica`, of which each replica finds its component in the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+
+from torchstrategy._binding.module_structure import MISSING
+from torchstrategy._binding.proxies import is_all_in_dict, plain_class
+from torchstrategy._binding.step_references import attributes_of
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
+from torchstrategy._core.tree import tree_flatten
+
+
+@final
+class Trainers:
+    """What the replicas of one run have of the trainers that its step names.
+
+    Args:
+        named: The trainers, and the name of each.
+        num_replicas: Of the strategy.
+        present: The replicas that take part.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Any]], num_replicas: int, present: Sequence[int]) -> None:
+        self._trainers: list[_Trainer] = []
+        self._shared: list[_Shared] = []
+        for name, thing in named:
+            if is_all_in_dict(thing):
+                self._trainers.append(_Trainer(thing, num_replicas, present))
+            else:
+                self._shared.append(_Shared(name, thing))
+
+    def originals(self) -> list[object]:
+        """What stand-ins are needed for."""
+        return [trainer.original for trainer in self._trainers]
+
+    def local_objects(self, replica: int) -> Mapping[int, object]:
+        """The attributes that they have in one replica, by the id of the trainer."""
+        return {id(trainer.original): trainer.attributes[replica] for trainer in self._trainers}
+
+    def check_unwritten(self) -> None:
+        """Refuses that a step wrote on a trainer that has no attributes for each replica.
+
+        Raises:
+            RuntimeError: Naming it, and what was written, which is taken back.
+        """
+        for shared in self._shared:
+            shared.check_unwritten()
+
+    def refresh(self) -> None:
+        """Brings to the replicas what was written for all of them, by a merge function say."""
+        for trainer in self._trainers:
+            trainer.refresh()
+        for shared in self._shared:
+            shared.refresh()
+
+    def put_together(self) -> list[Written]:
+        """What becomes of what the replicas wrote."""
+        return [Written(trainer.inside, *change) for trainer in self._trainers for change in trainer.changes()]
+
+
+class Written(NamedTuple):
+    """What is written on an object of the user's; `MISSING` takes it away."""
+
+    inside: dict[Any, Any]
+    name: Any
+    value: Any
+
+    def apply(self) -> None:
+        if self.value is MISSING:
+            self.inside.pop(self.name, None)
+        else:
+            self.inside[self.name] = self.value
+
+    def requires_grad(self) -> bool:
+        """Whether a backward may begin there."""
+        if not isinstance(self.value, DistributedValues):
+            return False
+        leaves, _ = tree_flatten(list(self.value.values))
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+@final
+class _Trainer:
+    """One trainer, and its attributes in each replica."""
+
+    def __init__(self, original: Any, num_replicas: int, present: Sequence[int]) -> None:
+        self.original = original
+        self.inside: dict[str, Any] = object.__getattribute__(original, "__dict__")
+        self._present = present
+        self._known = dict(self.inside)
+        self._num_replicas = num_replicas
+        self._given = [self._attributes_of(r) for r in range(num_replicas)]
+        self.attributes = [dict(given) for given in self._given]
+
+    def refresh(self) -> None:
+        now = dict(self.inside)
+        for name in _differing(self._known, now):
+            for r, tables in enumerate(zip(self._given, self.attributes, strict=True)):
+                value = self._in_replica(_get(now, name), r)
+                for table in tables:
+                    Written(table, name, value).apply()
+        self._known = now
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        for name in {name: None for r in self._present for name in _differing(self._given[r], self.attributes[r])}:
+            # A replica that sits the step out keeps what it has, if that was its own.
+            keeps = isinstance(self._known.get(name), PerReplica)
+            replicas = enumerate(self.attributes)
+            yield name, _as_one([_get(own, name) if keeps or r in self._present else ABSENT for r, own in replicas])
+
+    def _attributes_of(self, replica: int) -> dict[str, Any]:
+        values = {name: self._in_replica(value, replica) for name, value in self._known.items()}
+        return {name: value for name, value in values.items() if value is not MISSING}
+
+    def _in_replica(self, value: Any, replica: int) -> Any:
+        if not isinstance(value, DistributedValues) or len(value._components) != self._num_replicas:
+            return value  # it may be of another strategy
+        own = component(value, replica)
+        return MISSING if own is ABSENT else own
+
+
+@final
+class _Shared:
+    """A trainer that is not all in its `__dict__`, so that all replicas have the one: a dict, or a class with slots."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self._name = name
+        self._thing = thing
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._known = dict(_contents(self._thing))
+
+    def check_unwritten(self) -> None:
+        now = dict(_contents(self._thing))
+        written = _differing(self._known, now)
+        if not written:
+            return
+        for key in written:
+            _put_back(self._thing, key, _get(self._known, key))
+        is_item = isinstance(self._thing, dict)
+        what = f"{self._name}[{written[0]!r}]" if is_item else f"{self._name}.{written[0]}"
+        kind = plain_class(type(self._thing)).__name__
+        raise RuntimeError(
+            f"The step wrote {what} in a replica. All replicas share this {kind}, which holds models or optimizers: "
+            "one would read what another wrote. Return the value from the step; or keep it on an object of a class of "
+            "your own, as in self.loss = loss, of which each replica has its own attributes."
+        )
+
+
+def _as_one(values: Sequence[Any]) -> Any:
+    """What is equal in all replicas that have a say; else a value for each. Some may be `MISSING`."""
+    there = [value for value in values if value is not ABSENT]
+    if all(_are_equal(value, there[0]) for value in there):
+        return there[0]
+    return PerReplica([ABSENT if value is MISSING else value for value in values])
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Of tensors and other objects it is not asked: they may be changed later, in one replica."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    return value is other or (isinstance(value, _PLAIN) and bool(value == other))
+
+
+def _differing(table: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
+    """The keys that have not the very same value in both."""
+    return [key for key in {**table, **other} if _get(table, key) is not _get(other, key)]
+
+
+def _get(table: Mapping[Any, Any], key: Any) -> Any:
+    return table.get(key, MISSING)
+
+
+def _contents(thing: Any) -> Any:
+    return thing.items() if isinstance(thing, dict) else attributes_of(thing)
+
+
+def _put_back(thing: Any, key: Any, value: Any) -> None:
+    if isinstance(thing, dict):
+        Written(thing, key, value).apply()
+    elif value is MISSING:
+        object.__delattr__(thing, key)
+    else:
+        object.__setattr__(thing, key, value)

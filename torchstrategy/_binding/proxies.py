@@ -1,0 +1,382 @@
+"""How a name in the step comes to mean the replica's own object.
+
+A step closes over `model` and `optimizer`: the originals. While a run is under way, their class is exchanged for a
+subclass that asks, at each attribute, which replica the thread is in, and answers with that replica's copy; of a
+trainer, with the attributes that it has there. Outside of replicas it answers with the original, and when no run is
+under way the class is the user's own again: between runs there is nothing of ours in the objects.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import threading
+import types
+from abc import ABCMeta
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._core.context import local_object
+from torchstrategy._core.torch_internals import set_slot, slot
+
+_lock = threading.Lock()
+
+
+class _StandIn:
+    """What all stand-ins have: they pickle and copy as what they stand for."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The user's: pickle compares it with that of `__reduce_ex__`."""
+        return plain_class(type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple):
+            return reduced  # the name of a global object
+        function, arguments, *rest = reduced
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            arguments = (plain_class(type(self)), *arguments[1:])
+        return function, arguments, *rest
+
+
+class _ModuleStandIn(_StandIn):
+    """A module that is, in a replica, that replica's copy."""
+
+    def __getattribute__(self, name: str) -> Any:
+        local = local_object(self)
+        if local is self:
+            return super().__getattribute__(name)
+        return getattr(local, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        local = local_object(self)
+        if local is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(local, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        local = local_object(self)
+        if local is self:
+            super().__delattr__(name)
+        else:
+            delattr(local, name)
+
+
+class _OptimizerStandIn(_StandIn):
+    """An optimizer that is, in a replica, that replica's `LocalOptimizer`."""
+
+    @property
+    def param_groups(self) -> Any:
+        local: Any = local_object(self)
+        return own(self, "param_groups") if local is self else local.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        _only_outside(self, "param_groups = ...")
+        _set_own(self, "param_groups", value)
+
+    @property
+    def state(self) -> Any:
+        local: Any = local_object(self)
+        return own(self, "state") if local is self else local.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        _only_outside(self, "state = ...")
+        _set_own(self, "state", value)
+
+    @property
+    def step(self) -> Any:
+        local: Any = local_object(self)
+        if local is not self:
+            return local.step
+        # A learning-rate scheduler puts a `step` of its own on the instance.
+        return vars(self).get("step") or super().step  # type: ignore[misc]
+
+    @step.setter
+    def step(self, value: Any) -> None:
+        _only_outside(self, "step = ...")
+        vars(self)["step"] = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        local: Any = local_object(self)
+        if local is self:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+        else:
+            local.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Any) -> None:
+        _only_outside(self, "add_param_group()")
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        _only_outside(self, "load_state_dict()")
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+
+def own(optimizer: Any, name: str) -> Any:
+    """The `param_groups` or `state` of the user's own optimizer, which an optimizer around another computes."""
+    inside = vars(optimizer)
+    return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+
+
+def _set_own(optimizer: Any, name: str, value: Any) -> None:
+    computed = getattr(plain_class(type(optimizer)), name, None)
+    if computed is None:
+        vars(optimizer)[name] = value
+    else:
+        computed.__set__(optimizer, value)
+
+
+def _methods_of(cls: type) -> dict[str, Any]:
+    """The methods with which a class of optimizers does more than torch's do: a replica calls them as it does `step`.
+
+    What has a name in torch's base class is done as that does it, and a private method belongs to another one.
+    """
+    classes = [base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")]
+    names = [name for base in classes for name, value in vars(base).items() if isinstance(value, types.FunctionType)]
+    return {name: _called_once(name) for name in names if not name.startswith("_") and not hasattr(Optimizer, name)}
+
+
+def _called_once(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        local: Any = local_object(self)
+        if local is self:
+            return getattr(plain_class(type(self)), name)(self, *args, **kwargs)
+        return local.call(name, *args, **kwargs)
+
+    return method
+
+
+def _only_outside(optimizer: Any, what: str) -> None:
+    if local_object(optimizer) is not optimizer:
+        name = plain_class(type(optimizer)).__name__
+        raise RuntimeError(
+            f"{name}.{what} was called in a replica, which shares the optimizer with the others. Call it outside of "
+            "strategy.run, or from a merge function: get_replica_context().merge_call(...)."
+        )
+
+
+class ShowsLocalGrad(nn.Parameter):
+    """A parameter whose gradient is, in a replica, that of the replica's own parameter."""
+
+    @property
+    def grad(self) -> Any:
+        """Its gradient: in a replica as that of any of its parameters."""
+        local: Any = local_object(self)
+        return slot(self) if local is self else local.grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        local: Any = local_object(self)
+        if local is self:
+            set_slot(self, value)
+        else:
+            local.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class _ParameterStandIn(_StandIn, ShowsLocalGrad):
+    """An owner that shows, in a replica, the gradient of that replica's own parameter.
+
+    What is computed with an owner is computed with the owner: a graph has no replicas. But a list of parameters that
+    was made outside of the step can be cleared, clipped and logged in it.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter.__reduce_ex__(self, protocol)  # it names no class but Parameter
+
+
+class _OnceStandIn(_StandIn):
+    """A scheduler or a scaler that does, in a replica, once for all what it does once a step."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
+            return getattr(local, name)
+        return super().__getattribute__(name)
+
+
+class _Attributes:
+    """What comes after all classes of a trainer's own: where its attributes are, in a replica.
+
+    It stands before `object`, so that methods which the user's class has for this are called first.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        attributes: Any = local_object(self)
+        if attributes is self:
+            return super().__getattribute__(name)
+        if name == "__dict__":
+            return attributes
+        if name in attributes and not hasattr(type(getattr(type(self), name, None)), "__set__"):
+            return attributes[name]
+        if name in super().__getattribute__("__dict__"):
+            return _of_class(self, name)  # the replica has deleted it
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attributes: Any = local_object(self)
+        if attributes is self or hasattr(type(getattr(type(self), name, None)), "__set__"):
+            super().__setattr__(name, value)
+        else:
+            attributes[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        attributes: Any = local_object(self)
+        if attributes is self or hasattr(type(getattr(type(self), name, None)), "__delete__"):
+            super().__delattr__(name)
+        elif name in attributes:
+            del attributes[name]
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> Any:
+        return vars(self)  # what object.__getstate__ has not by way of attributes
+
+
+def _of_class(thing: object, name: str) -> Any:
+    found = next((vars(base)[name] for base in type(thing).__mro__ if name in vars(base)), _Attributes)
+    if found is _Attributes:
+        raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}")
+    return found.__get__(thing, type(thing)) if hasattr(found, "__get__") else found
+
+
+_ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
+
+_KINDS = {
+    nn.Module: _ModuleStandIn,
+    Optimizer: _OptimizerStandIn,
+    LRScheduler: _OnceStandIn,
+    torch.amp.GradScaler: _OnceStandIn,
+}  # all else is a trainer
+
+
+_under_way: dict[object, Sequence[object]] = {}  # the runs, and what each has stand-ins of
+
+
+def put_up(objects: Sequence[object], run: object) -> None:
+    """From here on, until `take_down`, the objects answer in a replica as that replica's. May be called again.
+
+    A run that is interrupted in this takes its stand-ins down as if it had put up all of them.
+    """
+    with _lock:
+        _under_way[run] = objects
+        _exchange_classes(objects, _STAND_INS)
+
+
+def take_down(objects: Sequence[object], run: object) -> None:
+    """The reverse of `put_up`; what another run has stand-ins of stays as it is. May be called again."""
+    with _lock:
+        _exchange_classes(_of_no_other(objects, run), _PLAIN)
+        _under_way.pop(run, None)
+
+
+@contextmanager
+def resting(objects: Sequence[object], run: object) -> Iterator[None]:
+    """For the length of a block, while the replicas of a run stand still, its stand-ins of some objects are not up."""
+    with _lock:
+        at_rest = _of_no_other(objects, run)
+        _exchange_classes(at_rest, _PLAIN)
+    try:
+        yield
+    finally:
+        with _lock:
+            if run in _under_way:
+                _exchange_classes(at_rest, _STAND_INS)
+
+
+def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
+    others = {id(thing) for other, things in _under_way.items() if other is not run for thing in things}
+    return [thing for thing in objects if id(thing) not in others] if others else objects
+
+
+def _exchange_classes(objects: Sequence[object], classes: Mapping[type, type]) -> None:
+    deque(map(_set_class, objects, map(classes.__getitem__, map(type, objects))), maxlen=0)
+
+
+_set_class = vars(object)["__class__"].__set__  # as an assignment does, where no property is in the way
+
+
+class _Ordinary:
+    """A class as people write them."""
+
+
+_LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
+
+
+def is_all_in_dict(thing: object) -> bool:
+    """Whether a thing is all in its `__dict__`, as a dict, or an object of a class with slots, is not."""
+    cls = plain_class(type(thing))
+    return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
+
+
+def plain_class(cls: type) -> type:
+    """The user's class, of which `cls` may be the stand-in."""
+    return _PLAIN[cls]
+
+
+@final
+class _PlainClasses(dict[type, type]):
+    """The user's class, by itself and by its stand-in."""
+
+    def __missing__(self, cls: type) -> type:
+        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[0] if issubclass(cls, _StandIn) else cls
+        self[cls] = plain
+        return plain
+
+
+@final
+class _StandInClasses(dict[type, type]):
+    """The stand-in, by itself and by the user's class."""
+
+    def __missing__(self, cls: type) -> type:
+        stand_in = cls if issubclass(cls, _StandIn) else self._made(cls)
+        self[cls] = stand_in
+        return stand_in
+
+    def _made(self, cls: type) -> type:
+        if cls is nn.Parameter:
+            return _ParameterStandIn
+        kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
+        if kind is _OptimizerStandIn:
+            body |= _methods_of(cls)
+        made: Any = type(type(cls))  # as a rule, `type`
+        meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
+        # Not by calling the metaclass: the user's own may count classes, or refuse a second one of the same name.
+        made = ABCMeta if issubclass(meta, ABCMeta) else type
+        stand_in: type = made.__new__(meta, cls.__name__, (cls,), body)
+        return stand_in
+
+
+def _looked_up_in(stand_in: type, cls: type, kind: type | None) -> list[type]:
+    """Where a stand-in looks for attributes: what is ours comes first, though the user's class is its only base.
+
+    With a base of ours before the user's, CPython would find the layouts of stand-in and original to differ where the
+    first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
+    """
+    if kind is None:
+        return [stand_in, _StandIn, *cls.__mro__[:-1], _Attributes, object]
+    return [stand_in, *kind.__mro__[:-1], *cls.__mro__]
+
+
+_PLAIN = _PlainClasses()
+_STAND_INS = _StandInClasses()

@@ -1,0 +1,222 @@
+"""What does a step use by name: which modules and trainable tensors, which schedulers and scalers, which trainers?
+
+A model that was created outside of the scope is used by every replica as it stands, and backward in each of them would
+add to its one gradient. The step is looked at before it runs, so that such gradients are noticed and refused.
+
+A learning-rate scheduler or a `GradScaler` counts steps, and all replicas share it: those that are found act once for
+all of them; see `_training/schedulers`.
+
+A *trainer* is an object of the user's own that holds models or what trains them, itself or through another such object.
+What a step writes on it, each replica has for itself; see `_binding/object_attributes`.
+
+Functions that the step calls are looked at, and the attributes of objects, both a few levels down. What is reached by
+other ways is not found.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._binding.closure_rebinding import closed_over
+from torchstrategy._core.types import Tree
+
+COUNTERS = (LRScheduler, torch.amp.GradScaler)
+
+_FUNCTIONS = 4  # a step may call a function that calls a function that uses the model
+_OBJECTS = 3  # and the model may be an attribute of an attribute
+_ITEMS = 256  # of a list or dict are looked at: a history of losses may be long
+_FEW = 32  # and what is in them, if they are no more
+
+_MAKE_TRAINERS = (nn.Module, Optimizer, *COUNTERS)
+_NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
+_NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
+
+
+class Named(NamedTuple):
+    """What the step names, each with the name."""
+
+    modules: list[tuple[str, nn.Module]]
+    tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
+    counters: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
+    optimizers: list[Optimizer]  # each after those that it is around
+    updates: list[tuple[str, Any]]  # bound methods of optimizers, but for those that each replica may call for itself
+    trainers: list[tuple[str, Any]]
+    others: list[tuple[str, torch.Tensor]]  # tensors that are not such leaves
+
+
+def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
+    """What `fn` names, and what the leaves of its arguments hold."""
+    walk = _Walk()
+    walk.look_at("the step", fn, _FUNCTIONS + 1)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            walk.look_at("an argument", leaf, 0)
+        elif not leaf.requires_grad:
+            walk.others.append(("an argument", leaf))
+    return walk.named()
+
+
+@final
+class _Walk:
+    def __init__(self) -> None:
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self.others: list[tuple[str, torch.Tensor]] = []
+        self._counters: list[tuple[str, Any]] = []
+        self._optimizers: list[Optimizer] = []
+        self._updates: list[tuple[str, Any]] = []
+        self._objects: dict[int, tuple[str, Any]] = {}
+        self._holders: dict[int, set[int]] = {}  # of each thing: which objects hold it, by their id
+        self._makers: set[int] = set()  # whatever holds one of these is a trainer
+        self._seen: set[int] = set()
+
+    def named(self) -> Named:
+        trainers: set[int] = set()
+        found = self._makers
+        while found:
+            found = set().union(*(self._holders.get(key, ()) for key in found)) - trainers
+            trainers |= found
+        return Named(
+            self._modules,
+            self._tensors,
+            self._counters,
+            self._optimizers,
+            self._updates,
+            [named for key, named in self._objects.items() if key in trainers],
+            self.others,
+        )
+
+    def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
+        """Notes a value, and what it holds; `holder` is the object of which it is an attribute."""
+        if isinstance(value, torch.Tensor):
+            (self._tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
+        elif isinstance(value, _MAKE_TRAINERS):
+            self._makers.add(id(value))
+            self._holders.setdefault(id(value), set()).add(holder)
+            self._look_at_part(name, value)
+        elif isinstance(value, (list, tuple, dict, deque)):
+            self._look_at_items(name, value, objects, holder)
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, COUNTERS):
+            self._counters.append((value.__name__, value))
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer):
+            if value.__name__ == "step" or not hasattr(Optimizer, value.__name__):
+                self._updates.append((value.__name__, value))
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if functions:
+                self._look_into_function(name, value, functions - 1)
+        elif not isinstance(value, _NOT_LOOKED_INTO):
+            self._look_into_object(name, value, functions, objects, holder)
+        elif isinstance(value, type) and _package(value) not in _NOT_THE_USERS:
+            self._others_of(name, value)
+
+    def _look_at_part(self, name: str, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, COUNTERS):
+            self._counters.append((name, value))
+            return
+        kinds = Optimizer if isinstance(value, Optimizer) else COUNTERS
+        if isinstance(value, nn.Module):
+            self._modules.append((name, value))
+        for attribute, item in held_by(value):
+            if isinstance(item, kinds):
+                self._look_at_part(f"{name}.{attribute}", item)
+        if isinstance(value, Optimizer):
+            self._optimizers.append(value)
+
+    def _look_at_items(self, name: str, value: Any, objects: int, holder: int) -> None:
+        if isinstance(value, dict):
+            self._objects[id(value)] = name, value
+            self._holders.setdefault(id(value), set()).add(holder)
+            holder = id(value)
+        are_few = objects > 0 and len(value) <= _FEW
+        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
+            if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
+                self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
+
+    def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
+        self._holders.setdefault(id(value), set()).add(holder)
+        if objects <= 0 or id(value) in self._objects or _package(type(value)) in _NOT_THE_USERS:
+            return
+        self._objects[id(value)] = name, value
+        self._others_of(name, type(value))
+        for attribute, held in attributes_of(value):
+            self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
+        if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
+            self._look_into_function(name, call, functions - 1)
+
+    def _others_of(self, name: str, cls: type) -> None:
+        """Notes the tensors that a class itself has."""
+        self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
+
+    def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
+        if isinstance(fn, functools.partial):
+            for value in (*fn.args, *fn.keywords.values()):
+                self.look_at("an argument of functools.partial", value, functions)
+            self.look_at(name, fn.func, functions + 1)
+        elif isinstance(fn, types.MethodType):
+            self.look_at("self", fn.__self__, 0)
+            self.look_at(name, fn.__func__, functions + 1)
+        elif id(fn) not in self._seen and _package(fn) not in _NOT_THE_USERS:
+            self._seen.add(id(fn))
+            for found, value in _names_of(fn):
+                self.look_at(found, value, functions)
+
+
+def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
+    """The attributes of an object itself, without asking the object."""
+    try:
+        inside: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return [(name, value) for name, value in _in_slots(thing)]
+    return list(inside.items())
+
+
+def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in its attributes, or in a list there."""
+    for attribute, held in attributes_of(thing):
+        for item in held if type(held) in (list, tuple) else (held,):
+            yield attribute, item
+
+
+def _in_slots(thing: Any) -> Iterator[tuple[str, Any]]:
+    for base in type(thing).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield name, member.__get__(thing)
+                except AttributeError:
+                    continue  # not assigned
+
+
+def _names_of(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables from outside that a function names, and its default arguments, with their values."""
+    yield from closed_over(fn)
+    for name in dict.fromkeys(_names_in(fn.__code__)):
+        if name in fn.__globals__:
+            yield name, fn.__globals__[name]
+    for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+        yield "a default argument", value
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The global names of a function, and of the functions and comprehensions inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
+
+
+def _package(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]

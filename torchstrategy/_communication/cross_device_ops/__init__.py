@@ -1,0 +1,1 @@
+"""How values that are on several devices become one, and get back to all of them."""

@@ -1,0 +1,179 @@
+"""Reducing on all devices at once."""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from torchstrategy._communication.buckets import Column, Packing
+from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.cross_device_ops.destinations import Destinations, as_meant, devices_of
+from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice, mean
+from torchstrategy._communication.operands import check_addable
+from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.transfer import added, nccl_sums, why_not_nccl
+from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.types import Device, Tree
+
+_Pair = tuple[DistributedValues, Destinations]
+_by_one_device = ReductionToOneDevice()
+
+
+class _AllReduce(CrossDeviceOps):
+    """Sums packs of values where these are. What goes elsewhere, or is sparse, is reduced on one device."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        try:
+            self._num_packs = operator.index(num_packs)
+        except TypeError:
+            raise TypeError(f"num_packs is a whole number of packs; got {num_packs!r}.") from None
+        if self._num_packs < 0:
+            raise ValueError(f"num_packs is a number of packs, or 0 to send each value by itself; got {num_packs}.")
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Tree:
+        """What `reduce` does. A single value in host memory is reduced there."""
+        pairs = [(per_replica_value, destinations)]
+        if any(device.type == "cpu" for device in devices_of(destinations)):
+            return _by_one_device.batch_reduce_implementation(reduce_op, pairs, options)[0]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[_Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """What `batch_reduce` does."""
+        reduced: dict[int, Tree] = {}
+        groups: dict[tuple[Device, ...] | None, list[int]] = {}  # None: on one device
+        for index, pair in enumerate(value_destination_pairs):
+            devices = tuple(devices_of(pair[0])) if self._is_all_reduce(*pair) else None
+            groups.setdefault(devices, []).append(index)
+        for devices, indices in groups.items():
+            reduce = self._reduced_together if devices else _by_one_device.batch_reduce_implementation
+            results = reduce(reduce_op, [value_destination_pairs[index] for index in indices], options)
+            reduced.update(zip(indices, results, strict=True))
+        return [reduced[index] for index in range(len(value_destination_pairs))]
+
+    def _is_all_reduce(self, value: DistributedValues, destinations: Destinations) -> bool:
+        tensors = value.values
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return False  # gradients flow through sums on one device
+        is_dense = all(tensor.layout is torch.strided for tensor in tensors)
+        return is_dense and len(tensors) > 1 and devices_of(value) == devices_of(destinations)
+
+    def _reduced_together(
+        self, reduce_op: ReduceOp, pairs: Sequence[_Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """The results of pairs whose values are where they are to go, on the same devices."""
+        columns = [value.values for value, _ in pairs]
+        for column in columns:
+            check_addable(column)
+        self._check_devices([tensor.device for tensor in columns[0]])
+        packing = self._packing(columns, options)
+        sums = [self._sums(pack, turn) for turn, pack in enumerate(packing.packed())]
+        by_replica = [packing.unpacked(packs) for packs in zip(*sums, strict=True)]
+        if reduce_op is ReduceOp.MEAN:
+            by_replica = [[mean(total, len(columns[0])) for total in totals] for totals in by_replica]
+        copies = zip(*by_replica, strict=True)
+        return [as_meant(list(column), where) for column, (_, where) in zip(copies, pairs, strict=True)]
+
+    def _packing(self, columns: Sequence[Column], options: CommunicationOptions) -> Packing:
+        if options.bytes_per_pack:
+            return Packing.by_size(columns, options.bytes_per_pack)
+        return Packing.by_number(columns, self._num_packs)
+
+    @abstractmethod
+    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+        """The sum of several tensors, on the device of each of them. Packs take turns, from 0."""
+
+
+@final
+class NcclAllReduce(_AllReduce):
+    """Reduces among CUDA devices by NCCL, values packed together.
+
+    Only an all-reduce, whose destinations are where the value is, goes by NCCL. What goes elsewhere, a single value in
+    host memory, what is sparse and what gradients are to flow through is reduced on one device.
+
+    Args:
+        num_packs: How many packs values are put together in, for each dtype. 0: each value goes by itself.
+
+    Example:
+        >>> ops = torchstrategy.NcclAllReduce(num_packs=2)
+        >>> ops.reduce(torchstrategy.ReduceOp.SUM, torch.ones(2), "cpu")
+        tensor([1., 1.])
+
+    Differs from tf.distribute:
+        Where there is no NCCL, several values are refused with the reason.
+
+    Raises:
+        ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the devices.
+        TypeError: If `num_packs` is no integer.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/NcclAllReduce
+    """
+
+    def _check_devices(self, devices: Sequence[Device]) -> None:
+        why = why_not_nccl(devices)
+        if why is not None:
+            raise ValueError(
+                f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
+            )
+
+    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+        return nccl_sums(tensors)
+
+
+@final
+class HierarchicalCopyAllReduce(_AllReduce):
+    """Reduces by copies, in two groups of devices: within each group, and then between the two, and back.
+
+    It is for machines whose devices are close to some and far from others: a value crosses from group to group once in
+    each direction. The first half of the devices is one group. Packs take turns in where they are added up.
+
+    Args:
+        num_packs: How many packs values are put together in, for each dtype. 0: each value goes by itself.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
+        >>> value = strategy.run(lambda: torch.ones(2))
+        >>> torchstrategy.HierarchicalCopyAllReduce().batch_reduce(torchstrategy.ReduceOp.MEAN, [(value, value)])[0][0]
+        tensor(1.)
+
+    Differs from tf.distribute:
+        The number of devices may be odd.
+
+    Raises:
+        ValueError: If `num_packs` is negative.
+        TypeError: If it is no integer.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
+    """
+
+    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+        middle = (len(tensors) + 1) // 2
+        groups = [range(middle), range(middle, len(tensors))]
+        leaders = [group[turn % len(group)] for group in groups]
+        parts = [
+            added([tensors[i] for i in group], tensors[leader].device)
+            for group, leader in zip(groups, leaders, strict=True)
+        ]
+        total = added(parts, tensors[leaders[turn % 2]].device)
+        sums: dict[int, torch.Tensor] = {}
+        for group, leader in zip(groups, leaders, strict=True):
+            sums[leader] = total if leader == leaders[turn % 2] else total.to(tensors[leader].device, copy=True)
+            sums.update((i, sums[leader].to(tensors[i].device, copy=True)) for i in group if i != leader)
+        return [sums[i] for i in range(len(tensors))]
+
+
+def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
+    """How a strategy reduces among these devices, if nothing was said: by NCCL where that can be."""
+    return ReductionToOneDevice() if why_not_nccl(devices) else NcclAllReduce()

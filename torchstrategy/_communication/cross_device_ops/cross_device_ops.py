@@ -1,0 +1,275 @@
+"""What all ways of reducing and broadcasting across devices have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from torchstrategy._communication.cross_device_ops.destinations import (
+    Destinations,
+    check_destinations,
+    delivered,
+    devices_of,
+)
+from torchstrategy._communication.operands import as_tensor
+from torchstrategy._communication.options import (
+    NO_COMMUNICATION_OPTIONS,
+    CommunicationOptions,
+    as_options,
+    check_usable,
+)
+from torchstrategy._core.distributed_values import DistributedValues, PerReplica, local_results
+from torchstrategy._core.errors import plural
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.torch_internals import foreach_mul
+from torchstrategy._core.types import Device, Tree
+
+
+class CrossDeviceOps:
+    """How values that are on several devices become one, and get back to all of them. The base of one's own.
+
+    A subclass says how in `reduce_implementation`; also in `batch_reduce_implementation`, if it can do better for many
+    values than one by one, and in `broadcast_implementation`, if it has something better than copies. What these are
+    given has been checked.
+
+    Example:
+        >>> class Largest(torchstrategy.CrossDeviceOps):
+        ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        ...         largest = torch.stack([value.cpu() for value in per_replica_value.values]).amax(0)
+        ...         return self.broadcast(largest, destinations)
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> values = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: torch.tensor([context.replica_id_in_sync_group])
+        ... )
+        >>> Largest().reduce(torchstrategy.ReduceOp.SUM, values, "cpu")
+        tensor([1])
+
+    Differs from tf.distribute:
+        `batch_reduce_implementation` need not be overridden. The mean of integers is of torch's default dtype.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/CrossDeviceOps
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues | torch.Tensor,
+        destinations: Destinations,
+        options: CommunicationOptions | None = None,
+    ) -> Tree:
+        """The sum or mean of the components of a value, on its destinations. Nothing is written on.
+
+        With the value itself as destinations it is an all-reduce.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`; not a string.
+            per_replica_value: A distributed value. A tensor counts as one with a single component, which is the result.
+            destinations: A device, a tensor whose device is meant, or a distributed value, for a copy on the device of
+                each of its components.
+            options: How values are sent.
+
+        Returns:
+            A tensor, or a mirrored value for destinations with several components.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(2))
+            >>> torchstrategy.ReductionToOneDevice().reduce(torchstrategy.ReduceOp.SUM, value, destinations=value)
+            Mirrored:{
+              0: tensor([2., 2.]),
+              1: tensor([2., 2.])
+            }
+
+        Raises:
+            ValueError: If there is no such destination, `reduce_op` is no `ReduceOp`, the components differ in shape or
+                dtype, or an option asks for what cannot be done.
+            NotImplementedError: If the class does not say how.
+        """
+        (value,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        if _is_there(value, destinations):
+            return delivered(value.values[0].clone(), destinations)
+        return self.reduce_implementation(reduce_op, value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]:
+        """`reduce` for each of several (value, destinations) pairs, which may be sent together.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> first, second = strategy.run(lambda: (torch.ones(2), torch.zeros(())))
+            >>> ops = torchstrategy.HierarchicalCopyAllReduce(num_packs=1)
+            >>> ops.batch_reduce(torchstrategy.ReduceOp.SUM, [(first, "cpu"), (second, "cpu")])
+            [tensor([2., 2.]), tensor(0.)]
+
+        Raises:
+            ValueError: If an entry is no pair; and as `reduce`.
+            NotImplementedError: If the class does not say how.
+        """
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
+        values, options = self._checked("batch_reduce", reduce_op, pairs, options)
+        checked = [(value, destinations) for value, (_, destinations) in zip(values, pairs, strict=True)]
+        if all(_is_there(*pair) for pair in checked):
+            return [delivered(value.values[0].clone(), destinations) for value, destinations in checked]
+        return self.batch_reduce_implementation(reduce_op, checked, options)
+
+    def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
+        """Copies of a tensor on its destinations.
+
+        Args:
+            tensor: What is copied.
+            destinations: As those of `reduce`.
+
+        Returns:
+            A tensor, or a mirrored value for destinations with several components.
+
+        Example:
+            >>> torchstrategy.ReductionToOneDevice().broadcast(torch.ones(2), "cpu")
+            tensor([1., 1.])
+
+        Raises:
+            ValueError: If it is no tensor, or there is no such destination.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"broadcast takes a tensor; got {tensor!r}.")
+        check_destinations(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Tree:
+        """What `reduce` does, for subclasses to say.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`.
+            per_replica_value: A distributed value, of tensors.
+            destinations: Where the result is to go.
+            options: How values are sent.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how to reduce: override reduce_implementation, or take one that does, "
+            "such as ReductionToOneDevice."
+        )
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[DistributedValues, Destinations]],
+        options: CommunicationOptions,
+    ) -> list[Tree]:
+        """What `batch_reduce` does, for subclasses to say. By default, one by one.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`.
+            value_destination_pairs: Distributed values, of tensors, and where the results are to go.
+            options: How values are sent.
+        """
+        return [
+            self.reduce_implementation(reduce_op, value, where, options) for value, where in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
+        """What `broadcast` does, for subclasses to say. By default, a copy for each destination.
+
+        Args:
+            tensor: What is copied.
+            destinations: Where the copies are to go.
+        """
+        return delivered(tensor.clone(), destinations)
+
+    def _check_devices(self, devices: Sequence[Device]) -> None:
+        """Refuses to all-reduce among these devices, before there is anything to reduce.
+
+        Raises:
+            ValueError: If it cannot be done.
+        """
+
+    def _weighted_sums(
+        self,
+        by_replica: Sequence[Sequence[torch.Tensor | None]],
+        weights: Sequence[float],
+        destinations: Sequence[Sequence[torch.Tensor]],
+        options: CommunicationOptions = NO_COMMUNICATION_OPTIONS,
+    ) -> list[list[torch.Tensor | None]]:
+        """What replicas have, times their weights, summed up, for each replica: equal to the last bit.
+
+        Args:
+            by_replica: What each replica has, such as gradients; None where it has none. One list for each.
+            weights: How much each replica counts. What counts nothing is dropped, NaN or not.
+            destinations: For each replica tensors on the devices where it wants the sums, such as its parameters.
+            options: How values are sent.
+
+        Returns:
+            For each of the destinations a sum, or None where nobody has anything.
+        """
+        weighted = [_times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
+        places = [PerReplica(column) for column in zip(*destinations, strict=True)]
+        pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
+        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, options))
+        everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
+        return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
+
+    def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
+        found = local_results(total, replicas)
+        if len(found) != replicas or not all(isinstance(tensor, torch.Tensor) for tensor in found):
+            raise ValueError(
+                f"{type(self).__name__} reduced to {total!r}, for destinations of {plural(replicas, 'component')}: it "
+                "has to return a tensor for each, as broadcast(tensor, destinations) does."
+            )
+        return found
+
+    def _checked(
+        self,
+        method: str,
+        reduce_op: object,
+        pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        options: CommunicationOptions | None,
+    ) -> tuple[list[DistributedValues], CommunicationOptions]:
+        if not isinstance(reduce_op, ReduceOp):
+            raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
+        values = [_of_tensors(value) for value, _ in pairs]
+        for _, destinations in pairs:
+            check_destinations(destinations)
+        said = as_options(method, options)
+        for value in values if options is not None else ():
+            check_usable(method, said, partial(devices_of, value))
+        return values, said
+
+
+def _of_tensors(value: object) -> DistributedValues:
+    if isinstance(value, torch.Tensor):
+        return PerReplica([value])
+    if not isinstance(value, DistributedValues):
+        raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
+    if all(isinstance(component, torch.Tensor) for component in value.values):
+        return value
+    return PerReplica([as_tensor(component) for component in value.values])
+
+
+def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
+    """Whether a value is one tensor, and where it is to go."""
+    return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
+
+
+def _times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+    if weight == 1:
+        return tensors
+    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
+    if all(tensor.layout is torch.strided for tensor in known.values()):
+        scaled = dict(zip(known, foreach_mul(list(known.values()), weight) if known else (), strict=True))
+    else:
+        scaled = {i: tensor * weight for i, tensor in known.items()}
+    return [scaled.get(i) for i in range(len(tensors))]

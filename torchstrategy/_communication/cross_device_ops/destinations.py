@@ -1,0 +1,66 @@
+"""Where values are, where they are to go, and the copies that get them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from torchstrategy._core.devices import canonical, place
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored
+from torchstrategy._core.types import Device, Tree
+
+Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
+"""A device, what is on one, or what is on several: a value for each of its components is meant."""
+
+
+def check_destinations(destinations: object) -> None:
+    """Refuses what says no device.
+
+    Raises:
+        ValueError: If it is nothing that is on a device, and names none.
+    """
+    if not isinstance(destinations, (str, torch.device, torch.Tensor, DistributedValues)) or (
+        isinstance(destinations, str) and not destinations
+    ):
+        raise ValueError(
+            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
+            f"distributed value, for a copy on the device of each component; got {destinations!r}."
+        )
+    devices_of(destinations)
+
+
+def devices_of(where: Destinations) -> list[Device]:
+    """The devices that are meant, as tensors report them.
+
+    Raises:
+        ValueError: If there is no such device, or a component is on none.
+    """
+    if isinstance(where, DistributedValues):
+        return [_device_of_component(component) for component in where.values]
+    return [where.device if isinstance(where, torch.Tensor) else place(canonical(where))]
+
+
+def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
+    """A value that nobody else has, on its destinations: a tensor, or a mirrored value where there are several."""
+    return as_meant(copied_to(value, devices_of(destinations)), destinations)
+
+
+def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
+    """A value that nobody else has, on each of several devices: itself on the first, if it is there."""
+    return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
+
+
+def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
+    """Equal tensors on the devices of destinations, as one value."""
+    if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
+        return copies[0]
+    there = iter(copies)
+    return Mirrored([ABSENT if component is ABSENT else next(there) for component in destinations._components])
+
+
+def _device_of_component(component: Tree) -> Device:
+    if not isinstance(component, torch.Tensor):
+        raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
+    return component.device

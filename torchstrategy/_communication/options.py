@@ -1,0 +1,176 @@
+"""What a person may say about how values go from replica to replica, and whether it can be done here."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torchstrategy._communication.transfer import why_not_nccl
+from torchstrategy._core.types import Device
+
+
+@final
+class CommunicationImplementation(enum.Enum):
+    """By what values are combined across devices. Wherever one is taken, its name in any case will do: `"nccl"`.
+
+    `AUTO`: NCCL where it can, and copies elsewhere.
+    `RING`: TensorFlow's own rings, which are not here.
+    `NCCL`: NVIDIA's library, among CUDA devices.
+
+    Example:
+        >>> torchstrategy.experimental.CommunicationImplementation("NCCL").name
+        'NCCL'
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CommunicationImplementation
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@final
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Options of one reduction or gather, such as `ReplicaContext.all_reduce`.
+
+    Args:
+        bytes_per_pack: How many bytes are sent together at most: smaller tensors are flattened into packs of this
+            size, and a larger one goes alone. It changes no number. 0: what is best for each way of sending.
+        timeout_seconds: Only None and 0 are of use on one machine: there is no network to wait for, and replicas that
+            wait for one that failed, or that will not come, are told so at once.
+        implementation: By what values are combined. `NCCL` is refused where it cannot be used, `RING` always.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> options = torchstrategy.experimental.CommunicationOptions(bytes_per_pack=50 * 1024 * 1024)
+        >>> def step():
+        ...     gradients = [torch.ones(2), torch.ones(())]
+        ...     return torchstrategy.get_replica_context().all_reduce("sum", gradients, options=options)[0]
+        >>> strategy.run(step)
+        PerReplica:{
+          0: tensor([2., 2.]),
+          1: tensor([2., 2.])
+        }
+
+    Differs from tf.distribute:
+        TensorFlow calls them hints, and many strategies ignore them; here what cannot be done is refused, by the method
+        that they are given to.
+
+    Raises:
+        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` is or names none.
+        TypeError: If `bytes_per_pack` is no integer or `timeout_seconds` no number.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CommunicationOptions
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes_per_pack", _bytes(self.bytes_per_pack))
+        _check_timeout(self.timeout_seconds)
+        object.__setattr__(self, "implementation", _implementation(self.implementation))
+
+
+def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
+    """The older name of `CommunicationOptions`, which it returns.
+
+    Args:
+        bytes_per_pack: As there.
+        timeout_seconds: As there.
+
+    Example:
+        >>> torchstrategy.experimental.CollectiveHints(bytes_per_pack=1024).bytes_per_pack
+        1024
+
+    Raises:
+        ValueError: If an argument is negative.
+        TypeError: If `bytes_per_pack` is no integer or `timeout_seconds` no number.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CollectiveHints
+    """
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
+def as_options(method: str, options: CommunicationOptions | None) -> CommunicationOptions:
+    """The options that were given to `method`; None: nothing was said.
+
+    Raises:
+        ValueError: If they are no options.
+    """
+    if not isinstance(options, (CommunicationOptions, type(None))):
+        raise ValueError(
+            f"{method}(options={options!r}): options are a torchstrategy.experimental.CommunicationOptions, or None."
+        )
+    return options or NO_COMMUNICATION_OPTIONS
+
+
+def check_usable(
+    method: str, options: CommunicationOptions, devices: Callable[[], Sequence[Device]] | None = None
+) -> None:
+    """Refuses options that ask for what cannot be done among the replicas of one process.
+
+    Args:
+        method: The name of what was called.
+        options: What was said.
+        devices: Says the device of each replica that takes part. None: there is nothing to do for NCCL.
+
+    Raises:
+        ValueError: If they do.
+    """
+    refused = _refused(options, devices)
+    if refused is not None:
+        raise ValueError(f"{method}(options=CommunicationOptions({refused} Leave it out.")
+
+
+def _refused(options: CommunicationOptions, devices: Callable[[], Sequence[Device]] | None) -> str | None:
+    if options.timeout_seconds:
+        return (
+            f"timeout_seconds={options.timeout_seconds})): the replicas are in one process, with no network to wait "
+            "for. One that waits for another that failed, or that will not come, is told so at once."
+        )
+    if options.implementation is CommunicationImplementation.RING:
+        return "implementation=RING)): TensorFlow's rings are not here."
+    if options.implementation is CommunicationImplementation.NCCL:
+        why = why_not_nccl(devices()) if devices else "NCCL is for sums; gathers are made by copies"
+        return f"implementation=NCCL)): {why}." if why else None
+    return None
+
+
+def _bytes(count: object) -> int:
+    try:
+        size = operator.index(count)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"CommunicationOptions(bytes_per_pack={count!r}): it is a whole number of bytes, such as 50 * 1024 * 1024."
+        ) from None
+    if size < 0:
+        raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
+    return size
+
+
+def _check_timeout(seconds: object) -> None:
+    if seconds is None:
+        return
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"CommunicationOptions(timeout_seconds={seconds!r}): it is a number of seconds, or None.")
+    if not seconds >= 0:
+        raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
+
+
+def _implementation(given: object) -> CommunicationImplementation:
+    name = given.upper() if isinstance(given, str) else given
+    try:
+        return CommunicationImplementation(name)
+    except ValueError:
+        raise ValueError(
+            f"CommunicationOptions(implementation={given!r}): it is one of 'AUTO', 'RING', 'NCCL'."
+        ) from None
+
+
+NO_COMMUNICATION_OPTIONS = CommunicationOptions()

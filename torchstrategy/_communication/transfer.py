@@ -1,0 +1,214 @@
+"""Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
+
+Its primitives know only CUDA devices, each at most once; there they move many tensors in few transfers. Everywhere
+else, the CPU included, plain copies do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.cuda import nccl
+from torch.nn.parallel import comm
+
+from torchstrategy._core.devices import is_accelerator, place
+from torchstrategy._core.torch_internals import HAS_NCCL, are_dense, foreach_add, foreach_add_, foreach_copy_
+from torchstrategy._core.types import Device
+
+_KNOWN = frozenset({"cuda"})  # the types of devices that the primitives know
+_SMALL = 1 << 18  # bytes of a tensor that is sent together with others: larger ones fill the bus alone
+_TOGETHER = 1 << 24  # bytes that are sent together: as much again is needed for a while on either side
+
+
+def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+    """A copy of all `tensors` for each device; a copy never shares memory with the original.
+
+    Args:
+        tensors: Tensors of one device. No gradient flows through the copies.
+        devices: Where to; one and the same device may stand there several times.
+    """
+    originals = [tensor.detach() for tensor in tensors]
+    if originals and _have_primitives([originals[0].device, *devices]):
+        copies = comm.broadcast_coalesced(originals, [originals[0].device, *devices])
+        return [list(copy) for copy in copies[1:]]
+    return [[tensor.to(place(device), copy=True) for tensor in originals] for device in devices]
+
+
+class Write(NamedTuple):
+    """Values to be written over tensors of one device. Of several writes, those with the same sources go together."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]  # of one device, which may be another
+
+
+def write(writes: Sequence[Write]) -> None:
+    """Writes them all, in few transfers: small tensors go together. No gradient flows.
+
+    Transfers to accelerators are on their copy streams, so that those to several devices overlap.
+    """
+    writes = [write for write in writes if write.targets]
+    if _is_broadcast(writes):
+        devices = [writes[0].sources[0].device, *(write.targets[0].device for write in writes)]
+        copies = comm.broadcast_coalesced([source.detach() for source in writes[0].sources], devices)[1:]
+        writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
+    for targets, sources in writes:
+        device = targets[0].device
+        if sources[0].device == device:
+            foreach_copy_(targets, sources)
+            continue
+        groups = _groups(sources)
+        alone = [index for group in groups if len(group) == 1 for index in group]
+        together = [index for group in groups if len(group) > 1 for index in group]
+        with _copying_to(device):
+            if alone:  # straight to where they belong
+                foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
+            if together:
+                arrived = brought([sources[index] for index in together], device)
+                foreach_copy_([targets[index] for index in together], arrived)
+
+
+def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
+    """Tensors of one device, on another one or as they are; the small ones went together and share memory."""
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    arrived: dict[int, torch.Tensor] = {}
+    for indices in _groups(tensors):
+        if len(indices) == 1:
+            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device))
+            continue
+        together = torch.cat([tensors[index].reshape(-1) for index in indices])
+        there = together.to(device).split([tensors[index].numel() for index in indices])
+        arrived.update((index, flat.view(tensors[index].shape)) for index, flat in zip(indices, there, strict=True))
+    return [arrived[index] for index in range(len(tensors))]
+
+
+_one_at_a_time = threading.Lock()  # two threads may be the first on one device
+
+
+def copy_stream(device: Device) -> torch.Stream:
+    """The one stream on which values are copied to an accelerator. It lives as long as the process."""
+    with _one_at_a_time:
+        return _new_stream(device)
+
+
+@functools.cache
+def _new_stream(device: Device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
+    """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
+    target = place(device)
+    if len(tensors) > 1 and _have_primitives([t.device for t in tensors]) and not _any_requires_grad(tensors):
+        root = target if target in [t.device for t in tensors] else tensors[0].device  # it has to be one of theirs
+        total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
+        return total.to(target)
+    total = tensors[0].to(target)
+    if len(tensors) == 1:
+        return total.clone() if total is tensors[0] else total
+    total = total + tensors[1].to(target)
+    for tensor in tensors[2:]:
+        there = tensor.to(target)
+        can_take = total.layout is torch.strided and total.dtype == there.dtype
+        total = total.add_(there) if can_take else total + there
+    return total
+
+
+def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
+    """What `added` makes of each of several columns of tensors of one dtype, in fused loops where that can be."""
+    rows = [list(row) for row in zip(*columns, strict=False)]
+    if not _are_fusible(columns, rows):
+        return [added(column, device) for column in columns]
+    first, second, *others = (brought(row, place(device)) for row in rows)
+    totals = foreach_add(first, second)
+    for row in others:
+        foreach_add_(totals, row)
+    return list(totals)
+
+
+def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether columns are of several dense tensors each, every row on one device, and no primitive does better."""
+    if len(rows) < 2 or any(len(column) != len(rows) for column in columns):
+        return False
+    devices = [{tensor.device for tensor in row} for row in rows]
+    if any(len(several) > 1 for several in devices) or _have_primitives([device for (device,) in devices]):
+        return False
+    return all(are_dense(row) and not _any_requires_grad(row) for row in rows)
+
+
+def why_not_nccl(devices: Sequence[Device]) -> str | None:
+    """Why NCCL cannot sum what is on these devices; None if it can."""
+    if not all(device.type == "cuda" for device in devices):
+        return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
+    if len(set(devices)) < len(devices):
+        return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
+    return None if HAS_NCCL else "this build of torch has no NCCL"
+
+
+def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of tensors of one shape, on the device of each of them. No gradient flows.
+
+    Args:
+        tensors: Tensors on devices that NCCL can join.
+    """
+    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    outputs = [torch.empty_like(tensor) for tensor in inputs]
+    nccl.all_reduce(inputs, outputs)
+    return outputs
+
+
+def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
+    """Tensors on any devices, one after the other along `axis`, on `device`. Differentiable."""
+    return torch.cat([tensor.to(place(device)) for tensor in tensors], dim=axis)
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which tensors go together, by position: small ones of one device and dtype, to a certain size."""
+    groups: list[list[int]] = []
+    filling: dict[tuple[Device, torch.dtype], list[int]] = {}
+    room: dict[tuple[Device, torch.dtype], int] = {}
+    for index, tensor in enumerate(tensors):
+        size = tensor.numel() * tensor.element_size()
+        if tensor.layout is not torch.strided or size > _SMALL:
+            groups.append([index])
+            continue
+        kind = tensor.device, tensor.dtype
+        if room.get(kind, -1) < size:
+            groups.append([])
+            filling[kind], room[kind] = groups[-1], _TOGETHER
+        filling[kind].append(index)
+        room[kind] -= size
+    return groups
+
+
+def _is_broadcast(writes: Sequence[Write]) -> bool:
+    """Whether the same values go to several CUDA devices from one, which has a primitive of its own."""
+    if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
+        return False
+    return _have_primitives([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
+
+
+@contextmanager
+def _copying_to(device: Device) -> Iterator[None]:
+    """A block whose work is on the copy stream of a device; the current stream waits for it, and it for that."""
+    if not is_accelerator(device):
+        yield
+        return
+    stream, current = copy_stream(device), torch.accelerator.current_stream(device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
+
+
+def _have_primitives(devices: Sequence[Device]) -> bool:
+    return all(device.type in _KNOWN for device in devices) and len(set(devices)) == len(devices)
+
+
+def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

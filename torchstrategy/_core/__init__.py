@@ -1,0 +1,19 @@
+"""What every other room uses: types, errors, options, devices, nested and distributed values, and where a thread is.
+
+Nothing here knows a model, a gradient or a batch. A value comes in nested, in containers, and leaves flat; a value of
+several replicas is a `DistributedValues`; a thread asks `context` in which replica it is.
+
+    errors                words for messages, and what an exception of a replica says about where it was raised
+    options               what a person says about one run, one variable or one value function
+    torch_internals       the only imports of private names of torch, each with its reason
+    types                 the type aliases of the package
+    warnings              the warnings that a run gives about numbers that one device would not have
+    devices               which device a name means, and whether it is there
+    protocols             what the lower rooms know of a strategy and of a replica's context
+    structured_types      objects with known parts, such as dataclasses, which are no containers for torch
+    trace                 the ranges that torch's profilers show of a run
+    tree                  nested containers: taking them apart, and putting them together again
+    context               the stack of each thread: in which strategy and in which replica it is
+    thread_state          torch's thread-local state, which a replica's thread takes over from the caller of `run`
+    distributed_values    one value per replica: how such values are made, taken apart and printed
+"""

@@ -1,0 +1,170 @@
+"""Which device does a name mean, and is it there?
+
+Names are made canonical once, where they enter the library: every device inside it has an index, and is on this
+machine. Two logical CPUs (`cpu:0`, `cpu:1`) are two devices in one place, ordinary CPU memory: `place` says where a
+tensor really lives, and replicas are never told apart by either.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+
+from torchstrategy._core.torch_internals import count_function_modes
+from torchstrategy._core.types import Device, DeviceLike
+
+_KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # whose absence is worth another answer than "no such device"
+_TENSORFLOW_PARTS = re.compile(
+    r"(?i)^(?:job:(?P<job>\w+)|replica:(?P<replica>\d+)|task:(?P<task>\d+)|device:(?P<device>.+))$"
+)
+
+
+def canonical(name: DeviceLike) -> Device:
+    """The device that `name` means: `"cuda:1"`, `"/gpu:1"`, `"/job:localhost/replica:0/task:0/device:GPU:1"`, `1` ...
+
+    An integer is the index of an accelerator; `None` and `""` are torch's current default device.
+
+    Raises:
+        TypeError: If `name` is not a string, an int, a `torch.device` or None.
+        ValueError: If `name` is no device, or a device that this machine does not have.
+    """
+    if isinstance(name, bool) or not isinstance(name, (str, int, torch.device, type(None))):
+        raise TypeError(f"A device is a string, a torch.device or an index; got {name!r}, a {type(name).__name__}.")
+    if isinstance(name, str):
+        device = _parse(name)
+    elif isinstance(name, int):
+        device = _parse(f"{_accelerator_type()}:{name}") if name >= 0 else _refuse(name, "an index is 0 or more")
+    else:
+        device = torch.get_default_device() if name is None else name
+    if device.type == "meta":
+        _refuse(name, "meta tensors hold no numbers to compute with")
+    if device.index is None:
+        device = torch.device(device.type, _current_index(device.type))
+    count = device_count(device.type)
+    if count is not None and device.index >= count:
+        raise ValueError(_not_here(name, device.type))
+    return device
+
+
+def place(device: Device) -> Device:
+    """Where tensors of `device` live, as tensors report it: every logical CPU is in the one place `cpu`."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def device_count(device_type: str) -> int | None:
+    """How many devices of a type there are; None where there is no end to them, as with logical CPUs."""
+    if device_type == "cpu":
+        return None
+    try:
+        return int(torch.get_device_module(device_type).device_count())
+    except (RuntimeError, AttributeError):  # the type is one that torch knows and this build cannot use
+        return 0
+
+
+def local_accelerators() -> list[Device]:
+    """The accelerators of this machine, in order."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def is_accelerator(device: Device) -> bool:
+    """Whether work on `device` is queued on streams."""
+    return device.type != "cpu"
+
+
+def needs_device_context(device: Device) -> bool:
+    """Whether tensors that name no device would land elsewhere than on `device`.
+
+    A `torch.device` context costs about 2 us on every torch call, so it is entered only when this is so. A caller who
+    builds on `meta` keeps doing so.
+    """
+    if not count_function_modes():  # a default device is one; to look for it among them takes ten times as long
+        return device.type != "cpu"
+    default = torch.get_default_device()
+    return default.type != "meta" and place(default) != place(device)
+
+
+def in_use(device: Device | None) -> AbstractContextManager[object]:
+    """A block in which tensors that name no device land on `device`. Nothing is entered where that is so anyway."""
+    if device is None or not needs_device_context(device):
+        return nullcontext()
+    stack = ExitStack()
+    if is_accelerator(device):
+        stack.enter_context(torch.accelerator.device_index(device.index))
+    stack.enter_context(device)
+    return stack
+
+
+def _parse(name: str) -> Device:
+    parts = [part for part in name.split("/") if part]
+    found = None
+    for part in parts:
+        match = _TENSORFLOW_PARTS.match(part)
+        if match and match["job"] not in (None, "localhost"):
+            _refuse(name, f"there is no job {match['job']!r}, only 'localhost'")
+        if match and (match["replica"] or match["task"] or "0") != "0":
+            _refuse(name, "this process is replica 0, task 0")
+        bare = match["device"] if match else part
+        if match and bare is not None and ":" not in bare:
+            _refuse(name, "after 'device:' stand a type and an index")
+        if bare is None:
+            continue
+        if found is not None:
+            _refuse(name, f"it names two devices, {found!r} and {bare!r}")
+        found = bare
+    if found is None:
+        return torch.get_default_device()
+    kind, _, index = found.lower().partition(":")
+    if index not in ("", "*") and not index.isdigit():
+        _refuse(name, f"{index!r} is not an index")
+    if kind == "gpu":
+        kind = _accelerator_type()
+    count = device_count(kind) if index.isdigit() else None
+    if count is not None and int(index) >= count and kind in _KNOWN:
+        raise ValueError(_not_here(name, kind))
+    try:
+        device = torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
+    except (RuntimeError, OverflowError, ValueError):
+        return _refuse(name, f"torch knows no device {_bare_name(kind, index)!r}")
+    if index.isdigit() and device.index != int(index):
+        return _refuse(name, f"torch cannot count to {index}")
+    return device
+
+
+def _bare_name(kind: str, index: str) -> str:
+    """`cuda:1`, or `cuda`."""
+    return f"{kind}:{index}" if index else kind
+
+
+def _accelerator_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else accelerator.type
+
+
+def _current_index(device_type: str) -> int:
+    if device_type == "cpu" or not device_count(device_type):
+        return 0
+    return int(torch.get_device_module(device_type).current_device())
+
+
+def _not_here(name: DeviceLike, device_type: str) -> str:
+    return (
+        f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}. To test the same "
+        'program here, write ["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with '
+        "memory of their own."
+    )
+
+
+def _devices_here(device_type: str) -> str:
+    count = device_count(device_type) or 0
+    asked_for = [f"{device_type}:{index}" for index in range(count)]
+    others = [str(device) for device in local_accelerators() if device.type != device_type]
+    return ", ".join([*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
+
+
+def _refuse(name: object, why: str) -> Device:
+    raise ValueError(f"{name!r} is not a device: {why}. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'.")

@@ -1,0 +1,328 @@
+"""One value per replica: how such values are made, taken apart and printed.
+
+A replica that was dealt no rows sits a step out, and then has no value: its place holds `ABSENT`, and everything here
+deals with the replicas that are present.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from abc import ABCMeta
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from typing_extensions import Self
+
+from torchstrategy._core.context import current_replica_context
+from torchstrategy._core.errors import plural, unpicklable
+from torchstrategy._core.torch_internals import TreeSpec
+from torchstrategy._core.tree import (
+    first_unlike,
+    is_container,
+    is_one_thing,
+    map_leaves,
+    tree_flatten,
+    uneven_lists,
+    unflatten_like,
+    zip_leaves,
+)
+from torchstrategy._core.types import Tree
+
+
+@final
+class _Absent:
+    """The class of `ABSENT`. `None` would not do: it is a value that a step may return."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+    def __reduce__(self) -> str:
+        return "ABSENT"  # there is one, also after copying and pickling
+
+
+ABSENT = _Absent()
+"""Stands in for the value of a replica that sat the step out."""
+
+
+@final
+class Unmade:
+    """Stands in for a piece without rows, which is made when somebody asks for it.
+
+    Args:
+        make: Makes it.
+    """
+
+    def __init__(self, make: Callable[[], Tree]) -> None:
+        self.make = make
+
+    def __repr__(self) -> str:
+        return "a piece without rows"
+
+
+class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, count as such
+    """Values of several replicas, held together: what `Strategy.run` returns and takes, one component a replica.
+
+    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that is run with it sees its
+    own replica's component; outside, `Strategy.reduce`, `Strategy.gather` and `Strategy.experimental_local_results`
+    take it apart.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> value = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group + 10)
+        >>> isinstance(value, torchstrategy.DistributedValues)
+        True
+        >>> value
+        PerReplica:{
+          0: 10,
+          1: 11
+        }
+        >>> value.values
+        (10, 11)
+
+    Differs from tf.distribute:
+        A replica that was dealt no rows sits the step out and has no component; see `RunOptions`.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
+    """
+
+    __slots__ = ("__weakref__", "_components")
+
+    def __init__(self, components: Sequence[Tree]) -> None:
+        if type(self) is DistributedValues:
+            raise TypeError(
+                "DistributedValues is only the common type of such values. Make one with "
+                "strategy.experimental_distribute_values_from_function(value_fn)."
+            )
+        self._components = tuple(components)
+
+    @property
+    def values(self) -> tuple[Tree, ...]:
+        """The components of the replicas that are present, in replica order."""
+        return tuple(_made(value) for value in self._components if value is not ABSENT)
+
+    def __repr__(self) -> str:
+        return listed(type(self).__name__, self._components)
+
+    def __copy__(self) -> Self:
+        return self._with(self._components)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with(copy.deepcopy(self._components, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it has a component for each replica of a strategy of this process. Save what they are, "
+            "strategy.experimental_local_results(value), or make one of them first: strategy.reduce(...) or "
+            "strategy.gather(...).",
+        )
+
+    def _with(self, components: Sequence[Tree]) -> Self:
+        """A value of this kind that has other components."""
+        return type(self)(components)
+
+    def _in_replica(self, replica: int) -> Tree:
+        """What a step that is given this has of it."""
+        return self._components[replica]
+
+
+def listed(kind: str, components: Sequence[Tree]) -> str:
+    """What is printed of a value of several replicas, one line for each that is present."""
+    lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
+    return f"{kind}:{{\n{lines}\n}}"
+
+
+def _made(value: Tree) -> Tree:
+    return value.make() if type(value) is Unmade else value
+
+
+@final
+class PerReplica(DistributedValues):
+    """Components that may differ from replica to replica.
+
+    `rows` is the record of the distributor that dealt the value: how many rows of the global batch each replica got. It
+    is what makes the gradient of an uneven batch exact. None: nobody dealt it, and every replica weighs the same.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, components: Sequence[Tree], rows: tuple[int, ...] | None = None) -> None:
+        super().__init__(components)
+        self.rows = rows
+
+    def _with(self, components: Sequence[Tree]) -> PerReplica:
+        return PerReplica(components, self.rows)
+
+
+@final
+class Mirrored(DistributedValues):
+    """Components that are known to be equal, such as a reduction sent to several devices.
+
+    Unlike a per-replica value it can be used as the tensor that it is on every replica: it stands for the component of
+    the first one.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = map_leaves(_here, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_here(self), name)
+
+
+def _forward(name: str, operation: Callable[..., Any]) -> None:
+    def forward(self: Mirrored, *others: Any) -> Any:
+        return operation(*map(_here, (self, *others)))
+
+    setattr(Mirrored, name, forward)
+
+
+def _here(value: Any) -> Any:
+    """What a mirrored value is where the caller is: in a replica its own component, else that of the first."""
+    if not isinstance(value, Mirrored):
+        return value
+    context = current_replica_context()
+    r = 0 if context is None else context.replica_id_in_sync_group
+    return value._components[r] if r < len(value._components) else value.values[0]
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    _operation = getattr(operator, _name)
+    _forward(f"__{_name}__", _operation)
+    _forward(f"__r{_name}__", lambda a, b, operation=_operation: operation(b, a))
+for _name in ("lt", "le", "gt", "ge", "neg", "abs", "getitem"):
+    _forward(f"__{_name}__", getattr(operator, _name))
+_forward("__len__", len)
+_forward("__float__", float)
+
+
+def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
+    """The components of `value` that are present; of a container, one container a replica; else `(value,)`."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    leaves, spec = tree_flatten(value)
+    if spec.is_leaf():
+        return (value,)
+    distributed = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+    count = len(distributed[0]._components) if distributed else num_replicas
+    replicas = [r for r in range(count) if all(d._components[r] is not ABSENT for d in distributed)]
+
+    def own(leaf: Tree, r: int) -> Tree:
+        return _made(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
+
+    return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
+
+
+def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
+    """The distributed values in a tree. To find none in lists, tuples and dicts is quicker than to flatten them."""
+    kind = type(tree)
+    if kind is dict:
+        tree = tree.values()
+    elif kind is not tuple and kind is not list:
+        if kind not in _LEAVES and is_container(tree):
+            return distributed_within(tree_flatten(tree)[0])
+        return (tree,) if kind not in _LEAVES and isinstance(tree, DistributedValues) else ()
+    found: tuple[DistributedValues, ...] = ()
+    for item in tree:
+        if type(item) not in _LEAVES:
+            found += distributed_within(item)
+    return found
+
+
+def component(value: Tree, replica: int) -> Tree:
+    """What replica `replica` has of one leaf."""
+    return value._in_replica(replica) if isinstance(value, DistributedValues) else value
+
+
+def select(tree: Tree, replica: int) -> Tree:
+    """`tree` as replica `replica` sees it, in new containers: with its component of every distributed value."""
+    kind = type(tree)  # what arguments are as a rule is quicker to walk than to flatten
+    if kind is list or kind is tuple:
+        return kind([item if type(item) in _LEAVES else select(item, replica) for item in tree])
+    if kind is dict:
+        return {key: select(item, replica) for key, item in tree.items()}
+    if kind in _LEAVES:
+        return tree
+    if isinstance(tree, DistributedValues):
+        return _made(tree._in_replica(replica))
+    return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
+
+
+_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+_NUMBERS = frozenset({int, float, complex})
+
+
+def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
+    """Refuses values that were made for another number of replicas.
+
+    Raises:
+        ValueError: If one has more or fewer components than there are replicas.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, DistributedValues) and len(leaf._components) != num_replicas:
+            raise ValueError(
+                f"A value with {plural(len(leaf._components), 'component')} was given to a strategy with "
+                f"{plural(num_replicas, 'replica')}: there must be one for each. It was probably made by another "
+                "strategy."
+            )
+
+
+def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False) -> Tree:
+    """One tree out of the trees of all replicas, with a `PerReplica` at every leaf.
+
+    A leaf that is one and the same object on every replica is that object, and a lone replica's leaf is bare, unless
+    `always_wrap`. Equal is not the same: two equal tensors stay two components. `None` is bare even when only one
+    replica is present.
+
+    Args:
+        by_replica: One tree a replica; `ABSENT` for those that sat the step out.
+        always_wrap: Keep a `PerReplica` at every leaf.
+        are_results: They are what replicas computed. Then lists of different lengths are one component each, as a list
+            with an item for each row is; and so are numbers, since Python has one object for many small ones.
+
+    Raises:
+        ValueError: If the containers of two replicas differ in type, length or keys.
+    """
+    present = [r for r, tree in enumerate(by_replica) if tree is not ABSENT]
+    columns, spec = _columns([by_replica[r] for r in present], present, are_results)
+
+    def leaf(column: list[Tree]) -> Tree:
+        first, is_alone = column[0], len(by_replica) == 1
+        may_be_one = is_alone or (len(column) > 1 and not (are_results and type(first) in _NUMBERS)) or first is None
+        if may_be_one and all(value is first for value in column) and not always_wrap:
+            return first
+        components: list[Tree] = [ABSENT] * len(by_replica)
+        for r, value in zip(present, column, strict=True):
+            components[r] = value
+        return PerReplica(components)
+
+    return unflatten_like([leaf(column) for column in columns], spec)
+
+
+def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
+    """The leaves of the trees of some replicas side by side, and the shape that the trees have."""
+    try:
+        return zip_leaves(trees)
+    except ValueError:
+        whole = uneven_lists(trees) if are_results else frozenset()
+
+    def is_leaf(value: Tree) -> bool:
+        return id(value) in whole or is_one_thing(value)
+
+    try:
+        return zip_leaves(trees, is_leaf)
+    except ValueError:
+        other, path = first_unlike(trees, is_leaf)
+        raise ValueError(
+            f"Replicas {present[0]} and {present[other]} returned values of different structure, which cannot be put "
+            f"together: {path}. Return the same containers from every replica."
+        ) from None

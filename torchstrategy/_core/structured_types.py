@@ -1,0 +1,64 @@
+"""Records: objects with parts that are known, dataclasses and mappings, which `_core/tree` does not look into."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torchstrategy._core.errors import an
+from torchstrategy._core.types import Tree
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value has parts of which a copy can have others."""
+    return _has_fields(value) or isinstance(value, MutableMapping)
+
+
+def parts_of(record: Any) -> dict[str, Tree]:
+    """The parts by what is written after the record's name: `".x"`, `"['x']"`. Not all fields need be set."""
+    if _has_fields(record):
+        names = [field.name for field in fields(record)]
+        return {f".{name}": getattr(record, name) for name in names if hasattr(record, name)}
+    return {f"[{key!r}]": part for key, part in record.items()}
+
+
+def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
+    """A copy with `change(name, part)` in the place of each part. What it has computed of the whole is left out.
+
+    Raises:
+        TypeError: If a copy of a mapping shares its items with the original, which has to stay as it is.
+    """
+    return _with_fields(record, change) if _has_fields(record) else _with_items(record, change)
+
+
+def _has_fields(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)  # though it may be a mapping of them, too
+
+
+def _with_fields(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
+    changed = copy.copy(record)
+    put = object.__setattr__ if record.__dataclass_params__.frozen else setattr
+    for name, part in parts_of(record).items():
+        put(changed, name[1:], change(name, part))
+    for name in list(getattr(changed, "__dict__", {})):
+        if isinstance(getattr(type(record), name, None), functools.cached_property):
+            del changed.__dict__[name]
+    return changed
+
+
+def _with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:
+    changed, before = copy.copy(record), dict(record)
+    for (key, part), name in zip(before.items(), parts_of(record), strict=True):
+        changed[key] = change(name, part)
+        if record[key] is not part and record[key] is changed[key]:
+            record.update(before)
+            kind = type(record).__name__
+            raise TypeError(
+                f"copy.copy() of {an(kind)} shares its items with the original, which must stay as it is. Give {kind} "
+                f"a method __copy__, or say how its batches are dealt out: torchstrategy.register_batch_type({kind}, "
+                "rows=..., take=..., apply=...)."
+            )
+    return changed

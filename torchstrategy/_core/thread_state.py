@@ -1,0 +1,149 @@
+"""What a thread wears: torch's thread-local state, taken from the caller of `run` and put on in its replicas' threads.
+
+A new thread has none of it: no grad mode, no autocast, no modes, no default device, no context variables. Default dtype
+and the deterministic flag belong to the process and need nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from torchstrategy._core.devices import in_use, is_accelerator
+from torchstrategy._core.torch_internals import (
+    dispatch_modes,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    privateuse1_name,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks,
+)
+from torchstrategy._core.trace import warn_of_unseen_threads
+from torchstrategy._core.types import Device, Tree
+
+
+@final
+@dataclass(frozen=True)
+class CallerState:
+    """The state of one thread at one moment. Take it on the caller's thread, `run_in` it on the replica's."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # a device type, on or off, and to which dtype
+    autocast_cache: bool
+    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
+    function_modes: tuple[Any, ...]  # the default device is one of them
+    dispatch_modes: tuple[Any, ...]
+    num_threads: int  # of one operation on the CPU; the libraries below torch count them for each thread
+    streams: dict[Device, torch.Stream]  # the caller's current stream of each accelerator in use
+    variables: contextvars.Context
+
+    @classmethod
+    def take(cls, devices: tuple[Device, ...]) -> CallerState:
+        """The state of the current thread, as far as replicas on `devices` are concerned."""
+        warn_of_unseen_threads()  # of what a thread wears, the one thing that cannot be put on in another
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_tensors=saved_tensors_hooks(),
+            function_modes=tuple(function_modes()),
+            dispatch_modes=tuple(dispatch_modes()),
+            num_threads=torch.get_num_threads(),
+            streams={d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)},
+            variables=contextvars.copy_context(),
+        )
+
+    def run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        """Calls `fn` on this thread, for a replica on `device`, in the state that was taken.
+
+        Each call gets context variables of its own: what a replica sets, no other sees.
+        """
+        return self.variables.copy().run(self._run_in, device, fn)
+
+    def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        try:
+            torch.set_num_threads(self.num_threads)
+            if device in self.streams:
+                torch.accelerator.set_device_index(device)
+                torch.accelerator.set_stream(self.streams[device])
+            torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(self.autocast_cache)
+            for device_type, enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(device_type, enabled)
+                torch.set_autocast_dtype(device_type, dtype)
+            if self.saved_tensors is not None:
+                push_saved_tensors_hooks(*self.saved_tensors)
+            for mode in self.function_modes:
+                push_function_mode(mode)
+            for mode in self.dispatch_modes:
+                push_dispatch_mode(mode)
+            # The backward of this replica runs on this thread, where its context is, also on an accelerator.
+            with (
+                torch.inference_mode(self.inference),
+                torch.set_grad_enabled(self.grad),
+                torch.autograd.set_multithreading_enabled(False),
+                in_use(device),
+            ):
+                return fn()
+        finally:
+            _take_everything_off()
+
+
+def _take_everything_off() -> None:
+    """Leaves a replica's thread bare, as it is between runs, whatever the step left on."""
+    torch.set_default_device(None)
+    left = dispatch_modes()  # held while they go: popping a mode that nobody else refers to crashes torch 2.10
+    for _ in left:
+        pop_dispatch_mode()
+    while function_modes():
+        pop_function_mode()
+    while saved_tensors_hooks() is not None:
+        pop_saved_tensors_hooks()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    for device_type, dtype in _usual_autocast().items():
+        torch.set_autocast_enabled(device_type, False)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _usual_autocast() -> dict[str, torch.dtype]:
+    """The device types that have autocast, and to which dtype if nobody says."""
+    return _read_usual_autocast(privateuse1_name())
+
+
+@functools.cache
+def _read_usual_autocast(own_type: str) -> dict[str, torch.dtype]:
+    """Reads it on a thread that wears nothing, with the name that a device type of one's own has now."""
+    usual: dict[str, torch.dtype] = {}
+
+    def read() -> None:
+        for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", own_type):
+            with suppress(RuntimeError):
+                usual[device_type] = torch.get_autocast_dtype(device_type)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    return usual

@@ -1,0 +1,161 @@
+"""Walking nested containers: lists, tuples, named tuples, dicts, and whatever else is registered with torch's pytree.
+
+Anything else, a tensor, a string, a set, an object of one's own, is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from torchstrategy._core import torch_internals
+from torchstrategy._core.errors import an
+from torchstrategy._core.torch_internals import TreeSpec
+from torchstrategy._core.types import Tree
+
+
+def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
+    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into.
+
+    torch's own leaves a function that refers to itself behind, which waits for the collector of cycles.
+    """
+    leaves: list[Tree] = []
+    return leaves, _flatten(tree, is_leaf or is_one_thing, leaves)
+
+
+def is_container(value: Tree) -> bool:
+    """Whether there are leaves in a value, or could be."""
+    return not torch_internals.tree_is_leaf(value, is_leaf=is_one_thing)
+
+
+def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
+    """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
+    is_leaf = is_leaf or is_one_thing
+    if is_leaf(tree):
+        return fn(tree)
+    kind = type(tree)  # what batches are as a rule is quicker to walk than to flatten
+    if kind is list or kind is tuple:
+        return kind([map_leaves(fn, item, is_leaf) for item in tree])
+    if kind is dict:
+        return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
+    leaves, spec = tree_flatten(tree, is_leaf)
+    return spec.unflatten([fn(leaf) for leaf in leaves])
+
+
+def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
+    """The names and leaves of `tree` in the order of the names, and what puts other leaves in their place."""
+    named = leaves_with_names(tree)
+    order = sorted(range(len(named)), key=lambda i: named[i][0])
+    spec = tree_flatten(tree)[1]
+
+    def put_back(leaves: list[Tree]) -> Tree:
+        placed = list(leaves)
+        for leaf, i in zip(leaves, order, strict=True):
+            placed[i] = leaf
+        return unflatten_like(placed, spec)
+
+    return [named[i][0] for i in order], [named[i][1] for i in order], put_back
+
+
+def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
+    """The tree of the shape `spec` that holds `leaves`."""
+    return spec.unflatten(leaves)
+
+
+def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
+    """Every leaf with its path as one would write it: `"['mask'][0]"`; the path of a bare leaf is `""`.
+
+    Args:
+        tree: Any tree.
+        is_leaf: Which containers not to look into.
+    """
+    named = torch_internals.tree_leaves_with_path(tree, is_leaf=is_leaf or is_one_thing)
+    return [("".join(str(key) for key in path), leaf) for path, leaf in named]
+
+
+def zip_leaves(
+    trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None
+) -> tuple[list[list[Tree]], TreeSpec]:
+    """The leaves of several trees of one shape, side by side, and that shape.
+
+    Dicts with the same keys in another order have the same shape. `is_leaf` says which containers not to look into.
+
+    Raises:
+        ValueError: If the shapes differ; `first_unlike` says where.
+    """
+    flat = [tree_flatten(tree, is_leaf) for tree in trees]
+    first, spec = flat[0]
+    if all(other == spec for _, other in flat[1:]):
+        return [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
+    others = [spec.flatten_up_to(tree) for tree in trees[1:]]
+    if any(not tree_flatten(leaf, is_leaf)[1].is_leaf() for leaves in others for leaf in leaves):
+        raise ValueError("the trees differ in depth")
+    return [list(column) for column in zip(first, *others, strict=True)], spec
+
+
+def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None) -> tuple[int, str]:
+    """Which of several trees is the first that differs in shape from the first one, and the path at which they part.
+
+    The path says how: `"['a']: a list of 2 and a list of 3"`.
+    """
+    for index, tree in enumerate(trees[1:], start=1):
+        try:
+            zip_leaves([trees[0], tree], is_leaf)
+        except ValueError:
+            return index, _difference("", trees[0], tree, is_leaf or is_one_thing) or "the containers"
+    raise AssertionError("they are alike")
+
+
+def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool], leaves: list[Tree]) -> TreeSpec:
+    kind = torch_internals.kind_of_node(tree)
+    if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
+        leaves.append(tree)
+        return _LEAF
+    children, context = torch_internals.kinds_of_nodes[kind].flatten_fn(tree)
+    return TreeSpec(kind, context, [_flatten(child, is_leaf, leaves) for child in children])
+
+
+_LEAF = torch_internals.tree_flatten(None)[1]
+
+
+def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
+    """The ids of the lists that stand at one place in several trees of one shape, and have different lengths."""
+    first = trees[0]
+    if all(type(tree) is list for tree in trees) and any(len(tree) != len(first) for tree in trees):
+        return frozenset(map(id, trees))
+    if type(first) not in (list, tuple, dict) and not is_container(first):
+        return frozenset()
+    try:
+        columns, _ = zip_leaves(trees, lambda value: all(value is not tree for tree in trees))
+    except ValueError:
+        return frozenset()  # they differ in shape
+    return frozenset().union(*map(uneven_lists, columns))
+
+
+def is_one_thing(value: Tree) -> bool:
+    """Whether a value is a tuple to Python, and one thing to everybody else."""
+    return isinstance(value, (torch.Size, PackedSequence))
+
+
+def _difference(path: str, first: Tree, other: Tree, is_leaf: Callable[[Tree], bool] = is_one_thing) -> str | None:
+    containers = (list, tuple, dict)
+    if (not isinstance(first, containers) and not isinstance(other, containers)) or (is_leaf(first) and is_leaf(other)):
+        return None
+    if type(first) is not type(other):
+        return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
+    if isinstance(first, dict):
+        if first.keys() != other.keys():
+            return f"{path or 'the result'}: keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
+        pairs = [(f"{path}[{key!r}]", first[key], other[key]) for key in first]
+    else:
+        if len(first) != len(other):
+            return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, other, strict=True))]
+    return next(filter(None, (_difference(*pair, is_leaf) for pair in pairs)), None)
+
+
+def _describe(value: Tree) -> str:
+    kind = an(type(value).__name__)
+    return f"{kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else kind

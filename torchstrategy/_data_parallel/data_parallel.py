@@ -1,0 +1,287 @@
+"""DataParallel: a module whose forward runs in replicas, for scripts that compute the loss outside of them.
+
+inputs --- a piece of each for each replica ---> forward in each ---> outputs, put together on one device
+                                                                            |
+the user's parameters <--- gradients of all replicas, added up <--- the loss, and its backward
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from torchstrategy._core.devices import canonical, in_use, is_accelerator, local_accelerators, place
+from torchstrategy._core.distributed_values import ABSENT, component, select
+from torchstrategy._core.errors import an
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.torch_internals import hide_from_compiler
+from torchstrategy._core.types import Device, DeviceLike
+from torchstrategy._data_parallel.scatter_gather import cut, moved, put_together
+from torchstrategy._strategy.central_storage import CentralStorageStrategy
+from torchstrategy._training.graph_parameter import is_in_replica, linked
+
+
+@final
+class DataParallel(nn.Module):
+    """Runs the forward of a module in several replicas, each with its part of the batch.
+
+    It takes the place of `torch.nn.DataParallel` in scripts that compute the loss outside: `criterion(model(inputs),
+    targets)`. Such a script trains as it does on one device, also with uneven batches, on the CPU, or with two replicas
+    on one device. A step in which each replica computes its own loss, for `Strategy.run`, gathers no outputs.
+
+    Every tensor in the inputs, also in lists, tuples, dicts and dataclasses, is cut along `dim` into pieces of
+    ceil(rows / replicas) rows. Whatever else is there, and a tensor without dimensions, is given to each replica. There
+    may be fewer pieces than replicas; where nothing has rows, the first replica is the only one.
+
+    Of the outputs, which may be nested in the same ways, tensors are put together along `dim`, and those without
+    dimensions to a vector. None stays None, and anything else becomes a list with that of each replica that had rows.
+    With one device the output is what the module returns.
+
+    Replicas are made at the first forward, and kept. Running statistics of normalisation layers become the mean of the
+    replicas'. The state dict has the names of the module's own; one with `module.` before each of them is loaded, too.
+
+    Args:
+        module: What to run. Its parameters and buffers have to be on the first device when it is called.
+        device_ids: The device of each replica: a `torch.device`, a name, or the index of an accelerator. A device may
+            stand there several times. None: all accelerators of this machine; where there are none, the module is
+            called as it is.
+        output_device: Where outputs are put together. None: on the first device.
+        dim: The dimension in which inputs have their rows, and outputs.
+
+    Attributes:
+        module: The module: whatever else it has is found there, as in `model.module.encode`.
+        device_ids: The devices, an accelerator by its index. Empty where there are no accelerators.
+        output_device: In the same way. None where outputs stay where they are.
+
+    Example:
+        >>> model = torchstrategy.DataParallel(torch.nn.Linear(2, 1), device_ids=["cpu", "cpu"])
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> inputs, targets = torch.ones(5, 2), torch.ones(5, 1)
+        >>> loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> list(model.state_dict())
+        ['weight', 'bias']
+
+    Differs from torch.nn.DataParallel:
+        Inputs with different numbers of rows, and devices that are not there, are refused. There are no `scatter`,
+        `replicate`, `parallel_apply` and `gather` to override. `torch.compile` of it compiles nothing: compile the
+        module. docs/data_parallel.md has the whole table.
+
+    Raises:
+        TypeError: If `module` is no module, or is one that cannot be copied; if an argument is of the wrong kind; from
+            a call, if it is not known how to cut an input.
+        ValueError: If a device is none, or one that this machine does not have; from a call, if inputs have different
+            numbers of rows, or outputs do not fit together.
+        RuntimeError: From a call, if the module is not on the first device or belongs to a strategy, or in a replica.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        self._devices = _replica_devices(device_ids)
+        _require_module(module, len(self._devices))
+        self._output = _output_device(output_device, self._devices)
+        self.dim = _as_dim(dim)
+        self.device_ids = [_as_torch_has_it(device) for device in self._devices]
+        self.output_device = None if self._output is None else _as_torch_has_it(self._output)
+        self.module = module
+        self._strategy: CentralStorageStrategy | None = None
+        nn.Module.register_state_dict_post_hook(self, _take_prefix_off)
+        nn.Module.register_load_state_dict_pre_hook(self, _put_prefix_on)
+        if len(self._devices) == 1:
+            module.to(place(self._devices[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_strategy": None}  # its threads are not copied or pickled: the copy will find its own
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the module in the replicas.
+
+        Args:
+            inputs: Positional arguments of the module.
+            kwargs: Its keyword arguments.
+        """
+        _refuse_in_replica()
+        devices = self._devices
+        if len(devices) > 1:
+            return self._in_replicas(inputs, kwargs)
+        if devices:
+            _require_place(self.module, devices[0])
+            inputs, kwargs = moved((inputs, kwargs), devices[0])
+        output = self.module(*inputs, **kwargs)
+        return output if self._output is None or self._output in devices else moved(output, self._output)
+
+    def _in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _require_place(self.module, self._devices[0])
+        if self._strategy is None or not self._strategy.extended.variable_created_in_scope(self.module):
+            self._strategy = _strategy_for(self.module, self._devices)
+            self._strategy.distribute_module(self.module)
+        pieces = cut(inputs, kwargs, self._devices, self.dim)
+        owners = list(self.module.parameters())
+        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
+        present = [r for r in range(len(self._devices)) if component(pieces, r) is not ABSENT]
+        assert self._output is not None
+        return put_together([select(outputs, r) for r in present], self.dim, self._output)
+
+
+# A compiler that traced a DataParallel would trace threads and locks, and not what they run: compile the module.
+hide_from_compiler(DataParallel.forward)
+
+_strategies: weakref.WeakSet[CentralStorageStrategy] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def _strategy_for(module: nn.Module, devices: tuple[Device, ...]) -> CentralStorageStrategy:
+    """That of another DataParallel on these devices, if it has a part of the module, or a parameter; else a new one."""
+    things: list[Any] = [*module.modules(), *module.parameters()]
+    with _lock:
+        for strategy in _strategies:
+            extended = strategy.extended
+            if extended.worker_devices == devices and any(map(extended.variable_created_in_scope, things)):
+                return strategy
+        # What a forward differentiates itself is added up over the replicas, as what is differentiated outside.
+        strategy = CentralStorageStrategy(devices, devices[0], gradient_reduction=ReduceOp.SUM)
+        _strategies.add(strategy)
+        return strategy
+
+
+def _callers_device(replicas_device: Device) -> Device | None:
+    """Where tensors that name no device land in a forward: where they do in the caller's script; None: as in a step."""
+    device = torch.get_default_device()
+    return None if device.type == replicas_device.type else device
+
+
+def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
+    """What runs in each replica."""
+    inputs, kwargs = arguments
+    pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
+    with in_use(callers_device), linked(pairs):
+        return module(*inputs, **kwargs)
+
+
+# What it is told
+
+
+def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
+    if device_ids is None:
+        return tuple(local_accelerators())
+    if isinstance(device_ids, (str, int, torch.device)):
+        raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
+    try:
+        devices = tuple(map(canonical, list(device_ids)))
+    except TypeError as error:
+        raise TypeError(f"device_ids is a list of devices, one for each replica; got {device_ids!r}. {error}") from None
+    if not devices:
+        raise ValueError("device_ids=[] names no device to run on. Leave it out for all accelerators of this machine.")
+    return devices
+
+
+def _output_device(output_device: DeviceLike, devices: Sequence[Device]) -> Device | None:
+    if output_device is None:
+        return devices[0] if devices else None
+    return canonical(output_device)
+
+
+def _require_module(module: Any, replicas: int) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
+    if isinstance(module, DataParallel):
+        raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
+    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted and replicas > 1:
+        name = ".".join(filter(None, (type(module).__name__, scripted[0])))
+        raise TypeError(
+            f"{name} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
+        )
+
+
+def _as_dim(dim: Any) -> int:
+    try:
+        return operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.") from None
+
+
+def _as_torch_has_it(device: Device) -> int | Device:
+    return device.index if is_accelerator(device) else device
+
+
+# Where it is called
+
+
+def _refuse_in_replica() -> None:
+    if is_in_replica():
+        raise RuntimeError(
+            "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, or "
+            "in a module that is in a DataParallel itself, use the module that it wraps, `.module`: the batch is "
+            "split already."
+        )
+
+
+def _require_place(module: nn.Module, device: Device) -> None:
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device != place(device):
+            raise RuntimeError(_misplaced(module, device))
+
+
+def _misplaced(module: nn.Module, device: Device) -> str:
+    named = chain(module.named_parameters(type(module).__name__), module.named_buffers(type(module).__name__))
+    name, elsewhere = next((name, tensor.device) for name, tensor in named if tensor.device != place(device))
+    return (
+        f"The module of a DataParallel has to be on the first of its devices, {place(device)}, and {name} is on "
+        f"{elsewhere}. Move it there before the forward: model.to({str(place(device))!r})."
+    )
+
+
+# Names in a state dict
+
+
+def _take_prefix_off(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """A state dict has the names that the module has without a DataParallel."""
+    long = f"{prefix}module."
+    _rename(state_dict, {key: prefix + key.removeprefix(long) for key in state_dict if key.startswith(long)})
+    # The versions of modules are there under either name: it may be loaded with a DataParallel or without.
+    versions = getattr(state_dict, "_metadata", {})
+    found = {f"{key}.": version for key, version in versions.items() if f"{key}.".startswith(long)}
+    versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
+
+
+def _put_prefix_on(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    """What is loaded may have been saved with a `torch.nn.DataParallel`, or with none."""
+    wrapped = module.module
+    assert isinstance(wrapped, nn.Module)
+    own, long = wrapped.state_dict(keep_vars=True).keys(), f"{prefix}module."
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    as_they_are = sum(key.removeprefix(prefix) in own for key in keys)
+    if as_they_are < sum(key.startswith(long) and key.removeprefix(long) in own for key in keys):
+        return
+    _rename(state_dict, {key: long + key.removeprefix(prefix) for key in keys})
+    versions = getattr(state_dict, "_metadata", {"module": None})  # only a whole dict has them, and not a part of one
+    if "module" not in versions:
+        versions.update({f"module.{key}".rstrip("."): version for key, version in versions.items()})
+
+
+def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
+    values = {new: state_dict.pop(old) for old, new in names.items()}
+    state_dict.update(values)

@@ -1,0 +1,438 @@
+"""Threads for several replicas, and whose turn it is.
+
+Replicas that share a physical device run one at a time, in replica order, and hand over only where they meet or end;
+replicas on different accelerators run at the same time. A conductor may have all of them run one at a time, in an order
+of its own, and hand over also where they pause.
+
+    caller's thread      give turn ......... give turn ......... combine ... give turn ...
+                              \\           /     \\           /                 \\
+    replica 0's thread         run to meeting      |           |                continue
+                                                   \\          /
+    replica 1's thread                              run to meeting
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, final
+
+from torchstrategy._core.devices import place
+from torchstrategy._core.errors import add_note, described
+from torchstrategy._core.thread_state import CallerState
+from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
+from torchstrategy._core.trace import traced
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.instruments import Turns, begins, held, performed
+from torchstrategy._execution.random_streams import RandomStreams
+from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped, Watch
+
+
+@final
+class _ThreadReplica(Replica):
+    """One of several replicas, on a thread of its own."""
+
+    def __init__(self, index: int, device: Device, inbox: SimpleQueue[Any], reports: SimpleQueue[_Report]) -> None:
+        super().__init__(index, device)
+        self._inbox = inbox
+        self._reports = reports
+        self._process = os.getpid()
+        self._thread: int | None = None  # on which the step runs, as long as it does
+
+    def perform(self, call: Callable[[Replica], Tree]) -> Tree:
+        """Calls the step. Only in it, and on its thread, can the replica meet the others."""
+        self._thread = threading.get_ident()
+        try:
+            return call(self)
+        finally:
+            self._thread = None
+
+    def pause(self) -> None:
+        self._stand_still(_Paused(self.index))
+
+    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"Replica {self.index} came to {name}, where it meets the other replicas, after its run or on another "
+                "thread than that of its step, and would wait for them for ever. Call backward in the step, on the "
+                "thread of the step; or detach what the step returns."
+            )
+        with traced("wait at {}", name):
+            return self._stand_still(_Met(self.index, name, combine, brought))
+
+    def _stand_still(self, report: _Report) -> Tree:
+        if os.getpid() != self._process:
+            raise RuntimeError(_FORKED.format(replica=self.index))
+        self._reports.put(report)
+        answer = self._inbox.get()
+        if answer is _STOP:
+            raise ReplicaStopped
+        return answer.value
+
+
+_FORKED = (
+    "This process was forked in replica {replica}, in the middle of strategy.run: the threads of the other replicas, "
+    "and that of the caller, are not in it, and nobody answers here. Let a child do what it is for and leave by "
+    "os._exit, without meeting (all_reduce, merge_call, optimizer.step, the first read of a gradient after backward) "
+    "and without coming to the end of the step; or fork outside of strategy.run."
+)
+
+
+class _Met(NamedTuple):
+    replica: int
+    name: str
+    combine: Combine
+    brought: Tree
+
+
+class _Paused(NamedTuple):
+    replica: int
+
+
+class _Ended(NamedTuple):
+    replica: int
+    result: Tree
+
+
+class _Failed(NamedTuple):
+    replica: int
+    error: BaseException
+
+
+_Report = _Met | _Paused | _Ended | _Failed
+
+
+class _Answer(NamedTuple):
+    value: Tree
+
+
+_STOP = object()
+
+
+@final
+class _Task:
+    """One call of the step in one replica. Runs on the replica's thread."""
+
+    def __init__(self, call: Callable[[], Tree], replica: int, reports: SimpleQueue[_Report]) -> None:
+        self._call = call
+        self._replica = replica
+        self._reports = reports
+        self.is_cancelled = False  # written by the caller's thread
+        self.is_running = False
+
+    def run(self) -> None:
+        """Calls the step and reports how it ended."""
+        outcome: _Report
+        process = os.getpid()
+        self.is_running = True
+        try:
+            if self.is_cancelled:
+                raise ReplicaStopped
+            outcome = _Ended(self._replica, self._call())
+        except BaseException as error:
+            outcome = _Failed(self._replica, error)
+        if os.getpid() != process:
+            _end_child(outcome)
+        self.is_running = False
+        self._reports.put(outcome)
+        del outcome  # an error has this frame, which would have the error
+
+
+def _end_child(outcome: _Report) -> None:
+    """A child that was forked in a step has come to its end, where nobody waits for it: it ends as scripts do."""
+    error = outcome.error if isinstance(outcome, _Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = error.code if isinstance(error, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _serve(inbox: SimpleQueue[Any]) -> None:
+    """The life of a replica's thread: one task after another, until it is sent None."""
+    with suppress(ReplicaStopped):  # sent by `Team.abandon`, too late to reach the step
+        while (task := inbox.get()) is not None:
+            if task is not _STOP:
+                task.run()
+            del task  # it holds the step's arguments
+
+
+@final
+class Team:
+    """Long-lived threads, one for each of several replicas, for one run at a time.
+
+    The threads hold nothing between runs and do not keep the team alive; they end when it is gone.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._threads = [
+            threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
+            for r, inbox in enumerate(self._inboxes)
+        ]
+        keep_what_stands_in_for_gpus()  # this thread, or these, may be the first to compile
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
+        self._finalizer.atexit = False  # they are daemons: at the interpreter's exit they need no word
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it can run: not dismissed, and not a copy that a fork made, which has no threads."""
+        return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
+
+    def run(
+        self, call: Callable[[Replica], Tree], replicas: Sequence[int], watch: Watch | None = None
+    ) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas that are named, while `watch` looks on, and returns what each returned.
+
+        Raises:
+            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
+            RuntimeError: If the replicas met a different number of times, or at different meetings.
+        """
+        turns = begins(len(self._devices))
+        state = CallerState.take(self._devices)
+        reports: SimpleQueue[_Report] = SimpleQueue()
+        calls: dict[int, Any] = {}
+        for r in replicas:
+            replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
+            calls[r] = _Task(_bind(state, replica, call), r, reports)
+        return _Run(self, calls, reports, turns, watch).result()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each replica."""
+        return self._devices
+
+    def send(self, replica: int, message: Any) -> None:
+        """Wakes the thread of a replica that waits for something to do or for the answer of a meeting."""
+        self._inboxes[replica].put(message)
+
+    def abandon(self, tasks: Mapping[int, _Task]) -> None:
+        """Stops the replicas whatever they are doing, waits until their threads have ended, and is fit no more.
+
+        It asks nothing of what the caller knows about them, since that may be wrong: a signal's handler can raise
+        between any two steps of it. Called again, or left by a second exception, it has still told every thread to
+        end.
+        """
+        self._finalizer.detach()
+        for task in tasks.values():
+            task.is_cancelled = True
+        for inbox in self._inboxes:
+            inbox.put(_STOP)  # for one that waits at a meeting
+            inbox.put(None)
+        for r, task in tasks.items():
+            self._threads[r].join(_PATIENCE_S)  # one that waited at a meeting is cleaning up, and may finish that
+            while self._threads[r].is_alive():
+                if task.is_running:
+                    self._interrupt(r)
+                self._threads[r].join(_PATIENCE_S)
+
+    def _interrupt(self, replica: int) -> None:
+        """Makes the step of a replica raise `ReplicaStopped` at its next line of Python."""
+        thread_id = ctypes.c_ulong(self._threads[replica].ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
+
+
+_LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
+_PATIENCE_S = 0.1  # before a replica is interrupted, and before one that has swallowed that is interrupted again
+
+
+def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+def _bind(state: CallerState, replica: _ThreadReplica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
+    return lambda: state.run_in(replica.device, lambda: performed(replica.index, lambda: replica.perform(call)))
+
+
+class _Here(threading.local):
+    """How many runs are under way on this thread, one in the other: a merge function may run the strategy."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
+def runs_under_way() -> int:
+    """How many runs of several replicas this thread is in, one in the other."""
+    return _here.depth
+
+
+def _look_at_nothing(running: Collection[int]) -> None:
+    """What a run without a watch does in its place."""
+
+
+@final
+class _Run:
+    """One run of a team. All of it happens on the thread that called `run`."""
+
+    def __init__(
+        self,
+        team: Team,
+        tasks: Mapping[int, _Task],
+        reports: SimpleQueue[_Report],
+        turns: Turns | None,
+        watch: Watch | None,
+    ) -> None:
+        self._team = team
+        self._tasks = tasks
+        self._reports = reports
+        self._process = os.getpid()
+        self._to_send: dict[int, Any] = dict(tasks)  # what wakes each replica that stands still
+        self._running: set[int] = set()
+        self._met: dict[int, _Met] = {}
+        self._results: dict[int, Tree] = {}
+        self._errors: dict[int, BaseException] = {}
+        # Replicas of one lane run one at a time.
+        self._lanes = {r: place(team.devices[r]) if turns is None else None for r in tasks}
+        self._streams = RandomStreams(
+            team.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
+        )
+        if watch is not None and watch.take_turns:
+            self._lanes = dict.fromkeys(tasks)
+        self._next: Turns = turns or min
+        self._look = watch.look if watch is not None else _look_at_nothing
+
+    def result(self) -> dict[int, Tree]:
+        _here.depth += 1
+        try:
+            self._look(())
+            while self._to_send and not self._errors:
+                with traced("wait for replicas"):
+                    self._let_run()
+                if self._met and not self._errors:
+                    self._hold_meeting()
+            if self._errors:
+                raise self._error()
+            return self._results
+        except BaseException as error:
+            # What a replica raised, what a merge function raised, or what a signal's handler raised, anywhere.
+            if self._is_orderly(error):
+                self._stop_waiting()
+            if self._running or self._met or self._to_send:
+                self._team.abandon(self._tasks)
+            raise
+        finally:
+            _here.depth -= 1
+            self._streams.give_back()
+            self._errors.clear()  # their tracebacks hold this frame
+
+    def _let_run(self) -> None:
+        """Lets every replica run until it meets or ends: those in one lane one after another, else at once."""
+        for lane in dict.fromkeys(self._lanes[r] for r in sorted(self._to_send)):
+            self._wake_one(lane)
+        while self._running:
+            lane = self._lanes[self._receive()]
+            if not self._errors:
+                self._wake_one(lane)
+
+    def _wake_one(self, lane: Device | None) -> None:
+        waiting = [r for r in sorted(self._to_send) if self._lanes[r] == lane]
+        if waiting:
+            self._wake(self._next(waiting))
+
+    def _wake(self, r: int) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
+            )
+        self._streams.put_in_force(r)
+        if self._running:
+            self._look(self._running)
+        self._running.add(r)
+        self._team.send(r, self._to_send.pop(r))
+
+    def _receive(self) -> int:
+        report = self._next_report()
+        self._look(self._running)
+        self._running.discard(report.replica)
+        if isinstance(report, _Met):
+            self._met[report.replica] = report
+        elif isinstance(report, _Paused):
+            self._to_send[report.replica] = _Answer(None)
+        elif isinstance(report, _Ended):
+            self._results[report.replica] = report.result
+        elif not isinstance(report.error, ReplicaStopped):
+            self._errors[report.replica] = report.error
+        return report.replica
+
+    def _next_report(self) -> _Report:
+        # A signal that comes just when this thread begins to wait is seen only when it wakes again.
+        while True:
+            with suppress(Empty):
+                return self._reports.get(timeout=_LOOK_UP_S)
+
+    def _hold_meeting(self) -> None:
+        meetings = [self._met[r] for r in sorted(self._met)]
+        if self._results or any(meeting.name != meetings[0].name for meeting in meetings):
+            raise RuntimeError(self._unequal())
+        self._streams.put_callers_in_force()
+        held(meetings[0].name)
+        with traced("meeting {}", meetings[0].name):
+            answers = meetings[0].combine([meeting.brought for meeting in meetings])
+        self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
+        self._met.clear()
+        self._look(())
+
+    def _is_orderly(self, error: BaseException) -> bool:
+        """Whether every replica stands still, so that those that wait can be stopped one by one."""
+        if self._running or not self._team.is_fit:
+            return False
+        return isinstance(error, Exception) or any(error is raised for raised in self._errors.values())
+
+    def _stop_waiting(self) -> None:
+        """Unwinds every replica that waits at a meeting, one at a time, and leaves those that have not begun."""
+        waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._met.keys()
+        self._to_send.clear()
+        self._met.clear()
+        while waiting:
+            r = min(waiting)
+            waiting.discard(r)
+            self._streams.put_in_force(r)
+            self._running.add(r)
+            self._team.send(r, _STOP)
+            self._receive()
+            # It may have gone to another meeting, or paused, while it was being unwound.
+            if self._met.pop(r, None) or self._to_send.pop(r, None):
+                waiting.add(r)
+
+    def _error(self) -> BaseException:
+        first = min(self._errors)
+        error = self._errors[first]
+        note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.devices[first]}"
+        for r, other in self._errors.items():
+            if r != first:
+                note += f"; replica {r} also failed: {described(other)}"
+        add_note(error, note)
+        return error
+
+    def _unequal(self) -> str:
+        where = [f"replica {r} is at {met.name}" for r, met in self._met.items()]
+        where += [f"replica {r} has ended" for r in self._results]
+        hint = ""
+        if any("gradient" in met.name for met in self._met.values()):
+            hint = (
+                " A replica that runs no backward, since none of its rows asks for one, runs one of zero: "
+                "(outputs.sum() * 0).backward()."
+            )
+        return (
+            "The replicas met a different number of times, or in a different order: "
+            f"{', '.join(sorted(where))}. Every replica must come to the same meetings (merge_call, all_reduce, "
+            "all_gather, optimizer.step, the first read of a gradient after backward) in the same order: let no such "
+            f"call depend on the replica or on its data.{hint}"
+        )

@@ -1,0 +1,347 @@
+"""What a batch may be made of: which values have rows, how many, and how some of them are taken.
+
+Lists, tuples, named tuples, dicts, and what else torch's pytree knows, are containers. What is in them is, in this
+order:
+
+    a registered type               as `register_batch_type` was told
+    a tensor, an array of numbers   its first dimension are its rows; without dimensions it is one thing
+    any other array                 its first dimension are its rows; it stays an array
+    a `PackedSequence`              a row is a sequence
+    a list of things without rows   strings, numbers, objects: each of them is a row
+    a tuple of strings              the same: it is what torch's default_collate makes of the strings of samples
+    a dataclass, a mapping          an object with parts, which have its rows
+    a number, a string, None        one thing
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.nn.utils import rnn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torchstrategy._core.errors import an
+from torchstrategy._core.structured_types import is_record, parts_of, with_parts
+from torchstrategy._core.torch_internals import sparse_indices, sparse_values
+from torchstrategy._core.tree import is_container, leaves_with_names, map_leaves, tree_flatten
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._input.registration import SINGLE, Kind, TensorFn, registration_of, sliced, without_tensors
+
+
+@final
+class Rows(list[Any]):
+    """A list of which each item is a row, whatever it is: what the lists of a batch become with `lists_are_rows`."""
+
+
+def lists_as_rows(batch: Tree) -> Tree:
+    """A batch in which each list is `Rows`."""
+    return _exchanged(batch, list, Rows)
+
+
+def rows_as_lists(piece: Tree) -> Tree:
+    """The reverse."""
+    return _exchanged(piece, Rows, list)
+
+
+def _exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
+    def change(leaf: Any) -> Any:
+        if type(leaf) is old:
+            return new(leaf)
+        if is_record(leaf) and registration_of(leaf) is None:
+            return with_parts(leaf, lambda _, part: _exchanged(part, old, new))
+        return leaf
+
+    return map_leaves(change, batch, lambda value: type(value) is old or is_leaf(value))
+
+
+def kind_of(value: Any) -> Kind | None:
+    """What can be done with a leaf of a batch; None if it is not known how to deal it out."""
+    if type(value) is torch.Tensor:  # by far the most are, and it cannot be registered
+        return _of_tensor(value)
+    if (registered := registration_of(value)) is not None:
+        return registered
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return _of_array(value)
+    if isinstance(value, rnn.PackedSequence):
+        return _PACKED
+    if type(value) is Rows:
+        return _ITEMS
+    if type(value) is list or _is_strings(value):
+        return _LIST
+    if is_record(value):
+        return _RECORD
+    return _ONE_THING if isinstance(value, SINGLE) else None
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is dealt out as one, though torch's pytree may know it as a container."""
+    kind = type(value)  # that of most values settles it: the first three cannot be registered
+    if kind is torch.Tensor:
+        return True
+    if kind is list:
+        return bool(value) and not any(map(_has_rows, value))
+    if kind is tuple:
+        return _is_strings(value)
+    return isinstance(value, (rnn.PackedSequence, torch.Size)) or registration_of(value) is not None
+
+
+def counts_within(value: Any) -> list[int] | None:
+    """How many rows a leaf has, or each thing in it; none for what is one thing; None if one is of no known kind."""
+    kind = kind_of(value)
+    if kind is None:
+        return None
+    if kind.parts is None:
+        return [] if kind.rows is None else [kind.rows(value)]
+    counts: list[int] = []
+    for part in kind.parts(value).values():
+        for leaf in tree_flatten(part, is_leaf)[0]:
+            inner = counts_within(leaf)
+            if inner is None:
+                return None
+            counts += inner
+    return counts
+
+
+def is_registered_within(value: Any) -> bool:
+    """Whether a function of the user's takes the rows of a leaf, or of a thing in it."""
+    if registration_of(value) is not None:
+        return True
+    kind = kind_of(value)
+    parts = {} if kind is None or kind.parts is None else kind.parts(value)
+    return any(is_registered_within(leaf) for part in parts.values() for leaf in tree_flatten(part, is_leaf)[0])
+
+
+def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
+    """The names of all values that have rows, and how many.
+
+    Raises:
+        TypeError: If it is not known how to deal a value out.
+    """
+    for path, value in leaves_with_names(batch, is_leaf):
+        kind = kind_of(value)
+        if kind is None:
+            raise TypeError(
+                f"batch{name}{path} is {_described(value)}, and it is not known how to deal out its rows. "
+                f"{_what_to_do(value)}"
+            )
+        if kind.parts is not None:
+            for part, held in kind.parts(value).items():
+                yield from named_counts(held, f"{name}{path}{part}")
+        elif kind.rows is not None:
+            yield f"{name}{path}", kind.rows(value)
+
+
+def cut(leaf: Any, pieces: Sequence[slice]) -> list[Any]:
+    """`leaf` with some of the rows of everything in it that has rows, for each of some pieces."""
+    kind = kind_of(leaf)
+    if kind is None or (kind.rows is None and kind.parts is None):
+        return [leaf] * len(pieces)
+    return [kind.take(leaf, rows) for rows in pieces]
+
+
+def taken(leaf: Any, rows: slice) -> Any:
+    """`leaf` with some of the rows of everything in it that has rows."""
+    return cut(leaf, [rows])[0]
+
+
+def applied(leaf: Any, fn: TensorFn) -> Any:
+    """`leaf` with what `fn` makes of each tensor in its place. An array of numbers becomes a tensor."""
+    if type(leaf) is torch.Tensor:  # the same, by a shorter way
+        return leaf if _of_tensor(leaf) is None else fn(leaf)
+    kind = kind_of(leaf)
+    return leaf if kind is None else kind.apply(leaf, fn)
+
+
+def applied_within(batch: Tree, fn: TensorFn) -> Tree:
+    """`batch` with what `fn` makes of each tensor in its place, in containers of its own."""
+    return map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
+
+
+def tensors_within(leaf: Any) -> list[torch.Tensor]:
+    """The tensors that `applied` would change."""
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    applied(leaf, note)
+    return tensors
+
+
+def moved(batch: Tree, device: Device) -> Tree:
+    """`batch` with each tensor on `device`. Arrays of numbers become tensors."""
+    return applied_within(batch, lambda tensor: tensor.to(device))
+
+
+def memory_of(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that hold what a tensor is made of."""
+    if tensor.is_nested:
+        parts = (tensor.values(), tensor.offsets(), tensor.lengths())
+        return [part for part in parts if part is not None]
+    if tensor.layout is torch.sparse_coo:
+        return [sparse_indices(tensor), sparse_values(tensor)]
+    return [tensor]
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a list with such an item is a container, and not a list of rows."""
+    if type(value) in _PLAIN:
+        return False
+    if type(value) is not torch.Tensor and is_container(value):
+        return True
+    kind = kind_of(value)
+    if kind is None:
+        return isinstance(value, (torch.Tensor, np.ndarray))  # it has some, but cannot be cut
+    return kind.rows is not None or kind.parts is not None
+
+
+def _is_strings(value: Any) -> bool:
+    return type(value) is tuple and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    if isinstance(value, torch.Tensor):
+        return f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})"
+    return an(type(value).__name__)
+
+
+def _what_to_do(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return "torch has no such numbers: let the loader's collate_fn convert them, as by array.astype('float64')."
+    if isinstance(value, torch.Tensor):
+        return "Let the loader's collate_fn make a dense tensor, or one of layout torch.sparse_coo or torch.jagged."
+    return (
+        "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
+        f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
+    )
+
+
+def _of_tensor(tensor: torch.Tensor) -> Kind | None:
+    if tensor.is_nested:
+        return _NESTED if tensor.layout is torch.jagged else None
+    if tensor.layout is torch.sparse_coo:
+        return _SPARSE if tensor.dim() else _TENSOR
+    if tensor.layout is not torch.strided:
+        return None
+    return _ROWS_OF_TENSOR if tensor.dim() else _TENSOR
+
+
+def _apply_to_tensor(tensor: torch.Tensor, fn: TensorFn) -> torch.Tensor:
+    return fn(tensor)
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
+    if array.ndim == 0:
+        return _ONE_THING
+    if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
+        return _ROWS
+    return _NUMBERS if _has_dtype(array.dtype.newbyteorder("=")) else None
+
+
+@functools.cache
+def _has_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has a dtype for some numbers."""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
+
+
+def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor:
+    return fn(_tensor_over(array))
+
+
+def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor over the memory of an array, or over a copy where torch has no such tensors.
+
+    It has none that cannot be written, that go backwards, or of another byte order.
+    """
+    if array.flags.writeable:
+        with suppress(ValueError):
+            return torch.from_numpy(array)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
+    """Of a list of rows. It may hold tensors without dimensions, and values of registered types."""
+    if all(type(item) in _PLAIN for item in items):
+        return items
+    return [applied(item, fn) for item in items]
+
+
+def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    return tensor.narrow_copy(0, rows.start, rows.stop - rows.start)
+
+
+def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
+    offsets, lengths = tensor.offsets(), tensor.lengths()
+    jagged_dim = next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
+    first, end = int(offsets[rows.start]), int(offsets[rows.stop])
+    return torch.nested.nested_tensor_from_jagged(
+        tensor.values().narrow(jagged_dim - 1, first, end - first),
+        _cut_once(offsets, rows, lambda: offsets[rows.start : rows.stop + 1] - first),
+        None if lengths is None else _cut_once(lengths, rows, lambda: lengths[rows].clone()),
+        jagged_dim,
+    )
+
+
+def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A piece of the sizes of nested tensors, which are of one shape, and can be added, if they share the very tensor.
+
+    So it is one piece, for all that share the whole.
+    """
+    pieces: dict[tuple[int, int], torch.Tensor] = _pieces_of_sizes.setdefault(sizes, {})
+    key = (rows.start, rows.stop)
+    return pieces[key] if key in pieces else pieces.setdefault(key, cut())
+
+
+def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
+    if rows.start == rows.stop:  # torch cannot pack nothing, but its layers run over one that has a step of no rows
+        return _map_packed(packed, lambda tensor: tensor[:0], packed.batch_sizes.new_zeros(1))
+    sequences = rnn.unpack_sequence(packed)[rows]
+    return rnn.pack_sequence(sequences, enforce_sorted=packed.sorted_indices is None)
+
+
+def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequence:
+    return _map_packed(packed, fn, packed.batch_sizes)  # which torch wants on the CPU, always
+
+
+def _map_packed(packed: rnn.PackedSequence, fn: TensorFn, batch_sizes: torch.Tensor) -> rnn.PackedSequence:
+    order, back = (None if order is None else fn(order) for order in (packed.sorted_indices, packed.unsorted_indices))
+    return rnn.PackedSequence(fn(packed.data), batch_sizes, order, back)
+
+
+def _take_record(record: Any, rows: slice) -> Any:
+    return with_parts(record, lambda _, part: map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
+
+
+def _apply_to_record(record: Any, fn: TensorFn) -> Any:
+    return with_parts(record, lambda _, part: map_leaves(lambda leaf: applied(leaf, fn), part, is_leaf))
+
+
+_pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole; then by start and stop
+_PLAIN: frozenset[type] = frozenset(SINGLE)  # that is quicker to ask, of the things in a long list
+_ONE_THING = Kind(None, sliced, without_tensors)
+_ROWS = Kind(len, sliced, without_tensors)
+_LIST = Kind(len, sliced, _apply_to_items)
+_ITEMS = Kind(
+    len, lambda items, rows: Rows(items[rows]), lambda items, fn: Rows([applied_within(item, fn) for item in items])
+)
+_TENSOR = Kind(None, sliced, _apply_to_tensor)
+_ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
+_SPARSE = Kind(len, _take_sparse, _apply_to_tensor)
+_NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
+_NUMBERS = Kind(len, sliced, _apply_to_numbers)
+_PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
+_RECORD = Kind(None, _take_record, _apply_to_record, parts_of)

@@ -1,0 +1,250 @@
+"""A dataset that deals out what a loader yields, and the ways to make one."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torchstrategy._core.errors import plural, unpicklable
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._input.device_transfer import Route
+from torchstrategy._input.iterator import DistributedIterator
+from torchstrategy._input.loader_states import State
+from torchstrategy._input.on_demand import OnDemand
+from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.prefetcher import Ahead
+from torchstrategy._input.source import Source, is_map_style
+from torchstrategy._input.splitting import in_equal_parts, in_proportion
+from torchstrategy._input.steps import Dealer, InPieces, OneForEach, Steps
+
+DatasetFn = Callable[[InputContext], Any]
+
+
+@final
+class DistributedDataset:
+    """What `Strategy.experimental_distribute_dataset` returns: an iterable of batches, dealt out to the replicas.
+
+    Each iteration starts afresh, as the loader does. Nothing is read before one begins. Its length is the loader's.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
+        >>> dataset = strategy.experimental_distribute_dataset(loader)
+        >>> len(dataset), list(dataset)
+        (2, [tensor([0, 1]), tensor([2, 3])])
+
+    Differs from tf.distribute:
+        `len` works where the loader has one. `state_dict` and `load_state_dict` are ours.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
+    """
+
+    def __init__(self, dealer: Dealer, routes: Sequence[Route], options: InputOptions) -> None:
+        self._dealer = dealer
+        self._routes = tuple(routes)
+        has_workers = any(source.has_workers for source in dealer.sources)
+        self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
+        self._depth = options.experimental_per_replica_buffer_size
+
+    def __iter__(self) -> DistributedIterator:
+        """A new iteration. Loader workers are started here, and seeds drawn, on this thread."""
+        sources = self._dealer.sources
+        # Workers that persist serve one pass at a time, whichever dataset their loader was distributed as.
+        shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
+        for loader in shared:
+            _endings.pop(loader, _nothing)()
+        steps = Steps(self._dealer, [source.begin() for source in sources], is_ahead=self._is_ahead)
+        reading = Ahead(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
+        _endings.update(dict.fromkeys(shared, reading.ending()))
+        positions = [source.position for source in sources]
+
+        def ended() -> None:
+            for source, position in zip(sources, positions, strict=True):
+                source.is_over(position)
+
+        return DistributedIterator(reading, self._dealer, ended)
+
+    def __len__(self) -> int:
+        return len(self._dealer)
+
+    def __copy__(self) -> DistributedDataset:
+        return self._with(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset:
+        return self._with(copy.deepcopy(vars(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it deals batches out to replicas of this process. Save where it stands, dataset.state_dict(); where it "
+            "goes on, distribute the loader anew, and give it that with load_state_dict.",
+        )
+
+    def _with(self, attributes: dict[str, Any]) -> DistributedDataset:
+        copied = object.__new__(DistributedDataset)
+        vars(copied).update(attributes)
+        return copied
+
+    @property
+    def element_spec(self) -> Tree:
+        """What its elements are made of: a `TensorSpec` for each tensor, in the containers that the loader makes.
+
+        With several replicas, a `PerReplicaSpec` where there are rows. How many rows there are is known where the
+        loader drops a smaller last batch, and the replicas get the same number of each.
+
+        One element is looked at, beside all iterations and without a trace in torch's random generators. The other
+        sizes are those of this element; that others have them, too, is not checked.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> loader = torch.utils.data.DataLoader(torch.ones(5, 3), batch_size=2)
+            >>> strategy.experimental_distribute_dataset(loader).element_spec.value_specs[0]
+            TensorSpec(shape=(None, 3), dtype=torch.float32)
+
+        Raises:
+            ValueError: If there is no element, or if it would be lost by looking at it.
+        """
+        return self._dealer.spec()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration that was begun last stands: at the batches that were handed out, whatever is read ahead.
+
+        What a checkpoint needs besides is the state of torch's generator, as without a strategy. A loader that keeps
+        its own state (`state_dict`, `load_state_dict`) is asked for it. For any other, the batches are counted, and
+        the states are kept of the generators that decide their order: torch's own, and the `torch.Generator` objects
+        that the loader, its samplers and an iterable dataset have as attributes. Once a batch was asked for and there
+        was none, the state is that before the next iteration.
+
+        Returns:
+            Numbers, lists, dicts and tensors; and what the loader's own `state_dict` returned.
+
+        Example:
+            >>> loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2, shuffle=True)
+            >>> two = torchstrategy.CentralStorageStrategy(["cpu"] * 2).experimental_distribute_dataset(loader)
+            >>> three = torchstrategy.CentralStorageStrategy(["cpu"] * 3).experimental_distribute_dataset(loader)
+            >>> iterator = iter(two)
+            >>> batch = next(iterator)
+            >>> three.load_state_dict(two.state_dict())
+            >>> [len(list(three)), len(list(three))]
+            [2, 3]
+        """
+        return {"sources": [source.state() for source in self._dealer.sources]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Makes the next iteration go on with the batch after the last that was handed out when the state was taken.
+
+        The strategy may have another number of replicas by then, and the loader another number of workers. Its batch
+        size may be another if a batch of that size begins at the next row; so `get_per_replica_batch_size` may be
+        used in a dataset function. Of a map-style dataset, what is left out is not loaded; anything else is read and
+        dropped.
+
+        The rows come in the same order if that is drawn with torch's generators, as samplers of torch do. What draws
+        again and again during an iteration, and remembers what it drew, such as a shuffling buffer, needs a generator
+        of its own for that. Workers of a loader that draw random numbers begin anew.
+
+        Raises:
+            ValueError: If the state is of a dataset of another kind, or ends within a batch of this one.
+            TypeError: If it is no such state.
+        """
+        sources = self._dealer.sources
+        states = _checked(state_dict)
+        if len(states) != len(sources):
+            raise ValueError(
+                f"The state is of a dataset that reads {plural(len(states), 'loader')}, and this one reads "
+                f"{len(sources)}: what each replica had consumed of its own cannot be given to another number of them."
+            )
+        for source, state in zip(sources, states, strict=True):
+            source.check_state(state)
+        for source, state in zip(sources, states, strict=True):
+            source.load_state(state)
+
+
+def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) -> DistributedDataset:
+    """A dataset whose batches of the global size are cut into a piece for each device.
+
+    Raises:
+        TypeError: If `dataset` cannot be iterated over.
+        ValueError: If it yields single elements where batches are needed, or `options` do not fit.
+        NotImplementedError: If an input pipeline for each replica is asked for.
+    """
+    replicas = len(devices)
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise NotImplementedError(
+            "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
+            "for each replica. Give distribute_datasets_from_function a function that makes them."
+        )
+    source = _source(dataset, "A dataset to distribute")
+    if replicas > 1 and is_map_style(dataset):
+        raise ValueError(
+            f"{type(dataset).__name__} yields single elements, which cannot be dealt out to {replicas} replicas. "
+            "Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
+        )
+    shares = options.row_shares
+    if shares is not None and len(shares) != replicas:
+        raise ValueError(
+            f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}; the strategy has "
+            f"{plural(replicas, 'replica')}."
+        )
+    sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
+    routes = _routes(devices, options)
+    is_moved = any(route.has_copies for route in routes)
+    dealer = InPieces(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
+    return DistributedDataset(dealer, routes, options)
+
+
+def distributed_from_function(
+    dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions
+) -> DistributedDataset:
+    """A dataset whose elements go to one replica each, as they are.
+
+    Raises:
+        TypeError: If what the function returns cannot be iterated over.
+        ValueError: If `options` do not fit.
+    """
+    if options.row_shares is not None:
+        raise ValueError(
+            "InputOptions(row_shares=...) says how a global batch is cut, and what a dataset function's dataset yields "
+            "is not cut: each element goes to one replica. Let the function make batches of the sizes that you want."
+        )
+    replicas = len(devices)
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        contexts = [InputContext(replicas, r, replicas) for r in range(replicas)]
+    else:
+        contexts = [InputContext(1, 0, replicas)]
+    sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
+    dealer = OneForEach(sources, replicas, options.lists_are_rows)
+    return DistributedDataset(dealer, _routes(devices, options), options)
+
+
+def _nothing() -> None:
+    """What ends a pass that has not begun."""
+
+
+def _source(dataset: Any, what: str) -> Source:
+    if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        raise TypeError(
+            "This dataset is distributed already: its elements are dealt out, and cannot be dealt out again. Give the "
+            "loader that it was made of."
+        )
+    return Source(dataset, what)
+
+
+def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
+    is_only = len(devices) == 1
+    return [Route(device if options.experimental_fetch_to_device else None, is_only=is_only) for device in devices]
+
+
+def _checked(state_dict: Any) -> list[State]:
+    states = state_dict.get("sources") if isinstance(state_dict, dict) else None
+    if not isinstance(states, list) or len(state_dict) != 1:
+        raise TypeError(
+            f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
+            f"{type(state_dict).__name__} {state_dict!r:.60}."
+        )
+    return states
+
+
+_endings: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""What ends the last pass over each loader with workers that persist."""

@@ -1,0 +1,119 @@
+"""An iterator that can be begun again, as those of TensorFlow 1 can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+from torchstrategy._core.errors import an
+from torchstrategy._core.types import Tree
+from torchstrategy._input.dataset import DatasetFn
+from torchstrategy._input.iterator import OutOfRangeError
+from torchstrategy._input.options import InputContext
+from torchstrategy._input.source import is_map_style
+
+
+@final
+class InputIterator:
+    """What `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return: batches, dealt out.
+
+    Nothing is read before the first batch is asked for.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
+        >>> iterator = strategy.make_dataset_iterator([torch.ones(1), torch.zeros(1)])
+        >>> iterator.get_next()
+        tensor([1.])
+        >>> iterator.initialize()
+        >>> list(iterator)
+        [tensor([1.]), tensor([0.])]
+
+    Differs from tf.distribute:
+        There are no graphs: initializing acts at once, and is not needed before the first batch.
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy#make_dataset_iterator
+    """
+
+    def __init__(self, dataset: Iterable[Tree]) -> None:
+        self._dataset = dataset
+        self._iterator: Iterator[Tree] | None = None
+
+    def initialize(self) -> None:
+        """Makes the next batch the first one. Threads and loader workers of a pass that is given up are ended."""
+        self._iterator = None  # a distributed iterator that is dropped ends what it has started
+
+    @property
+    def initializer(self) -> None:
+        """Reading it is `initialize()`."""
+        return self.initialize()
+
+    def __iter__(self) -> Iterator[Tree]:
+        return self
+
+    def __next__(self) -> Tree:
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        return next(self._iterator)
+
+    def get_next(self) -> Tree:
+        """The next batch.
+
+        Raises:
+            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError("The dataset has no more batches.") from None
+
+
+def next_of(iterator: Any) -> Tree:
+    """The next batch of an iterator of datasets that were distributed.
+
+    Raises:
+        TypeError: If it is no such iterator.
+    """
+    if not hasattr(iterator, "get_next"):
+        raise TypeError(
+            "An input iterator is what make_dataset_iterator, make_input_fn_iterator or iter(distributed dataset) "
+            f"returns, and has get_next(); got {an(type(iterator).__name__)}."
+        )
+    return iterator.get_next()
+
+
+def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
+    """`input_fn` for those who want a dataset: where it returns a function, what that returns, call by call."""
+
+    def dataset_fn(context: InputContext) -> Any:
+        source = input_fn(context)
+        if isinstance(source, Iterable) or is_map_style(source):
+            return source
+        if callable(source):
+            return _Calls(source)
+        raise ValueError(
+            f"input_fn returns a dataset, or a function that is called for each element; it returned "
+            f"{an(type(source).__name__)}."
+        )
+
+    return dataset_fn
+
+
+@final
+class _Calls:
+    """What a function returns, call by call, until it raises."""
+
+    def __init__(self, fn: Callable[[], Tree]) -> None:
+        self._fn = fn
+
+    def __iter__(self) -> Iterator[Tree]:
+        return _CallsOnce(self._fn)
+
+
+@final
+class _CallsOnce(Iterator[Tree]):
+    # No generator: a call that raises does not end it, and the next call may return again.
+    def __init__(self, fn: Callable[[], Tree]) -> None:
+        self._fn = fn
+
+    def __next__(self) -> Tree:
+        return self._fn()

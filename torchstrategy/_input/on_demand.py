@@ -1,0 +1,93 @@
+"""When steps are read: when they are asked for, on the caller's thread; `_ahead` has the other way."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from torchstrategy._core.trace import traced
+from torchstrategy._core.types import Tree
+from torchstrategy._input.device_transfer import Cargo, Route
+from torchstrategy._input.splitting import Dealt, Whole
+from torchstrategy._input.steps import Mark, Steps
+
+
+class Shipment(NamedTuple):
+    """A step, and what each replica gets of it, on its way."""
+
+    dealt: Dealt | Whole
+    marks: list[Mark]
+    cargo: list[Cargo]
+
+    def received(self, routes: Sequence[Route]) -> Tree:
+        """The element, once its pieces are there. Runs on the consumer's thread."""
+        arrived = list(map(Route.arrive, routes, self.cargo))
+        for mark in self.marks:
+            mark.reach()
+        return self.dealt.assembled(arrived)
+
+
+def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
+    """The next step, departed. Runs on the reading thread.
+
+    Raises:
+        StopIteration: If there is none.
+    """
+    with traced("deal a batch"):
+        dealt, marks = next(steps)
+        return Shipment(dealt, marks, list(map(Route.depart, routes, dealt.pieces())))
+
+
+class Reading(ABC):
+    """One pass over a dataset, step by step."""
+
+    @abstractmethod
+    def next(self) -> Tree:
+        """What the replicas are given for the next step.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it, with all that it has started."""
+
+    @abstractmethod
+    def ending(self) -> Callable[[], None]:
+        """What ends it and waits until the loader is not read any more, and does not hold it."""
+
+
+@final
+class OnDemand(Reading):
+    """Reads on the thread that asks, when it asks. There is no other thread.
+
+    On an accelerator the copies still overlap with the step before: that is queued, and they are on their own stream.
+    """
+
+    def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
+        self._steps: Steps | None = steps
+        self._routes = routes
+
+    def next(self) -> Tree:
+        if self._steps is None:
+            raise StopIteration
+        shipment = shipped(self._steps, self._routes)
+        for r, route in enumerate(self._routes):
+            if route.has_copies:
+                shipment.cargo[r] = route.carry(shipment.cargo[r])
+        return shipment.received(self._routes)
+
+    def close(self) -> None:
+        self._steps = None  # and with it the loader's workers
+
+    def ending(self) -> Callable[[], None]:
+        found = weakref.ref(self)
+
+        def end() -> None:
+            if (reading := found()) is not None:
+                reading.close()
+
+        return end

@@ -1,0 +1,281 @@
+"""Reading ahead: the loader is read, and its batches are cut, pinned and copied, while the step before still runs.
+
+    reader                     a worker for each replica           the consumer
+                               on an accelerator
+    waits for room
+    reads an element, deals
+    it out, departs ---------> carries its pieces ---------------> waits for the oldest step
+    ^                                                              arrives
+    +--------------------------- room for one more ----------------+
+
+No thread holds the iterator that it works for: when that is dropped, they end. They speak by queues that a finalizer
+may use, at whatever point of the program it runs, and a lock would not do. A step stays with the others until it is
+handed over, so Ctrl-C loses none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import final
+
+import torch
+
+from torchstrategy._core.devices import canonical, local_accelerators
+from torchstrategy._core.thread_state import CallerState
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._input.device_transfer import Route
+from torchstrategy._input.on_demand import Reading, Shipment, shipped
+from torchstrategy._input.steps import Steps
+
+_PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
+_LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
+
+
+@final
+class _Item:
+    """A step on its way to the consumer; or the error that it will find there, which at the end is StopIteration."""
+
+    def __init__(self, shipment: Shipment | None, error: BaseException | None) -> None:
+        self.shipment = shipment
+        self.error = error  # of the reader or, beside a shipment, of a worker
+        self.carried: list[int] = []  # the replicas whose workers are done
+
+    def forget(self) -> None:
+        """Frees what the error holds, which nobody will see: where one of its frames holds it, nothing else would."""
+        if self.error is not None:
+            self.error.__traceback__ = None
+
+
+@final
+class _Belt:
+    """What the threads share with the consumer.
+
+    Args:
+        workers: The replicas that have a worker.
+    """
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        self.items: deque[_Item] = deque()  # oldest first
+        self.room: SimpleQueue[None] = SimpleQueue()  # one for each step that was handed over
+        self.inboxes: dict[int, SimpleQueue[_Item | None]] = {r: SimpleQueue() for r in workers}
+        self.failure: BaseException | None = None  # of a thread itself
+        self.is_closed = False
+        self._news: SimpleQueue[None] = SimpleQueue()
+
+    def send(self, item: _Item) -> None:
+        """Runs on the reader."""
+        self.items.append(item)
+        if self.is_closed:
+            item.forget()
+        self.tell()
+        if item.shipment is not None:
+            for inbox in self.inboxes.values():
+                inbox.put(item)
+
+    def tell(self) -> None:
+        """Tells the consumer that something has changed."""
+        if self._news.empty():  # if not, it will look for what is new when it has taken that
+            self._news.put(None)
+
+    def has_arrived(self, item: _Item) -> bool:
+        """Whether the consumer may have a step, with what every worker made of it."""
+        return item.shipment is None or len(item.carried) == len(self.inboxes)
+
+    def wait(self) -> None:
+        """Waits until something has changed, or for a while: a signal that came just before is seen only afterwards."""
+        with suppress(Empty):
+            self._news.get(timeout=_LOOK_UP_S)
+
+    def close(self) -> None:
+        """Tells everyone to end."""
+        self.is_closed = True
+        self.room.put(None)
+        self.send_no_more()
+        self.tell()
+        items, self.items = self.items, deque()  # a consumer that was interrupted goes on with the old ones
+        for item in list(items):
+            item.forget()
+
+    def send_no_more(self) -> None:
+        """Tells the workers to end, when they have carried what there is."""
+        for inbox in self.inboxes.values():
+            inbox.put(None)
+
+
+def _read(steps: Steps, routes: Sequence[Route], belt: _Belt, depth: int) -> None:
+    """The life of the reader."""
+    ahead, most, is_over = 0, depth, False
+    while not (is_over or belt.is_closed):
+        if ahead >= most:
+            belt.room.get()
+            ahead -= 1
+            continue
+        item = _next_item(steps, routes)
+        belt.send(item)
+        ahead += 1
+        most = depth if item.shipment is not None else 1  # after an error the loader is asked when the consumer asks
+        is_over = isinstance(item.error, StopIteration)
+        del item  # it holds a batch, or an error whose traceback holds this frame
+    belt.send_no_more()
+
+
+def _next_item(steps: Steps, routes: Sequence[Route]) -> _Item:
+    try:
+        return _Item(shipped(steps, routes), None)
+    except BaseException as error:
+        return _Item(None, error)  # in no variable: the error's traceback holds this frame, too
+
+
+def _work(replica: int, route: Route, belt: _Belt) -> None:
+    """The life of a replica's worker."""
+    inbox = belt.inboxes[replica]
+    while (item := inbox.get()) is not None and not belt.is_closed:
+        assert item.shipment is not None
+        try:
+            item.shipment.cargo[replica] = route.carry(item.shipment.cargo[replica])
+        except BaseException as error:
+            item.error = error
+        item.carried.append(replica)
+        belt.tell()
+        del item
+
+
+def _at_the_callers(device: int, streams: Sequence[torch.Stream], life: Callable[[], None]) -> None:
+    """Runs the reader's life where what a loader puts on an accelerator goes where it would go in the caller's thread.
+
+    Args:
+        device: The index of the caller's current accelerator.
+        streams: The caller's current streams.
+        life: What is run.
+    """
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(device)
+    life()
+
+
+def _live(state: CallerState, device: Device, life: Callable[[], None], belt: _Belt) -> None:
+    """Runs on a new thread."""
+    try:
+        state.run_in(device, life)
+    except BaseException as error:
+        belt.failure = error
+        belt.tell()
+
+
+def _end(belt: _Belt, threads: Sequence[threading.Thread], process: int, *, waits: bool = False) -> None:
+    """Ends the threads. Runs on any thread, also on one of theirs, where garbage may be collected."""
+    if os.getpid() != process:
+        return  # a forked process has none of them
+    belt.close()
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(None if waits else _PATIENCE_S)
+
+
+@final
+class Ahead(Reading):
+    """Reads ahead on a thread of its own, which is started when the first step is asked for.
+
+    Args:
+        steps: What is read.
+        routes: The way to each replica.
+        depth: How many steps may be read and not handed over.
+    """
+
+    def __init__(self, steps: Steps, routes: Sequence[Route], depth: int) -> None:
+        self._steps: Steps | None = steps  # until a thread has them
+        self._routes = routes
+        self._depth = depth
+        self._belt = _Belt([r for r, route in enumerate(routes) if route.has_copies])
+        self._threads: list[threading.Thread] = []
+        self._are_going = False
+        self._owes_room = False  # for an error: what comes after it is read when it is asked for
+        self._process = os.getpid()
+        weakref.finalize(self, _end, self._belt, self._threads, self._process)
+
+    def next(self) -> Tree:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This iterator was made in another process, whose threads read its batches; they are not here. "
+                "Iterate over the dataset anew in this process."
+            )
+        belt = self._belt
+        if not self._are_going:
+            self._set_going()
+        if self._owes_room:
+            belt.room.put(None)
+            self._owes_room = False
+        while not belt.is_closed:
+            items = belt.items
+            if items and belt.has_arrived(items[0]):
+                return self._handed_over(items)
+            if belt.failure is not None:
+                self.close()
+            else:
+                belt.wait()
+        raise StopIteration if belt.failure is None else belt.failure
+
+    def close(self) -> None:
+        self._steps = None
+        _end(self._belt, self._threads, self._process)
+
+    def ending(self) -> Callable[[], None]:
+        return partial(_end, self._belt, self._threads, self._process, waits=True)
+
+    def _handed_over(self, items: deque[_Item]) -> Tree:
+        error = items[0].error
+        if isinstance(error, StopIteration):
+            self.close()
+            raise StopIteration
+        if error is not None:
+            self._owes_room = True
+            items.popleft()
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame
+        shipment = items[0].shipment
+        assert shipment is not None
+        element = shipment.received(self._routes)
+        self._belt.room.put(None)
+        items.popleft()
+        return element
+
+    def _set_going(self) -> None:
+        """Starts the threads that are not running: all of them, or what a try that was interrupted has left."""
+        if self._steps is not None:
+            self._threads[:] = self._hired(self._steps)
+            self._steps = None
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        self._are_going = True
+
+    def _hired(self, steps: Steps) -> list[threading.Thread]:
+        belt, routes = self._belt, self._routes
+        default = torch.get_default_device()
+        here = canonical("cpu" if default.type == "meta" else default)
+        devices = {r: routes[r].device or here for r in belt.inboxes}
+        state = CallerState.take((here, *devices.values()))
+
+        read = partial(_read, steps, routes, belt, self._depth)
+        if devices:
+            streams = [torch.accelerator.current_stream(device) for device in local_accelerators()]
+            read = partial(_at_the_callers, torch.accelerator.current_device_index(), streams, read)
+
+        def thread(name: str, device: Device, life: Callable[[], None]) -> threading.Thread:
+            args = (state, device, life, belt)
+            return threading.Thread(target=_live, args=args, name=f"torchstrategy-{name}", daemon=True)
+
+        return [
+            thread("reader", here, read),
+            *(thread(f"prefetch-{r}", device, partial(_work, r, routes[r], belt)) for r, device in devices.items()),
+        ]

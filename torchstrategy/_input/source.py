@@ -1,0 +1,475 @@
+"""What is read: a loader, or another iterable of batches; and where a pass over it stands.
+
+A pass can be taken up again, also in another process. A loader that can say itself where it stands (`state_dict`) is
+asked to. For any other, the elements that were consumed are counted, and the states are kept of the random generators
+that decide the order in which a sampler yields: the later pass begins with the same ones, and leaves as many elements
+out. A loader draws twice, and much may be drawn between: the seed of its workers when a pass begins, and what its
+sampler draws when that is asked first. With workers it is asked at once, without them when the first batch is.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain, islice
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from torchstrategy._core.errors import an
+from torchstrategy._core.torch_internals import count_function_modes
+from torchstrategy._core.types import Tree
+from torchstrategy._input.loader_states import State, check_form, check_generators
+
+
+@final
+class Position:
+    """Where the consumer of one pass stands; a reader that is ahead of it stands elsewhere.
+
+    Attributes:
+        is_begun: Whether there is a pass.
+        count: How many elements were consumed.
+        began: The states of the source's generators when the pass began.
+        asked: Their states when the sampler was asked first. Empty: that was when the pass began; None: that was when
+            the pass began and the loader had drawn a seed for its workers.
+        loader: What the loader said of itself when it had yielded the last of them; None: it cannot, or can still be
+            asked, because nothing is read ahead.
+    """
+
+    def __init__(self) -> None:
+        self.is_begun = False
+        self.count = 0
+        self.began: list[torch.Tensor] = []
+        self.asked: list[torch.Tensor] | None = None
+        self.loader: Any = None
+
+
+@final
+class Source:
+    """A dataset, as it is read pass by pass.
+
+    Args:
+        dataset: What a user gave to a strategy.
+        what: What it is to the user.
+
+    Raises:
+        TypeError: If it cannot be iterated over.
+    """
+
+    def __init__(self, dataset: Any, what: str) -> None:
+        if not is_map_style(dataset) and (not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))):
+            raise TypeError(
+                f"{what} is a torch.utils.data.DataLoader, or another iterable of batches; got "
+                f"{an(type(dataset).__name__)}."
+            )
+        self._dataset = dataset
+        self._once = _Once(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
+        self._is_spent = False
+        self._resumed: State | None = None
+        self.position = Position()  # that of the pass that began last
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether its elements are loaded in processes of its own."""
+        return bool(getattr(self._dataset, "num_workers", 0))
+
+    @property
+    def allows_one_pass_at_a_time(self) -> bool:
+        """Whether a new pass takes the workers away from the one before."""
+        return bool(getattr(self._dataset, "persistent_workers", False))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it can say itself where it stands, and go on from there."""
+        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether its elements may be batches."""
+        return not is_map_style(self._dataset)
+
+    @property
+    def makes_columns(self) -> bool:
+        """Whether the tensors in a list that it yields are columns for certain: it stacks rows itself."""
+        return getattr(self._dataset, "collate_fn", None) is default_collate
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows each of its elements has, if that is certain beforehand."""
+        sampler = getattr(self._dataset, "batch_sampler", None)
+        return getattr(sampler, "batch_size", None) if getattr(sampler, "drop_last", False) else None
+
+    @property
+    def shows_each_once(self) -> bool:
+        """Whether an element cannot be looked at without taking it from a pass, once there is one."""
+        return self._once is not None or self.keeps_state or _streams(self._dataset)
+
+    @property
+    def asks_sampler_at_once(self) -> bool:
+        """Whether it asks its sampler when a pass begins, and not when the first element is read."""
+        return self.has_workers and _is_plain(self._dataset)
+
+    def reading(self) -> AbstractContextManager[object]:
+        """A block in which it is read: in host memory, whatever the default device is, unless it draws elsewhere."""
+        if not count_function_modes():  # the default device would be one
+            return nullcontext()
+        draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
+        return torch.device("cpu") if draws_here else nullcontext()
+
+    def begin(self) -> Pass:
+        """A new pass, from the beginning or from where `load_state` said. The caller's thread draws its seeds.
+
+        Raises:
+            RuntimeError: If there was a pass already, and there can be no other.
+        """
+        if self._is_spent:
+            raise RuntimeError(
+                f"The dataset is a {type(self._dataset).__name__}, which can be iterated over once, and has been. "
+                "Distribute something that starts afresh, such as a torch.utils.data.DataLoader."
+            )
+        self._is_spent = self._once is not None
+        position = Position()
+        position.is_begun = True
+        with self.reading():  # seeds are drawn
+            iterator = self._begun(position) if self._resumed is None else self._taken_up(position, self._resumed)
+        self.position, self._resumed = position, None
+        return Pass(self, iterator, position)
+
+    def generators_now(self) -> list[torch.Tensor]:
+        """The states of the generators that decide the order."""
+        return [generator.get_state() for generator in _generators(self._dataset)]
+
+    def state_of_loader(self) -> Any:
+        """What the loader says of itself, right after it yielded; None if it cannot."""
+        return copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None  # it may go on changing that
+
+    def state(self) -> State:
+        """Where the pass that began last stands, as plain values and tensors."""
+        position = self.position
+        if self.keeps_state:
+            said = self.state_of_loader() if position.loader is None else position.loader
+            return {"is_begun": position.is_begun, "loader": said}
+        return {
+            "is_begun": position.is_begun,
+            "batches": position.count,
+            "batch_size": self._batch_size,
+            "began": position.began if position.is_begun else self.generators_now(),
+            "asked": position.asked,
+        }
+
+    def check_state(self, state: State) -> None:
+        """Refuses the state of a source of another kind.
+
+        Raises:
+            ValueError: If it is of another kind.
+            TypeError: If it is no state.
+        """
+        check_form(state)
+        if self.keeps_state != ("loader" in state):
+            kinds = ("whose batches are counted", "that keeps its own state (state_dict)")
+            raise ValueError(
+                f"The state is of a loader {kinds[not self.keeps_state]}, and this one, a "
+                f"{type(self._dataset).__name__}, is one {kinds[self.keeps_state]}. Load it where it was taken."
+            )
+        if self.keeps_state:
+            return
+        generators = _generators(self._dataset)
+        for name in ("began", "asked"):
+            if name == "began" or state[name]:
+                check_generators(name, state[name], generators)
+        count, length = self._count_of(state), self._length()
+        rest = (state["batch_size"] or 1) - 1  # the last batch of theirs may be a small one
+        if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
+            raise ValueError(
+                f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
+                "loader as it was made there."
+            )
+        if count and not state["is_begun"]:
+            raise ValueError(f"The state says is_begun=False, and batches={count}: it was changed since it was taken.")
+
+    def load_state(self, state: State) -> None:
+        """Makes the next pass go on from where `state` was taken. It was checked."""
+        if self.keeps_state:
+            self._dataset.load_state_dict(state["loader"])
+        elif not state["is_begun"]:
+            _set(_generators(self._dataset)[1:], state["began"][1:])  # torch's own is for the checkpoint to restore
+        self._resumed = dict(state) if state["is_begun"] else None
+        self.position = Position()
+        self._place(self.position, state)
+
+    def is_over(self, position: Position) -> None:
+        """Says that the consumer of a pass has come to its end. If it is the last pass, the next one stands there."""
+        if position is self.position:
+            self.position = Position()
+
+    def first(self) -> Tree:
+        """An element, to see what they are made of. No pass loses it, and none sees another one, or in another order.
+
+        Of a `DataLoader` it has one row, or is one sample.
+
+        Raises:
+            ValueError: If there is none, or none can be looked at.
+        """
+        loader = self._dataset
+        if _streams(loader):
+            raise ValueError(
+                f"The loader's dataset, a {type(loader.dataset).__name__}, is an iterator: to look at an element of it "
+                "is to take it away. Ask for element_spec when the first batch was read."
+            )
+        found = self._looked_at() if self._once is None else self._once.peeked()
+        if not found:
+            raise ValueError("The dataset has no element to look at, so it is not known what they are made of.")
+        return found[0]
+
+    def _looked_at(self) -> list[Tree]:
+        """One element that will be read again, or none; no generator of torch notices."""
+        loader = self._dataset
+        with _put_back(_generators(loader, getattr(loader, "dataset", None))):
+            if not self.keeps_state or isinstance(loader, DataLoader):
+                return list(islice(_samples(loader), 1))
+            state = self.state_of_loader()
+            try:
+                return list(islice(loader, 1))
+            finally:
+                loader.load_state_dict(state)
+
+    @property
+    def _batch_size(self) -> int | None:
+        size = getattr(self._dataset, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    def _length(self) -> int | None:
+        """How many elements it has, if that is certain."""
+        if isinstance(getattr(self._dataset, "dataset", None), IterableDataset):
+            return None  # what such a dataset says of its length is an estimate
+        with suppress(TypeError, NotImplementedError):
+            return len(self._dataset)
+        return None
+
+    def _place(self, position: Position, state: State) -> None:
+        """Puts a position where a state says."""
+        position.is_begun = state["is_begun"]
+        if self.keeps_state:
+            position.loader = state["loader"]
+        elif position.is_begun:
+            position.count, position.began, position.asked = self._count_of(state), state["began"], state["asked"]
+
+    def _begun(self, position: Position) -> Iterator[Tree]:
+        position.began = self.generators_now()
+        running = set(multiprocessing.active_children()) if self.allows_one_pass_at_a_time else set()
+        iterator = self._iterator()
+        if not self.asks_sampler_at_once:
+            position.asked = self.generators_now()
+        elif running and running >= set(multiprocessing.active_children()):
+            position.asked = []  # persistent workers, which had their seed when the first pass began
+        return iterator
+
+    def _taken_up(self, position: Position, state: State) -> Iterator[Tree]:
+        generators = _generators(self._dataset)
+        with _put_back(generators[:1]):  # torch's own goes on from where the checkpoint has it
+            if self.keeps_state:
+                return self._iterator()
+            self._place(position, state)
+            _set(generators, position.began)
+            return self._iterator_from(position)
+
+    def _iterator(self, count: int = 0) -> Iterator[Tree]:
+        if is_map_style(self._dataset):
+            return map(self._dataset.__getitem__, range(count, len(self._dataset)))
+        return iter(self._dataset if self._once is None else self._once)
+
+    def _iterator_from(self, position: Position) -> Iterator[Tree]:
+        """The elements that are left. The others are not even loaded, of a dataset of which single ones can be."""
+        loader, generators, asked = self._dataset, _generators(self._dataset), position.asked
+        if is_map_style(loader):
+            return self._iterator(position.count)
+        if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+            iterator = self._iterator()
+            _set(generators, asked or [])
+            for index in range(position.count):
+                if next(iterator, _END) is _END:
+                    raise ValueError(
+                        f"The state says that batches={position.count} were consumed, and the dataset has {index}: it "
+                        "is not the one of which the state was taken."
+                    )
+            return iterator
+        rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.count)
+        if asked is None:
+            iterator = iter(_with_indices(loader, rest, loader.generator))  # draws the seed
+            if self.has_workers:
+                return iterator  # which has asked at once, too
+        indices = iter(rest)
+        _set(generators, asked or [])
+        rest.leave_out()
+        return iter(_with_indices(loader, indices, None))  # None: a seed is drawn, but not from the loader's generator
+
+    def _count_of(self, state: State) -> int:
+        """How many elements of this source a state leaves out.
+
+        Raises:
+            ValueError: If it ends within one of them.
+        """
+        theirs, ours, count = state["batch_size"], self._batch_size, state["batches"]
+        if theirs == ours:
+            return int(count)
+        if theirs is None or ours is None:
+            raise ValueError(
+                f"The state is of a loader with batch_size={theirs}, and this one has batch_size={ours}: which of its "
+                "batches were consumed cannot be known. Make the loader as it was made there."
+            )
+        rows = count * theirs
+        if rows % ours:
+            raise ValueError(
+                f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} no "
+                f"batch begins there. Make the loader with a batch size that divides {rows}."
+            )
+        return int(rows // ours)
+
+
+@final
+class Pass:
+    """One pass over a source, on one thread at a time. After an error it goes on, if its loader does."""
+
+    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position) -> None:
+        self.source = source
+        self._iterator = iterator
+        self.position = position
+        self.count = position.count  # of elements that were read, or would have been but for an error
+
+    def __iter__(self) -> Iterator[Tree]:
+        return self
+
+    def __next__(self) -> Tree:
+        if not self.count and not self.source.asks_sampler_at_once:
+            self.position.asked = self.source.generators_now()
+        self.count += 1
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self.count -= 1
+            self._iterator = iter(())  # whatever it would say if it were asked again
+            raise
+
+
+@final
+class _Once(Iterator[Tree]):
+    """What is left of an iterator, whose next element may be looked at."""
+
+    def __init__(self, iterator: Iterator[Tree]) -> None:
+        self._iterator = iterator
+        self._peeked: list[Tree] = []
+
+    def __next__(self) -> Tree:
+        return self._peeked.pop() if self._peeked else next(self._iterator)
+
+    def peeked(self) -> list[Tree]:
+        """The next element, or nothing."""
+        self._peeked = self._peeked or list(islice(self._iterator, 1))
+        return self._peeked
+
+
+@final
+class _Rest:
+    """What a sampler yields after the first `count`. Whoever iterates over it makes the sampler draw as always."""
+
+    def __init__(self, sampler: Iterable[Any], count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._left_out: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = iter(self._sampler)
+        self._left_out = islice(indices, self._count)
+        return chain((index for index in self._left_out if False), indices)
+
+    def leave_out(self) -> None:
+        """Makes the sampler draw the first ones now, if it has not, and none after them."""
+        for _ in self._left_out:
+            pass
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether it is a dataset of single elements, which have numbers and no order."""
+    return isinstance(dataset, Dataset) and not isinstance(dataset, (IterableDataset, DataLoader))
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Whether it is a loader that iterates as torch's does."""
+    return isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__
+
+
+def _streams(dataset: Any) -> bool:
+    """Whether it is a loader that reads from an iterator."""
+    return isinstance(dataset, DataLoader) and isinstance(dataset.dataset, Iterator)
+
+
+def _samples(dataset: Any) -> Iterator[Tree]:
+    """What its elements are like, without any workers."""
+    if is_map_style(dataset):
+        return (dataset[index] for index in range(len(dataset)))
+    if not isinstance(dataset, DataLoader):
+        return iter(dataset)
+    batches = dataset.batch_sampler is not None
+    if isinstance(dataset.dataset, IterableDataset):
+        samples = iter(dataset.dataset)
+    else:
+        indices = chain.from_iterable(dataset.batch_sampler or ()) if batches else iter(dataset.sampler)
+        samples = (dataset.dataset[index] for index in indices)
+    return (dataset.collate_fn([sample] if batches else sample) for sample in samples)
+
+
+def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
+    """A loader like this one, which yields these batches, or samples if it does not make batches."""
+    chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
+    alike = {name: getattr(loader, name) for name in _OF_A_LOADER}
+    return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
+
+
+def _generators(*loaders: Any) -> list[torch.Generator]:
+    """Torch's own, and those that loaders, and the samplers and streams that they are made of, hold."""
+    parts = list(loaders)
+    found = {id(torch.default_generator): torch.default_generator}
+    for part in parts:  # also those that are found meanwhile
+        for name, value in list(getattr(part, "__dict__", {}).items()):
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif name in _OF_THE_ORDER or isinstance(value, (Sampler, IterableDataset, DataLoader)):
+                parts += [] if any(value is known for known in parts) else [value]
+    return list(found.values())
+
+
+def _set(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    """Puts generators into states, or none of them where there are no states."""
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state.cpu())  # torch.load(map_location=...) moves them, too
+
+
+@contextmanager
+def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """A block after which generators are as before."""
+    before = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        _set(generators, before)
+
+
+_END = object()
+_OF_THE_ORDER = ("sampler", "batch_sampler")
+_OF_A_LOADER = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "pin_memory_device",
+    "in_order",
+)

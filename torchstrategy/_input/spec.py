@@ -1,0 +1,73 @@
+"""What the elements of a distributed dataset are made of, as far as that is known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from torchstrategy._input.batch_types import applied, counts_within
+
+
+@final
+@dataclass(frozen=True)
+class TensorSpec:
+    """The shape and dtype of a tensor.
+
+    Args:
+        shape: Its sizes; None for one that is not known beforehand.
+        dtype: Of its elements.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> loader = torch.utils.data.DataLoader(torch.ones(5, 3), batch_size=2)
+        >>> strategy.experimental_distribute_dataset(loader).element_spec
+        TensorSpec(shape=(None, 3), dtype=torch.float32)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/TensorSpec
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+
+@final
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """What each replica is given of a per-replica value.
+
+    Args:
+        value_specs: A `TensorSpec` for each replica; of what is no tensor, its type.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4, drop_last=True)
+        >>> spec = strategy.experimental_distribute_dataset(loader).element_spec
+        >>> spec.value_specs[1]
+        TensorSpec(shape=(2, 3), dtype=torch.float32)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset#element_spec
+    """
+
+    value_specs: tuple[TensorSpec | type, ...]
+
+
+def spec_of(value: Any, rows: int | None, *, is_batched: bool) -> TensorSpec | type:
+    """The spec of values like `value`, which have so many rows, if they have any.
+
+    Args:
+        value: What one replica gets of a leaf.
+        rows: How many; None: that is not known beforehand.
+        is_batched: Whether the first dimension of a tensor are its rows.
+    """
+    tensor = applied(value, lambda tensor: tensor)
+    if not isinstance(tensor, torch.Tensor):
+        return type(value)
+    shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+    if is_batched and counts_within(value):
+        shape[0] = rows
+    return TensorSpec(tuple(shape), tensor.dtype)

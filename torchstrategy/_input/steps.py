@@ -1,0 +1,242 @@
+"""The steps of a pass: what is read for each, and how it is dealt out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+
+from torchstrategy._core.distributed_values import ABSENT, Unmade
+from torchstrategy._core.tree import map_leaves, unflatten_like
+from torchstrategy._core.types import Tree
+from torchstrategy._core.warnings import warn
+from torchstrategy._input.batch_types import is_leaf, lists_as_rows, rows_as_lists
+from torchstrategy._input.source import Pass, Position, Source
+from torchstrategy._input.spec import PerReplicaSpec, TensorSpec, spec_of
+from torchstrategy._input.splitting import Dealt, Pieces, Sizes, Whole, joined, split
+
+
+class Mark(NamedTuple):
+    """Where a consumer stands in a pass when it has consumed a step."""
+
+    position: Position
+    consumed: int
+    loader: Any
+
+    def reach(self) -> None:
+        """Says that it has."""
+        self.position.count, self.position.loader = self.consumed, self.loader
+
+
+class Dealer(ABC):
+    """Makes steps of the elements of sources.
+
+    Args:
+        sources: What is read.
+        replicas: To how many replicas it is dealt out.
+        lists_are_rows: Whether each item of a list is a row; None: nobody has said.
+    """
+
+    def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None) -> None:
+        self.sources = tuple(sources)
+        self.replicas = replicas
+        self._lists_are_rows = lists_are_rows
+        self._spec: Tree = None
+        self._has_to_be_seen = any(source.shows_each_once for source in sources)
+
+    def spec(self) -> Tree:
+        """What its elements are made of."""
+        if self._spec is None:
+            with self.sources[0].reading():
+                self._spec = self._spec_of(self.dealt(self.first()))
+        return self._spec
+
+    def dealt(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        """Deals out the elements of one step, as they are to be understood."""
+        if not self._lists_are_rows or self.replicas == 1:
+            return self.deal(elements)
+        dealt = self.deal([element if element is ABSENT else lists_as_rows(element) for element in elements])
+        assert isinstance(dealt, Dealt)
+        return dealt._replace(has_rows=True)
+
+    def saw(self, dealt: Dealt | Whole) -> None:
+        """Takes the spec from an element that was read, where it will be too late to look at one."""
+        if self._has_to_be_seen and self._spec is None:
+            self._spec = self._spec_of(dealt)
+
+    def _spec_of(self, dealt: Dealt | Whole) -> Tree:
+        rows, is_batched = self.rows(), self.sources[0].is_batched
+
+        def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
+            return spec_of(leaf, count, is_batched=is_batched)
+
+        def specs(leaf: Tree) -> Tree:
+            if type(leaf) is not Pieces:
+                return spec(leaf, None)
+            shown = next(piece for piece in leaf if type(piece) is not Unmade)
+            pieces = [rows_as_lists(shown if type(piece) is Unmade else piece) for piece in leaf]
+            return PerReplicaSpec(tuple(map(spec, pieces, rows)))
+
+        if isinstance(dealt, Whole):
+            return map_leaves(spec, dealt.element, is_leaf)
+        return unflatten_like([specs(leaf) for leaf in dealt.leaves], dealt.spec)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many steps a pass has."""
+
+    @abstractmethod
+    def rows(self) -> Sequence[int | None]:
+        """How many rows each replica gets in every step, if that is certain beforehand."""
+
+    @abstractmethod
+    def first(self) -> Sequence[Tree]:
+        """Elements to deal out for a step, which no pass loses."""
+
+    @abstractmethod
+    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+        """Reads the elements of one step into a list, which holds what was read before an error."""
+
+    @abstractmethod
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        """Deals them out."""
+
+
+@final
+class InPieces(Dealer):
+    """Each element is cut into a piece for each replica; a lone replica gets it whole.
+
+    Args:
+        source: Yields batches of the global size.
+        replicas: To how many replicas they are dealt out.
+        sizes: How they are cut.
+        lists_are_rows: Whether each item of a list is a row; None: nobody has said.
+        is_moved: Whether pieces will be moved to devices.
+        is_even: Whether a batch that can be cut into equal pieces is.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        replicas: int,
+        sizes: Sizes,
+        lists_are_rows: bool | None,
+        *,
+        is_moved: bool,
+        is_even: bool,
+    ) -> None:
+        super().__init__([source], replicas, lists_are_rows)
+        self._sizes = sizes
+        self._is_moved = is_moved
+        self._is_even = is_even
+
+    def __len__(self) -> int:
+        return len(self.sources[0])
+
+    def rows(self) -> Sequence[int | None]:
+        rows = self.sources[0].rows
+        if rows is None or (self._is_even and rows % self.replicas):
+            return [None] * self.replicas
+        return [piece.stop - piece.start for piece in self._sizes(rows)]
+
+    def first(self) -> Sequence[Tree]:
+        return [self.sources[0].first()]
+
+    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+        elements.append(next(passes[0]))
+
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        (element,) = elements
+        if self.replicas == 1:
+            return Whole(element)
+        if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
+            self._lists_are_rows = False  # which is what nobody said, and once is enough
+            warn(
+                f"A batch is a list of {len(element)} tensors of shape {tuple(element[0].shape)}, which are cut along "
+                "their first dimension, as the columns of a table are. If each of them is a row, as collate_fn=list "
+                "makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False.",
+                UserWarning,
+            )
+        return split(element, self._sizes, self.replicas, is_moved=self._is_moved)
+
+
+def _may_be_rows(batch: Tree) -> bool:
+    """Whether a batch looks as if each tensor in a list were a row, and not a column."""
+    if type(batch) is not list or len(batch) < _A_FEW or not all(isinstance(item, torch.Tensor) for item in batch):
+        return False
+    return len({(item.shape, item.dtype) for item in batch}) == 1 and batch[0].dim() > 0
+
+
+_A_FEW = 3  # inputs and targets are two
+
+
+@final
+class OneForEach(Dealer):
+    """Each replica is given an element of its own: of the one source in turn, or of a source for each.
+
+    Where the data runs out in the middle of a step, the replicas that are left get none, and no element is lost.
+    """
+
+    def __len__(self) -> int:
+        of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
+        return -(-of_each // self.replicas)
+
+    def rows(self) -> Sequence[int | None]:
+        return [self.sources[0].rows if self.replicas == 1 else None] * self.replicas  # the data may run out in a step
+
+    def first(self) -> Sequence[Tree]:
+        elements = [source.first() for source in self.sources]
+        return elements * (self.replicas // len(elements))
+
+    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+        for r in range(len(elements), self.replicas):
+            try:
+                elements.append(next(passes[r % len(passes)]))
+            except StopIteration:
+                elements.append(ABSENT)
+        if all(element is ABSENT for element in elements):
+            elements.clear()
+            raise StopIteration
+
+    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+        return Whole(elements[0]) if self.replicas == 1 else joined(elements)
+
+
+@final
+class Steps:
+    """The steps of one pass, read on one thread at a time. After an error they go on, if the loader does.
+
+    They are read in host memory, whatever the default device is: a strategy's scope has that of its parameters.
+
+    Args:
+        dealer: Makes them.
+        passes: One over each of its sources.
+        is_ahead: Whether they are read before they are wanted.
+    """
+
+    def __init__(self, dealer: Dealer, passes: Sequence[Pass], *, is_ahead: bool) -> None:
+        self._dealer = dealer
+        self._passes = passes
+        self._is_ahead = is_ahead
+        self._elements: list[Tree] = []
+        for mark in self._marks():
+            mark.reach()
+
+    def __iter__(self) -> Iterator[tuple[Dealt | Whole, list[Mark]]]:
+        return self
+
+    def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
+        with self._dealer.sources[0].reading():
+            self._dealer.read(self._passes, self._elements)
+            elements, self._elements = self._elements, []
+            dealt = self._dealer.dealt(elements)
+            self._dealer.saw(dealt)
+            return dealt, self._marks()
+
+    def _marks(self) -> list[Mark]:
+        return [
+            Mark(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            for one in self._passes
+        ]

@@ -1,0 +1,117 @@
+"""Of what replicas cannot have copies, each refused by its path in the model."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.attribute_contents import tensors_in
+from torchstrategy._binding.closure_rebinding import closed_over
+from torchstrategy._binding.module_structure import HOOK_TABLES
+from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
+from torchstrategy._binding.proxies import plain_class
+from torchstrategy._variables.variable import is_variable
+
+
+def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further: Sequence[torch.Tensor] = ()) -> None:
+    """Refuses modules that can have no copies.
+
+    Args:
+        roots: Modules, which are looked at with all below them.
+        are_all: Whether there are no others: a trainable tensor may be a parameter of one of those.
+        further: What is copied besides, and may be held by a module as anything.
+
+    Raises:
+        TypeError: Naming what cannot be copied.
+    """
+    named = _named(roots)
+    parameters = {id(parameter) for _, module in named for parameter in module.parameters(recurse=False)}
+    parameters.update(map(id, further))
+    for path, module in named:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
+            )
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
+                "wraps, `.module`: the batch is split already."
+            )
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not nn.parameter.is_lazy(parameter):
+                _refuse_parameter(f"{path}.{name}", parameter)
+        computed = computed_by_hooks(module)
+        for name, value in vars(module).items():
+            if name not in TORCHS_OWN and name not in computed:
+                refuse_trainable(f"{path}.{name}", value, parameters, are_all)
+        for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
+            refuse_trainable(f"A hook of {path}", hook, parameters, are_all)
+
+
+def refuse_lazy(roots: Sequence[nn.Module]) -> None:
+    """Refuses modules that do not know their sizes yet.
+
+    Raises:
+        TypeError: Naming the parameter.
+    """
+    for path, module in _named(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and nn.parameter.is_lazy(parameter):
+                raise TypeError(
+                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the "
+                    "module, outside of strategy.run, before the first step."
+                )
+
+
+def refuse_trainable(path: str, value: object, parameters: Container[int], are_all: bool = True) -> None:
+    """Refuses a plain attribute that holds what would learn, or a function that closes over such a tensor.
+
+    Args:
+        path: The attribute.
+        value: What it is.
+        parameters: The ids of the parameters of modules: an LSTM lists its own.
+        are_all: Whether there are no others.
+
+    Raises:
+        TypeError: Naming it.
+    """
+    for where, tensor in _trainable(tensors_in(path, value) if are_all else ()):
+        if id(tensor) not in parameters and tensor.is_leaf:  # others are outputs that a forward has kept
+            raise TypeError(
+                f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
+                "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "
+                "detach it."
+            )
+    for name, tensor in _trainable(closed_over(value) if are_all and isinstance(value, types.FunctionType) else ()):
+        if id(tensor) not in parameters and tensor.is_leaf:  # others are what the function saw in an earlier step
+            raise TypeError(
+                f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter of the "
+                "model: every replica would add to its one gradient. Make it a parameter of the module, "
+                "torch.nn.Parameter(...), or detach it."
+            )
+
+
+def _trainable(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((where, value) for where, value in held if isinstance(value, torch.Tensor) and value.requires_grad)
+
+
+def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    return [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
+
+
+def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
+    if parameter.is_inference():
+        raise TypeError(
+            f"{name} was made in torch.inference_mode(), where torch does not count what is written on a tensor, so "
+            "that copies could not be kept in step. Make the model outside of that mode."
+        )
+    if plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
+        raise TypeError(
+            f"{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter itself, and not "
+            "of its subclasses."
+        )

@@ -1,0 +1,409 @@
+"""The copies of the user's modules that one replica has: how they are made, and how values reach them.
+
+`copy.deepcopy` copies the structure, with every tensor put there beforehand: the replica's own parameters, and its
+buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in
+from torchstrategy._binding.closure_rebinding import Rebinding
+from torchstrategy._binding.deep_copy import deep_copied
+from torchstrategy._binding.module_structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
+from torchstrategy._binding.module_traversal import TORCHS_OWN
+from torchstrategy._binding.tensor_versions import Originals, write_value
+from torchstrategy._binding.uncounted_writes import writes_on
+from torchstrategy._communication.transfer import Write, sent_to
+from torchstrategy._communication.weighted_sums import equal
+from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions
+from torchstrategy._core.types import Device
+from torchstrategy._replication.replica_variable import LocalVariable
+from torchstrategy._training.replica_gradients import LocalParameter, set_plain_data
+from torchstrategy._variables.variable import Variable, is_variable
+
+
+@final
+class ReplicaModules:
+    """The copies of one replica.
+
+    Args:
+        roots: The user's modules: none of them is part of another.
+        modules: They and everything below them.
+        parameters: Their parameters.
+        buffers: Their buffers.
+        device: Where the replica computes.
+        may_alias: Whether a parameter on that device shares the memory of its original.
+
+    Raises:
+        TypeError: If a module cannot be copied.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
+        parameters: Originals,
+        buffers: Originals,
+        device: Device,
+        may_alias: bool,
+    ) -> None:
+        owners = parameters.tensors
+        # Which parameters share the memory of their original:
+        self.aliased = [may_alias and owner.device == device for owner in owners]
+        data = [
+            owner.detach() if aliased else sent_to([owner], [device])[0][0]
+            for owner, aliased in zip(owners, self.aliased, strict=True)
+        ]
+        self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
+        self.trained = requires_grad_of(self.parameters)
+        # Those that count for themselves what is written on them; of the others, the originals count it.
+        self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
+        self.parameters_are_known()
+        own = sent_to(buffers.tensors, [device])[0]
+        self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
+        self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
+        self._held: list[torch.Tensor] = []  # for as long as their ids are in the memo
+        for module in modules:
+            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
+            for name, value in _plain(module).items():
+                for path, held in tensors_in(f"{type(module).__name__}.{name}", value):
+                    if id(held) not in self._memo:
+                        self._memo[id(held)] = _copy_of(held, device, path)
+                        self._held.append(held)
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
+        copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
+        pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
+        for module in modules:
+            compile_alike(module, pairs[id(module)])
+        self._memo.update(pairs)
+        # An output holds its graph, and with it parameters. The user may drop it: it is not held here.
+        outputs = [tensor for tensor in self._held if not tensor.is_leaf]
+        self._held = [tensor for tensor in self._held if tensor.is_leaf]
+        for output in outputs:
+            del self._memo[id(output)]
+        self._device = device
+        self.insides = [pairs[id(module)].__dict__ for module in modules]
+        self._close_over_own()
+        self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
+        self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
+        self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
+        self._agreed = [(tensor, version(tensor)) for tensor in own]
+        self._writes = writes_on(own)
+        self._agree()
+        self._structure = Structure(self.insides, counts_hooks=True)
+
+    def _close_over_own(self) -> None:
+        """Functions that the modules hold close over this replica's, where the user's close over the originals."""
+        rebinding = Rebinding(self._memo)
+        for inside in self.insides:
+            for name in inside.keys() - TORCHS_OWN:
+                inside[name] = rebinding.of(inside[name])
+            for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
+                table.update({key: rebinding.of(hook) for key, hook in table.items()})
+
+    def bring_parameters(self, originals: Originals, changed: Sequence[int], moved: set[int]) -> Write:
+        """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        counting: set[int] = set()  # those that count for themselves from here on
+        owners = originals.tensors
+        for index in changed if self._counting else moved:
+            if self.aliased[index] and index not in moved:
+                continue
+            local, owner = self.parameters[index], owners[index]
+            if self.aliased[index] and owner.device == local.device:
+                set_plain_data(local, owner.detach())
+                counting.add(index)
+            elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
+                set_plain_data(local, owner.detach().to(local.device, copy=True))
+                self.aliased[index] = False
+                counting.add(index)
+            else:
+                targets.append(local)
+                sources.append(owner)  # the very same for each replica: `write` may broadcast it
+        if counting:
+            self._counting = sorted({*self._counting, *counting})
+        return Write(targets, sources)
+
+    def parameters_are_known(self) -> None:
+        """The parameters agree with the originals: whatever is written on them from here on, the step writes."""
+        self._versions = self._counted()
+
+    def written_parameters(self) -> list[int]:
+        """Those on which the step wrote, as far as they count it themselves."""
+        counted = self._counted()
+        if counted == self._versions:
+            return []
+        triples = zip(self._counting, self._versions, counted, strict=True)
+        return [index for index, before, after in triples if before != after]
+
+    def _counted(self) -> list[int]:
+        return versions([self.parameters[index] for index in self._counting]) if self._counting else []
+
+    def bring_requires_grad(self, flags: Sequence[bool]) -> None:
+        """Brings which parameters are trained."""
+        if self.trained != flags:
+            self.trained = list(flags)
+            for parameter, flag in zip(self.parameters, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def noted_requires_grad(self) -> list[bool]:
+        """Which parameters are trained, after a step that may have changed it."""
+        self.trained = requires_grad_of(self.parameters)
+        return self.trained
+
+    def bring_buffers(self, indices: Sequence[int], originals: Originals) -> None:
+        """Brings the values of buffers."""
+        are_others = False
+        for index in indices:
+            own, original = self._agreed[index][0], originals.tensors[index]
+            if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
+                own, are_others = original.detach().to(own.device, copy=True), True
+            else:
+                write_value(own, original, originals.are_running[index])
+            table, name = self._slots[index]
+            table[name] = own
+            self._agreed[index] = (own, version(own))
+        if are_others:
+            self._writes = writes_on([own for own, _ in self._agreed])
+        else:
+            self._writes.agree()
+
+    def bring_attribute(self, position: int, name: str, value: object) -> None:
+        """Brings a plain attribute of a module; `MISSING` takes it away."""
+        inside = self.insides[position]
+        if value is MISSING:
+            inside.pop(name, None)
+        else:
+            inside[name] = self.copied(value, {}, name)
+        self._agree()
+
+    def copied(self, value: Any, own: Mapping[int, Any], name: str = "") -> Any:
+        """A copy of what the user holds, for this replica: of what it has already, that.
+
+        Args:
+            value: What the user holds.
+            own: By the id of further things of the user's, what this replica has.
+            name: What to call the value in a message.
+        """
+        memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}, **own}
+        new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
+        memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
+        return Rebinding({**self._memo, **own}).of(deep_copied(value, memo))
+
+    def changes(self) -> list[Change]:
+        """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
+        found = list(self._structure.changes())
+        made = [change for change in found if not change.is_value()]
+        if found and not made:
+            self._structure.is_known()
+        return made
+
+    def return_attributes(
+        self, originals: Sequence[dict[str, Any]], computed: Sequence[Set[str]], states: Mapping[int, Set[str]]
+    ) -> list[tuple[int, str]]:
+        """Brings to the originals the plain attributes that the step replaced.
+
+        Returns:
+            The positions of the modules, and the names, of those that it brought.
+
+        Args:
+            originals: What the user's modules have inside.
+            computed: Of each module, the attributes that its hooks compute.
+            states: By the position of a module, the attributes that are brought otherwise.
+        """
+        brought: list[tuple[int, str]] = []
+        if same(self._known_values, held_in(self.insides)):
+            return brought
+        for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
+            for name in {**known, **local}:
+                value = local.get(name, MISSING)
+                is_table = name in TORCHS_OWN and not isinstance(value, PLAIN)
+                if value is not known.get(name, MISSING) and not is_table and name not in states.get(position, ()):
+                    before = originals[position].get(name, MISSING)
+                    _return(originals[position], name, value, name in computed[position])
+                    if originals[position].get(name, MISSING) is not before:
+                        brought.append((position, name))
+        self._agree()
+        return brought
+
+    def _agree(self) -> None:
+        """The plain attributes agree with the originals: what is replaced from here on, the step replaces."""
+        self._known = [dict(inside) for inside in self.insides]
+        self._known_values = held_in(self.insides)
+
+    def return_hook(self, change: Change, original: dict[str, Any], originals: Mapping[int, object]) -> None:
+        """Registers a hook on an original, or removes it, as the step did on the copy.
+
+        It closes over originals, by the id of what this replica has in the place of each.
+        """
+        table, number = original[change.table], change.name
+        if change.after is MISSING:
+            table.pop(number, None)
+            return
+        table[number] = Rebinding(originals).of(change.after)
+        for flags in HOOK_FLAGS:
+            if number in self.insides[change.position][flags]:
+                original[flags][number] = True
+
+    def return_buffer(self, change: Change, original: dict[str, Any], device: Device) -> None:
+        """Makes a buffer in an original, or takes it away, as the step did in the copy."""
+        table, name, value = original["_buffers"], change.name, change.after
+        if isinstance(value, torch.Tensor):
+            table[name] = value.detach().to(device, copy=True)
+        elif value is None:
+            table[name] = None
+        else:
+            table.pop(name, None)
+        unsaved = "_non_persistent_buffers_set"
+        original[unsaved].discard(name)
+        original[unsaved].update({name} & self.insides[change.position][unsaved])
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """The replica's own buffer, or what the step put in its place."""
+        table, name = self._slots[index]
+        value = table.get(name)
+        return self._agreed[index][0] if value is None else value
+
+    def written_buffers(self, originals: Originals) -> set[int]:
+        """The buffers that the step wrote, or put another tensor in the place of."""
+        agreed = enumerate(self._agreed)
+        counted = {i for i, (own, count) in agreed if self.buffer(i) is not own or version(own) != count}
+        written = counted | self._writes.take(counted)
+        for index, (own, _) in enumerate(self._agreed):
+            # torch's kernels do not count what they write on running statistics.
+            if originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index]):
+                written.add(index)
+        return written
+
+
+def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors hold different numbers."""
+    return not equal(first, second.to(first.device))
+
+
+def _local(owner: torch.Tensor, data: torch.Tensor) -> LocalParameter:
+    if isinstance(owner, Variable):
+        return LocalVariable.of(owner, data, owner.requires_grad)
+    return LocalParameter.over(data, owner.requires_grad)
+
+
+def _slot_of(
+    tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]
+) -> tuple[dict[str, Any], str]:
+    """Where the replica's copy of a buffer is held."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is tensor:
+                return local[id(module)]._buffers, name
+    raise AssertionError("a buffer of no module")
+
+
+def _hooks_to_share(module: nn.Module) -> list[object]:
+    """The hooks of which a replica uses the user's own object: a recorder that is not copied records all replicas."""
+    hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
+    return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
+
+
+def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]:
+    """The optimizers, schedulers and scalers that a module holds, perhaps in an object: of them there are no copies."""
+    for value in attributes.values():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in several:
+            if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)):
+                yield item
+            elif depth and not isinstance(item, (nn.Module, torch.Tensor, type)):
+                yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
+
+
+def _return(original: dict[str, Any], name: str, value: Any, is_computed: bool) -> None:
+    """Brings to an original what a step has put in the place of a plain attribute, if it is data."""
+    before = original.get(name, MISSING)
+    if value is MISSING:
+        original.pop(name, None)
+    elif isinstance(value, torch.Tensor):
+        fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
+        # An output that forward keeps has the rows of one replica only: it stays there.
+        if fits and (is_computed or not (value.requires_grad or before.requires_grad)):
+            original[name] = value.detach().to(before.device, copy=not is_computed)
+    elif is_data(value, lambda _: False):
+        original[name] = copy.deepcopy(value)
+
+
+class _KeptOutput(torch.autograd.Function):
+    """A copy of an output that a module keeps: a backward does not go through it, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, path: str) -> torch.Tensor:
+        ctx.path = path
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"This backward goes through {ctx.path}, which was computed outside of strategy.run and kept in a plain "
+            "attribute: a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to "
+            "be constant, detach it."
+        )
+
+
+_kept_output: Callable[[torch.Tensor, str], torch.Tensor] = _KeptOutput.apply
+
+
+def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
+    """A replica's copy of a tensor that a module holds in a plain attribute."""
+    if is_variable(tensor):
+        return tensor
+    copied = sent_to([tensor], [device])[0][0]
+    if tensor.is_leaf or not tensor.requires_grad:
+        return copied
+    with torch.enable_grad():
+        return _kept_output(copied.requires_grad_(), path)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+
+
+def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
+    """New ones in the place of the tables in which modules have nothing: those are most of what there is to copy."""
+    tables = (value for module in modules for value in vars(module).values() if type(value) in (OrderedDict, dict))
+    return {id(table): type(table)() for table in tables if not table}
+
+
+def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
+    """Copies of all roots at once, so that what they share stays shared."""
+    try:
+        copied: list[nn.Module] = deep_copied(list(roots), memo)
+        return copied
+    except Exception as error:
+        raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
+
+
+def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    modules, copies = list(root.modules()), list(copied.modules())
+    if len(modules) != len(copies):
+        what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"
+        raise uncopyable(type(root).__name__, TypeError(what))
+    return zip(modules, copies, strict=True)
+
+
+def uncopyable(name: str, error: Exception) -> TypeError:
+    """What is raised when `copy.deepcopy` fails on something of the user's."""
+    return TypeError(
+        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Tensors and modules "
+        "that a module holds must be ones that copy.deepcopy can copy; keep tensors with a history elsewhere."
+    )

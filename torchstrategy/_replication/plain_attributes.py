@@ -1,0 +1,129 @@
+"""What the plain attributes of the user's modules hold, and what each replica has in its place.
+
+A configuration, a list of numbers, an object that counts: a replica has copies of them. What the user changes in them
+between runs reaches the copies before the next run; what a step changes in its own copies reaches the originals after
+it, if it is data: numbers, texts, and containers of them. What else a step keeps there stays with the replica.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, final
+
+from torchstrategy._binding.attribute_contents import (
+    Contents,
+    Leaf,
+    Place,
+    contents_of,
+    is_data,
+    places_and_leaves,
+    write,
+)
+from torchstrategy._binding.tensor_versions import Original, Originals, write_value
+from torchstrategy._binding.uncounted_writes import writes_on
+from torchstrategy._core.torch_internals import versions
+from torchstrategy._replication.module_replica import ReplicaModules
+
+Named = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
+"""Lists attributes: for each the path, the value, and what each replica has in its place."""
+
+
+@final
+class Attributes:
+    """What the plain attributes of some modules hold.
+
+    Args:
+        replicas: What each replica has.
+        known: The ids of parameters and buffers, which are brought otherwise.
+        named: Lists the attributes of the originals.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaModules], known: Set[int], named: Named) -> None:
+        self._replicas = replicas
+        self._known_tensors = known
+        self._unbrought: set[int] = set()  # the ids of tensors of which the replicas do not agree with the original
+        self.collect(named)
+
+    def collect(self, named: Named) -> None:
+        """Looks for all that they hold now, in which the copies agree with the originals."""
+        places: dict[int, Place] = {}
+        leaves: dict[int, Leaf] = {}
+        for path, value, local in named():
+            found, tensors = places_and_leaves(path, value, local)
+            places.update((id(place.original), place) for place in found)
+            leaves.update((id(leaf.original), leaf) for leaf in tensors if id(leaf.original) not in self._known_tensors)
+        self._places, self._leaves = list(places.values()), list(leaves.values())
+        self._tensors = Originals([Original(leaf.path, leaf.original) for leaf in self._leaves])
+        self._tensors.watch(range(len(self._leaves)))
+        self._agree()
+
+    def bring(self, named: Named) -> bool:
+        """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
+        unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
+        written = unbrought.union(self._tensors.take_changes()[0])
+        self._unbrought.clear()
+        for index in written:
+            original, local = self._leaves[index].original, self._leaves[index].local
+            if any(one.shape != original.shape or one.dtype != original.dtype for one in local):
+                return False
+            for one in local:
+                write_value(one, original, False)
+        changed = Contents([place.original for place in self._places]).differing(self._known)
+        for index in changed:
+            place = self._places[index]
+            for r, replica in enumerate(self._replicas):
+                own = {id(other.original): other.local[r] for other in self._places}
+                write(place.local[r], replica.copied(contents_of(place.original), own))
+        if changed:
+            self.collect(named)
+        elif written:
+            self._agree()
+        return True
+
+    def give_back(self, lead: int, named: Named) -> None:
+        """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
+        changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
+        if self._leaves:
+            self._give_back_tensors(lead)
+        if not changed:
+            return
+        own = {id(place.local[lead]): place for place in self._places}
+        shared = self._known.common(self._known_local[lead])
+        has_brought = False
+        for index in changed:
+            place = self._places[index]
+            contents = contents_of(place.local[lead])
+            if is_data(contents, lambda value: id(value) in own or id(value) in shared):
+                has_brought = True
+                for target, place_of in _targets(place, lead):
+                    memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
+                    write(target, copy.deepcopy(contents, memo))
+        if has_brought:
+            self.collect(named)
+
+    def _give_back_tensors(self, lead: int) -> None:
+        local = [leaf.local[lead] for leaf in self._leaves]
+        pairs = enumerate(zip(self._versions[lead], versions(local), strict=True))
+        counted = {index for index, (before, now) in pairs if before != now}
+        for index in counted | self._writes[lead].take(counted):
+            own, original = local[index], self._leaves[index].original
+            if own.shape == original.shape and not own.requires_grad:
+                write_value(original, own, False)
+                self._unbrought.add(id(original))  # a backward may still need what the other replicas have
+
+    def _agree(self) -> None:
+        self._known = Contents([place.original for place in self._places])
+        count = range(len(self._replicas))
+        self._known_local = [Contents([place.local[r] for place in self._places]) for r in count]
+        self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
+        self._writes = [writes_on([leaf.local[r] for leaf in self._leaves]) for r in count]
+
+
+def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:
+    """The original of a container and the copies of the other replicas, each with what it has of any other one."""
+    others: list[tuple[Any, Callable[[Place], Any]]] = [(place.original, lambda other: other.original)]
+    for r in range(len(place.local)):
+        if r != lead:
+            others.append((place.local[r], lambda other, r=r: other.local[r]))  # type: ignore[misc]
+    return others

@@ -1,0 +1,50 @@
+"""A variable in one replica, where the step has it from a module of its own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import numpy
+import torch
+
+from torchstrategy._core.torch_internals import make_parameter
+from torchstrategy._training.replica_gradients import LocalParameter
+from torchstrategy._variables.variable import Variable
+
+_OF_VARIABLES = frozenset(
+    {"aggregation", "assign", "assign_add", "assign_sub", "read_value", "synchronization", "trainable"}
+)
+
+
+@final
+class LocalVariable(LocalParameter):
+    """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
+
+    variable: weakref.ref[Variable]
+
+    @staticmethod
+    def of(variable: Variable, data: torch.Tensor, requires_grad: bool) -> LocalVariable:
+        """The copy of `variable` over the memory of `data`."""
+        local = make_parameter(LocalVariable, data, requires_grad)
+        assert isinstance(local, LocalVariable)
+        local.variable = weakref.ref(variable)
+        return local
+
+    @property
+    def name(self) -> str:
+        return self._variable.name
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
+        return self._variable.numpy(force=force)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_VARIABLES:
+            return getattr(self._variable, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _variable(self) -> Variable:
+        variable = self.variable()
+        assert variable is not None, "the run holds the variables of its strategy"
+        return variable

@@ -1,0 +1,382 @@
+"""Copies of the user's modules, one set for each replica, made once and kept in step with the originals.
+
+A replica's modules are real modules with real leaf parameters. What the user writes on the originals between runs
+(`train()`, a dropout rate, a frozen layer, loaded weights) reaches them before the next run; what a step writes on its
+own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the originals after it.
+
+                           parameters                              buffers
+    the original           the values; the optimizer writes them   the values between runs
+    a replica's copy       the same memory on the same device,     memory of its own
+                           else memory of its own
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.attribute_contents import PLAIN
+from torchstrategy._binding.module_structure import HOOK_TABLES, MISSING, Change, Structure, held_in, same
+from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
+from torchstrategy._binding.object_attributes import Written
+from torchstrategy._binding.tensor_versions import Original, Originals
+from torchstrategy._communication.transfer import write
+from torchstrategy._core.devices import place
+from torchstrategy._core.torch_internals import requires_grad_of
+from torchstrategy._core.trace import traced
+from torchstrategy._core.types import Device
+from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
+from torchstrategy._replication.lost_buffers import LostBuffers
+from torchstrategy._replication.metrics import Metrics
+from torchstrategy._replication.module_replica import ReplicaModules, differ, uncopyable
+from torchstrategy._replication.plain_attributes import Attributes
+from torchstrategy._training.replica_gradients import LocalParameter, written_in_replica
+from torchstrategy._training.replica_weights import Shares
+from torchstrategy._variables.kinds import SyncOnReadVariable
+from torchstrategy._variables.variable import Variable, is_variable
+
+
+@final
+class Mirrors:
+    """The copies of some modules, and all below them, on some devices.
+
+    Args:
+        roots: The originals: none of them is part of another.
+        devices: The device of each replica.
+        parameter_device: Where the originals are.
+        may_alias: Of each replica, whether a copy on the device of its original shares the memory of its parameters.
+        averages_buffers: Whether running statistics become the mean of the replicas'.
+        variables: Variables to be copied, too, whether or not they are in a module.
+
+    Raises:
+        TypeError: If a module cannot be copied; it is named, with what to do.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        devices: Sequence[Device],
+        parameter_device: Device,
+        may_alias: Sequence[bool],
+        averages_buffers: bool,
+        variables: Sequence[Variable] = (),
+    ) -> None:
+        self._device = place(parameter_device)
+        self._averages_buffers = averages_buffers
+        named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
+        paths = {id(module): path for path, module in reversed(named)}
+        modules = list({id(module): module for _, module in named}.values())
+        in_modules = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+        loose = [variable for variable in variables if id(variable) not in in_modules]
+        refuse_uncopyable(roots, further=loose)
+        refuse_lazy(roots)
+        # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
+        self._references = [weakref.ref(module) for module in modules]
+        self._insides = [module.__dict__ for module in modules]
+        self._paths = [paths[id(module)] for module in modules]
+        by_name = [Original(variable.name, variable) for variable in loose]
+        self._parameters = Originals(_originals(modules, paths, "_parameters"), by_name)
+        self._buffers = Originals(_originals(modules, paths, "_buffers"))
+        self.lost_buffers = LostBuffers(self._buffers)
+        self._replicas = [
+            ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
+            for device, aliases in zip(devices, may_alias, strict=True)
+        ]
+        self._watch_parameters()
+        self._buffers.watch(range(len(self._buffers.names)))
+        local = [replica.insides for replica in self._replicas]
+        self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
+        self._structure = Structure(self._insides)
+        self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
+        self._computed = [computed_by_hooks(module) for module in modules]  # plain attributes, by each replica's hooks
+        self._known = [dict(inside) for inside in self._insides]
+        self._known_values = held_in(self._insides)
+        self._unbrought: set[tuple[int, str]] = set()  # attributes that the first replica has given to the originals
+        known = self._index_of.keys() | set(map(id, self._buffers.tensors))
+        self._attributes = Attributes(self._replicas, known, self._named_attributes)
+
+    @property
+    def owners(self) -> list[torch.Tensor]:
+        """The parameters of the originals."""
+        return self._parameters.tensors
+
+    @property
+    def names(self) -> list[str]:
+        """What the user calls each of the owners: `Net.layers.0.weight`."""
+        return self._parameters.names
+
+    def parameters(self, replica: int) -> list[LocalParameter]:
+        """The parameters of one replica, in the order of `owners`."""
+        return self._replicas[replica].parameters
+
+    def originals(self) -> list[nn.Module]:
+        """The user's modules."""
+        return [module for reference in self._references if (module := reference()) is not None]
+
+    def local_objects(self, replica: int) -> dict[int, object]:
+        """The modules and parameters of one replica, by the id of the original."""
+        return self._replicas[replica].local_objects
+
+    def refresh(self) -> bool:
+        """Brings to the copies what was written on the originals. False if they have to be made anew."""
+        if self._is_outdated or not self._structure.is_same():
+            return False
+        if not self._attributes.bring(self._named_attributes):
+            return False
+        values = held_in(self._insides)  # the tables are among them
+        if self._unbrought or not same(self._known_values, values):
+            if not self._bring_attributes():
+                return False
+            self._known_values = values
+            self._attributes.collect(self._named_attributes)
+        self.refresh_parameters()
+        trained = requires_grad_of(self.owners)
+        for replica in self._replicas:
+            replica.bring_requires_grad(trained)
+        changed = self._changed_buffers()
+        if changed:
+            for replica in self._replicas:
+                replica.bring_buffers(changed, self._buffers)
+        return True
+
+    def hand_out(self, present: Sequence[int]) -> None:
+        """Says which replicas take part in the run that begins."""
+        self._metrics.hand_out(present)
+
+    def refresh_parameters(self) -> None:
+        """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
+        changed, moved = self._parameters.take_changes()
+        try:
+            if changed:
+                with traced("bring parameters"):
+                    write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+        except BaseException:
+            self._parameters.are_uncounted(changed)  # some copies may not have them
+            raise
+        for replica in self._replicas:
+            replica.parameters_are_known()
+        if moved:
+            self._watch_parameters()
+
+    def _watch_parameters(self) -> None:
+        """What all replicas share can be written in any way; of the others, copies have to follow."""
+        by_all = map(all, zip(*self.sharing(), strict=True))
+        self._parameters.watch(index for index, is_shared in enumerate(by_all) if not is_shared)
+
+    def sharing(self) -> list[list[bool]]:
+        """For each replica, which of its parameters share the memory of the originals."""
+        return [list(replica.aliased) for replica in self._replicas]
+
+    def own_parameters(self, replica: int) -> dict[int, LocalParameter]:
+        """The parameters of one replica that have memory of their own, by the id of the original."""
+        local, aliased = self._replicas[replica].parameters, self._replicas[replica].aliased
+        return {id(o): p for o, p, is_shared in zip(self.owners, local, aliased, strict=True) if not is_shared}
+
+    def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
+        """Says that originals, and all copies that have memory of their own, were written alike."""
+        for replica in self._replicas:
+            replica.parameters_are_known()
+        self._parameters.are_counted(self._index_of[id(owner)] for owner in owners)
+
+    def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Says that originals were written in a way that torch does not count."""
+        index_of = self._index_of
+        self._parameters.are_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
+
+    def check_unwritten(self, present: Sequence[int]) -> None:
+        """Refuses that the step of a replica wrote on parameters, which every replica would do once.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        written = [*self._parameters.written(), *(i for r in present for i in self._replicas[r].written_parameters())]
+        if written:
+            raise RuntimeError(written_in_replica(self.names[min(written)]))
+
+    def check_structure(self, present: Sequence[int]) -> list[list[Change]]:
+        """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
+
+        Returns:
+            For each of the replicas, what it did to buffers and hooks.
+
+        Raises:
+            RuntimeError: Naming it.
+        """
+        changes = [self._replicas[r].changes() for r in present]
+        for change in chain.from_iterable(changes):
+            where = self._paths[change.position]
+            if change.table in ("_parameters", "_modules"):
+                raise RuntimeError(_REBUILT.format(name=f"{where}.{change.name}", verb=change.verb()))
+            if change.table in HOOK_TABLES and not (change.after is MISSING or isinstance(change.after, _FUNCTIONS)):
+                raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
+        return changes
+
+    def return_to_originals(self, shares: Shares, changes: Sequence[Sequence[Change]]) -> None:
+        """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
+
+        The running statistics of normalisation layers are averaged by share, if they are to be; all else is that of
+        the first replica.
+        """
+        lead = self._replicas[shares.present[0]]
+        self._check_flags(shares)
+        values = self._buffer_values(shares)
+        states = self._metrics.put_together(shares)
+        # These may refuse; after them nothing does.
+        for position, name in lead.return_attributes(self._insides, self._computed, self._metrics.states):
+            Written(self._known[position], name, self._insides[position].get(name, MISSING)).apply()
+            self._unbrought.add((position, name))
+        self._known_values = held_in(self._insides) if self._unbrought else self._known_values
+        self._attributes.give_back(shares.present[0], self._named_attributes)
+        if any(changes):
+            self._return_changes(shares, changes[0])
+        for state in states:
+            state.write(self._insides[state.position])
+        self._metrics.let_go()
+        trained = lead.trained
+        if requires_grad_of(self.owners) != trained:
+            for owner, flag in zip(self.owners, trained, strict=True):
+                owner.requires_grad_(flag)
+        for index, value in values.items():
+            self._buffers.take(index, value)
+
+    def _return_changes(self, shares: Shares, changes: Sequence[Change]) -> None:
+        """Makes, or takes away, the hooks and buffers of the originals, as the first replica did with its own."""
+        self._is_outdated = True
+        lead = self._replicas[shares.present[0]]
+        originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
+        back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
+        for change in changes:
+            original = self._insides[change.position]
+            if change.table == "_buffers":
+                lead.return_buffer(change, original, self._device)
+            else:
+                lead.return_hook(change, original, back)
+
+    def _check_flags(self, shares: Shares) -> None:
+        flags = [self._replicas[r].noted_requires_grad() for r in shares.present]
+        for r, other in zip(shares.present[1:], flags[1:], strict=True):
+            if other != flags[0]:
+                name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
+                raise RuntimeError(
+                    f"The replicas disagree whether {name} is trained: replica {shares.present[0]} and replica {r} "
+                    "left its requires_grad at different values. Set it in every replica alike, or outside of "
+                    "strategy.run."
+                )
+
+    def _buffer_values(self, shares: Shares) -> dict[int, torch.Tensor]:
+        """What becomes of the buffers that a replica wrote.
+
+        Raises:
+            RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
+        """
+        present = [self._replicas[r] for r in shares.present]
+        combined = {}
+        written = [replica.written_buffers(self._buffers) for replica in present]
+        for index in set().union(*written):
+            original = self._buffers.tensors[index]
+            values = [replica.buffer(index).detach() for replica in present]
+            for value in values:
+                _check_fits(self._buffers.names[index], original, value)
+            combined[index] = values[0]
+            if self._buffers.are_running[index] and self._averages_buffers:
+                fractions = [shares.fractions[r] for r in shares.present]
+                here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
+                combined[index] = torch.stack(here).sum(0)
+            elif not self._buffers.are_running[index]:
+                others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
+                self.lost_buffers.look(index, values[0], others)
+        return combined
+
+    def _changed_buffers(self) -> list[int]:
+        buffers, local = self._buffers, self._replicas[0]  # all agree between runs: the first speaks for them
+        running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
+        uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
+        return sorted({*buffers.take_changes()[0], *uncounted})
+
+    def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+        """The plain attributes of all modules: the path, the value, and what each replica has in its place."""
+        for position, inside in enumerate(self._insides):
+            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
+            for name in [name for name in inside if name not in left_out]:
+                local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
+                is_everywhere = not any(value is MISSING for value in local)
+                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
+                    yield f"{self._paths[position]}.{name}", inside[name], local
+
+    def _bring_attributes(self) -> bool:
+        unbrought, self._unbrought = self._unbrought, set()
+        positions = {position for position, _ in unbrought}
+        for position, (known, now) in enumerate(zip(self._known, self._insides, strict=True)):
+            if position not in positions and same(held_in([known]), held_in([now])):
+                continue
+            changed = [
+                name
+                for name in {**known, **now}
+                if known.get(name, MISSING) is not now.get(name, MISSING) or (position, name) in unbrought
+            ]
+            if any(name in TORCHS_OWN and name != "training" for name in changed):
+                return False
+            for name in changed:
+                if name in self._computed[position] or name in self._metrics.states.get(position, ()):
+                    continue
+                value = now.get(name, MISSING)
+                refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
+                try:
+                    for replica in self._replicas:
+                        replica.bring_attribute(position, name, value)
+                except Exception as error:
+                    raise uncopyable(f"{self._paths[position]}.{name}", error) from error
+            self._known[position] = dict(now)
+        return True
+
+
+def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[Original]:
+    found: dict[int, Original] = {}
+    for module in modules:
+        for name, tensor in module.__dict__[table].items():
+            # A variable in the place of a buffer is a variable; and of some each replica has a value already.
+            if is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable):
+                continue
+            if tensor is not None:
+                is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
+                found.setdefault(id(tensor), Original(f"{paths[id(module)]}.{name}", tensor, is_running))
+    return list(found.values())
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    # The base classes of all batch and instance normalisation layers, without their private names; and those who
+    # follow torch in what they call such a buffer.
+    norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
+    return isinstance(module, norms) or name.startswith("running_")
+
+
+def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:
+    if original.shape != value.shape or original.dtype != value.dtype:
+        raise RuntimeError(
+            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of "
+            f"shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a plain "
+            "attribute."
+        )
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+
+_REBUILT = (
+    "{name} was {verb} in a replica: each replica would have one of its own, and the model and its optimizer none. Do "
+    "it outside of strategy.run. What forward makes when it is first called, it makes when one batch goes through the "
+    "module itself, before the first run; the module of a DataParallel is model.module."
+)
+
+_HOOK = (
+    "A step registered a hook on {where} in a replica, and left it there: an object of the class {kind}, which may "
+    "hold parts of that replica. Register it outside of strategy.run, remove it in the step, with handle.remove(), or "
+    "make it a function."
+)

@@ -1,0 +1,250 @@
+"""One run on one set of copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrategy._binding.object_attributes import Trainers
+from torchstrategy._binding.proxies import plain_class
+from torchstrategy._core.context import current_frame
+from torchstrategy._core.devices import in_use
+from torchstrategy._core.thread_state import undisturbed
+from torchstrategy._core.torch_internals import version
+from torchstrategy._core.types import Tree
+from torchstrategy._execution.replica import Replica, Watch
+from torchstrategy._replication.replica_set import Copies
+from torchstrategy._replication.storage import CrossReplica, Loan
+from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
+from torchstrategy._training.graph_parameter import is_in_replica
+from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
+from torchstrategy._training.replica_gradients import LocalParameter, written_in_replica
+from torchstrategy._training.replica_optimizer import LocalOptimizer, Owners
+from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.schedulers import OnceAStep
+from torchstrategy._variables.variable import is_variable
+
+
+@final
+class ReplicatedLoan(Loan, Owners):
+    """One run on one set of copies."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        shares: Shares,
+        outsiders: Sequence[tuple[torch.Tensor, str]],
+        counters: Sequence[Any],
+        trainers: Trainers,
+        cross_replica: CrossReplica,
+        as_they_are: Callable[[], AbstractContextManager[None]],
+        watch: Watch | None,
+        warned: set[tuple[int, str]],
+        has_plain_rows: bool,
+    ) -> None:
+        self.watch = watch
+        self._warned = warned
+        self._trained = trained(copies.mirrors.owners) if has_plain_rows else None
+        self._lent: list[Replica] = []
+        self._copies = copies
+        self._as_they_are = as_they_are
+        self._shares = shares
+        # A variable that is not the strategy's may be assigned: by each replica for itself.
+        written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
+        self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
+        self._counters = counters
+        self._trainers = trainers
+        self._cross_replica = cross_replica
+        self._threads = {threading.get_ident()}  # those that speak for all replicas
+        self._callers_device = torch.get_default_device()
+        self._local: dict[int, Mapping[int, object]] = {}
+        self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
+        self._on_other_thread: str | None = None  # what is wrong with a step that an optimizer has taken there
+        self._shown = ExitStack()  # in which the owners have their gradients
+
+    def local_objects(self, replica: Replica) -> Mapping[int, object]:
+        copies, leads = self._copies, replica.index == self._shares.present[0]
+        copies.gradients.enter(replica)
+        self._lent.append(replica)
+        ledger = copies.gradients.ledgers[replica.index]
+        optimizers = {
+            id(optimizer): LocalOptimizer(
+                optimizer,
+                replica,
+                ledger,
+                copies.optimized[id(optimizer)],
+                self,
+                leads,
+                copies.own_state(optimizer, replica.index),
+            )
+            for optimizer in copies.optimizers()
+        }
+        self._optimizers[replica.index] = list(optimizers.values())
+        counters = {id(counter): OnceAStep(counter, replica, self.together) for counter in self._counters}
+        self._local[replica.index] = local = {
+            **copies.mirrors.local_objects(replica.index),
+            **self._trainers.local_objects(replica.index),
+            **optimizers,
+            **counters,
+        }
+        return local
+
+    def ends(self, replica: Replica) -> None:
+        self._copies.gradients.hand_in(replica.index)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        with self._published():
+            self._copies.gradients.forget_arrived()  # a merge function may write on gradients as it likes
+            yield
+
+    @contextmanager
+    def _published(self) -> Iterator[None]:
+        self._check_unwritten()
+        with self._as_they_are(), self._copies.gradients.published():
+            yield
+        with undisturbed():
+            self._copies.mirrors.refresh_parameters()
+        self._trainers.refresh()
+        self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
+
+    def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+        with self._cross_replica(), self._updating():
+            if optimizer is None:
+                self._copies.gradients.forget_arrived()  # a scaler writes on gradients, and torch does not count it
+            result = call()
+            self._has_written(optimizer)
+            return result
+
+    @contextmanager
+    def cross_replica(self) -> Iterator[None]:
+        before = self._threads
+        self._threads = before | {threading.get_ident()}
+        try:
+            with self._cross_replica(), in_use(self._callers_device):
+                yield
+        finally:
+            self._threads = before
+
+    def show(self) -> None:
+        self._shown.enter_context(self._updating())
+        self._copies.gradients.keep()
+
+    def take_back(self, optimizer: Optimizer | None = None) -> None:
+        self._has_written(optimizer)
+        self._shown.close()
+
+    def loss(self, losses: Sequence[Any]) -> Any:
+        if any(loss is None for loss in losses):
+            return None
+        weights = [self._shares.weights[r] for r in self._shares.present]
+        return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
+    def results_require_grad(self) -> None:
+        self._copies.gradients.deliver_late_ones()
+
+    def end(self) -> None:
+        """Brings everything that the run made to the user's own objects; what may fail comes first."""
+        self._check_unwritten()
+        changes = self._copies.mirrors.check_structure(self._shares.present)
+        with undisturbed():
+            self._copies.gradients.settle()
+            written = self._trainers.put_together()
+            self._copies.mirrors.return_to_originals(self._shares, changes)
+        for change in written:
+            change.apply()
+        if any(change.requires_grad() for change in written):
+            self.results_require_grad()
+        self._return_settings()
+        self._copies.gradients.end()
+
+    def warn(self) -> None:
+        if self.watch is not None:
+            self.watch.warn()
+        mirrors = self._copies.mirrors
+        mirrors.lost_buffers.warn(self._warned)
+        if self._trained is None or _PLAIN_BATCH in self._warned or any(replica.was_asked for replica in self._lent):
+            return
+        if self._trained != trained(mirrors.owners):
+            self._warned.add(_PLAIN_BATCH)
+            warn_of_plain_batch(len(self._lent))
+
+    def let_go(self) -> None:
+        """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
+        self._local.clear()
+        self._optimizers.clear()
+
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer in the process takes a step, on its thread."""
+        frame = current_frame()
+        in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
+        is_on_other_thread = not in_this_run and threading.get_ident() not in self._threads
+        if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
+            return  # another run's, or what this run has on the thread of a replica
+        known = self._copies.known | self._outsider_ids
+        if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
+            return  # it trains something of the step's own
+        if is_on_other_thread:
+            self._on_other_thread = _stepped_on_other_thread(optimizer)
+        elif in_this_run:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
+                "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it, and "
+                "its model, in the scope; or give them to strategy.distribute_module(model) and "
+                "strategy.distribute_optimizer(optimizer); or step after strategy.run."
+            )
+        else:
+            self._copies.gradients.keep()
+
+    def _has_written(self, optimizer: Optimizer | None) -> None:
+        """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
+        if optimizer is not None and not is_torchs(optimizer):
+            self._copies.gradients.keep()
+            self._copies.mirrors.note_written(parameters_of(optimizer))
+
+    def _check_unwritten(self) -> None:
+        self._trainers.check_unwritten()
+        if self._copies.gradients.is_alone:  # else another thread may train the same parameters
+            if self._on_other_thread is not None:
+                raise RuntimeError(self._on_other_thread)
+            self._copies.mirrors.check_unwritten(self._shares.present)
+            for tensor, name, known in self._outsiders:
+                if version(tensor) != known:
+                    raise RuntimeError(written_in_replica(name))
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        self._copies.mirrors.check_structure(self._shares.present)
+        self._return_settings()
+        with self._published():
+            yield
+        for optimizers in self._optimizers.values():
+            for optimizer in optimizers:
+                optimizer.forget_settings()
+
+    def _return_settings(self) -> None:
+        for optimizer in self._optimizers.get(self._shares.present[0], []):
+            optimizer.return_settings()
+
+
+_PLAIN_BATCH = (0, "a plain batch")
+
+
+def _here(loss: Any) -> Any:
+    return loss.cpu() if isinstance(loss, torch.Tensor) else loss
+
+
+def _stepped_on_other_thread(optimizer: Optimizer) -> str:
+    return (
+        f"{plain_class(type(optimizer)).__name__}.step() was called on the thread {threading.current_thread().name!r}, "
+        "which is none of a replica, while strategy.run was at work with the same parameters. A thread that a step "
+        "starts has the user's own model and optimizer, not its replica's; so has a hook that autograd calls on a "
+        "thread of its own. Call backward and optimizer.step() in the step itself; or train on the other thread when "
+        "strategy.run has returned."
+    )

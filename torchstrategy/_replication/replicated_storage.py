@@ -1,0 +1,290 @@
+"""Parameters of the user's, and copies of them for each replica: on one device, or on all.
+
+Each run borrows a set of copies. One set serves all runs that follow one another; runs at the same time, of several
+threads or from a merge function, get sets of their own, so no two runs ever touch one copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._binding.creation_hooks import Counter
+from torchstrategy._binding.module_traversal import parts_of
+from torchstrategy._binding.object_attributes import Trainers
+from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, tell_before
+from torchstrategy._binding.proxies import own, put_up, resting, take_down
+from torchstrategy._binding.step_references import Named, captured, held_by
+from torchstrategy._binding.uncounted_writes import listen_to_data
+from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.thread_state import undisturbed
+from torchstrategy._core.trace import traced
+from torchstrategy._core.types import Device
+from torchstrategy._replication.copyable import refuse_uncopyable
+from torchstrategy._replication.replica_set import Copies, Layout
+from torchstrategy._replication.replicated_run import ReplicatedLoan
+from torchstrategy._replication.shared_writes import SharedTensors
+from torchstrategy._replication.storage import CrossReplica, Loan, Step, Storage
+from torchstrategy._replication.undistributed_batches import has_plain_rows
+from torchstrategy._training.all_reduced_gradients import AllReduce
+from torchstrategy._training.graph_parameter import is_in_replica
+from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
+from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.schedulers import make_ready, refuse_bound_methods
+from torchstrategy._variables.kinds import SharedVariable
+from torchstrategy._variables.variable import Variable
+
+
+@final
+class ReplicatedStorage(Storage):
+    """The user's parameters live on one device, and each replica has copies, which follow them or are updated alike.
+
+    Args:
+        devices: The device of each replica.
+        parameter_device: Where the parameters are.
+        may_alias: Whether replicas on the parameters' own device share the memory of the parameters. Without, they have
+            real copies, as replicas on several devices have; the numbers are the same.
+        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
+        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
+            own; else values are sent to them.
+        all_reduce: How gradients get to all replicas, if they update their parameters themselves.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        parameter_device: Device,
+        may_alias: bool = True,
+        averages_buffers: bool = True,
+        is_mirrored: bool = False,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        super().__init__(devices, parameter_device)
+        self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
+        aliases = tuple(may_alias or (is_mirrored and r == 0) for r in range(len(self.devices)))
+        self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers
+        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._idle: list[Copies] = []
+        self._in_use: list[Copies] = []
+        self._shared = SharedTensors()
+        self._warned: set[tuple[int, str]] = set()  # what is warned of once
+        self._new: set[int] = set()  # modules and variables of which there are no copies yet
+        self._generation = 0  # of the set of modules: copies of an earlier one are not used again
+        self._lock = threading.RLock()
+        self._is_copying = False  # in which case new modules are copies, not the user's
+        tell_always(self._before_any_step, self._after_any_step)
+        if any(map(is_accelerator, (*self.devices, parameter_device))):
+            listen_to_data()
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.devices if self._layout.is_mirrored else (self.parameter_device,)
+
+    @contextmanager
+    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
+        named = captured(*step)
+        self._take_around(named)
+        ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
+        refuse_bound_methods([*named.counters, *ours])
+        variables = _alive(self._variables)  # held for as long as the run has copies of them
+        copies = self._borrow(variables)
+        originals = copies.originals()
+        run, loan = object(), None
+        # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
+        try:
+            seen = (thing for _, thing in named.counters)
+            counters = list({id(counter): counter for counter in (*_alive(self._counters), *seen)}.values())
+            with undisturbed():
+                make_ready(counters, self.parameter_device)
+            trainers = Trainers(named.trainers if len(self.devices) > 1 else [], len(self.devices), shares.present)
+            originals += [*counters, *trainers.originals()]
+            outsiders = list(self._outsiders(named, copies))
+            # Optimizers look at the class of parameters: of a subclass, they update one after the other.
+            as_they_are = functools.partial(resting, copies.plain_owners(), run)
+            several, watch = len(shares.present) > 1, None
+            if several:
+                watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
+            parts = copies, shares, outsiders, counters, trainers, cross_replica, as_they_are, watch
+            loan = ReplicatedLoan(*parts, self._warned, several and has_plain_rows(step[1]))
+            tell_before(run, loan.before_any_step)
+            copies.mirrors.hand_out(shares.present)
+            copies.gradients.begin(shares, outsiders, loan.together)
+            put_up(originals, run)
+            yield loan
+            take_down(originals, run)
+            loan.end()
+        except BaseException:
+            copies.generation = -1  # a step that failed has written who knows what on them
+            take_down(originals, run)
+            if loan is not None:
+                loan.take_back()
+            copies.gradients.abort()
+            raise
+        finally:
+            stop_telling(run)
+            if loan is not None:
+                loan.let_go()
+            self._return(copies)
+            variables.clear()
+
+    def like(self) -> Storage:
+        return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)
+
+    def take_module(self, module: nn.Module) -> None:
+        refuse_uncopyable(_roots(parts_of([module])), are_all=False)
+        super().take_module(module)
+
+    def take_part(self, module: nn.Module) -> None:
+        if id(module) in self._modules or self._is_copying or is_in_replica():
+            return
+        self.claim(module)
+        self._modules[id(module)] = weakref.ref(module, _weakly(self._forget))
+        self._new.add(id(module))
+
+    def take_variable(self, variable: Variable) -> None:
+        self.claim(variable)
+        if isinstance(variable, SharedVariable):
+            self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
+            self._new.add(id(variable))
+            for copies in self._standing_still() if self._in_use else []:
+                copies.gradients.watch(variable, variable.name)  # the run that makes it has no copies of it
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        if not is_in_replica():
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
+
+    def take_counter(self, counter: Counter) -> None:
+        if not is_in_replica():
+            # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
+            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), counter)}
+
+    def _forget(self, reference: weakref.ref[Any]) -> None:
+        """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
+        for table in (self._modules, self._optimizers, self._variables):
+            for key in [key for key, known in list(table.items()) if known is reference]:
+                del table[key]
+                if key in self._new:
+                    self._new.discard(key)
+                else:
+                    self._generation += 1
+                    self._idle.clear()
+
+    def _borrow(self, variables: Sequence[Variable]) -> Copies:
+        with self._lock:
+            optimizers = _alive(self._optimizers)
+            if self._new:
+                self._new.clear()
+                self._generation += 1
+            copies = None
+            while self._idle and copies is None:
+                copies = self._idle.pop()
+                if copies.generation != self._generation or not copies.bring_up_to_date(optimizers):
+                    copies = None
+            if copies is None:
+                copies = self._copied(variables, optimizers)
+            if self._in_use:
+                for other in (copies, *self._in_use):
+                    other.gradients.is_alone = False
+            copies.thread = threading.get_ident()
+            self._in_use.append(copies)
+            return copies
+
+    def _standing_still(self) -> list[Copies]:
+        """The copies that this thread may write: those of the run in which it is at a meeting, or of the last run."""
+        with self._lock:
+            if not self._in_use:
+                return self._idle[-1:]
+            return [self._in_use[-1]] if self._in_use[-1].thread == threading.get_ident() else []
+
+    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> Copies:
+        generation = self._generation
+        parts = parts_of(_alive(self._modules))
+        for part in parts:
+            self.claim(part)
+        self._is_copying = True
+        try:
+            with traced("copy modules"):
+                return Copies(_roots(parts), variables, optimizers, self._layout, generation)
+        finally:
+            self._is_copying = False
+
+    def _return(self, copies: Copies) -> None:
+        with self._lock:
+            if copies in self._in_use:
+                self._in_use.remove(copies)
+            copies.gradients.is_alone = True
+            if copies.generation == self._generation:
+                self._idle.append(copies)
+
+    def _take_around(self, named: Named) -> None:
+        """What is around modules or optimizers of the scope, and has no parameters of its own, is as if made there."""
+        for optimizer in named.optimizers:
+            is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
+            # Of one that does not call `Optimizer.__init__` nobody tells that it was created, or that it takes a step.
+            is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
+            if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
+                self.take_optimizer(optimizer)
+        for _, module in named.modules:
+            if id(module) not in self._modules:
+                parts = parts_of([module])
+                new = [part for part in parts if id(part) not in self._modules]
+                if len(new) < len(parts) and not any(list(part.parameters(recurse=False)) for part in new):
+                    for part in new:
+                        self.take_part(part)
+
+    def _outsiders(self, named: Named, copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
+        """The parameters and trainable tensors that the step names and no replica has of its own."""
+        for name, tensor in named.tensors:
+            if id(tensor) not in copies.known:
+                yield tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},"
+        for name, module in named.modules:
+            if id(module) not in self._modules:
+                for path, parameter in module.named_parameters():
+                    if id(parameter) not in copies.known:
+                        yield parameter, f"{name}.{path}"
+
+    def _before_any_step(self, optimizer: Optimizer) -> None:
+        if self._layout.is_mirrored and id(optimizer) in self._optimizers:
+            for copies in self._standing_still():
+                copies.begin_step(optimizer)
+
+    def _after_any_step(self, optimizer: Optimizer) -> None:
+        if self._layout.is_mirrored and id(optimizer) in self._optimizers:
+            for copies in self._standing_still():
+                copies.step(optimizer)
+        # Only torch's own are known to write in ways that torch counts, and of those the fused ones do not.
+        if not is_torchs(optimizer) or any(group.get("fused") for group in own(optimizer, "param_groups")):
+            for copies in (*self._idle, *self._in_use):
+                copies.mirrors.note_written(parameters_of(optimizer))
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Calls a bound method for as long as its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(argument)
+
+    return call
+
+
+def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:
+    return [thing for reference in list(references.values()) if (thing := reference()) is not None]
+
+
+def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are part of no other."""
+    children = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in children]

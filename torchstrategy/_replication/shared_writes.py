@@ -1,0 +1,194 @@
+"""Who writes in place on the tensors that all replicas of a run share?
+
+A tensor that is neither in a module of the strategy nor in a variable is one for all replicas: a total, a moving
+average in a dict, a teacher that was made outside of the scope. For a count, and for rows of one's own, it is right
+that each replica writes on it; a mean or a decay comes out n times. Nobody can tell them apart, so it is warned of.
+
+What is written is known by the versions that torch counts, which are looked at whenever a replica stands still. Where
+replicas run one at a time it is then known who has written. On several devices they do so in the first run of a step
+that reaches such a tensor, and in the run after one in which it is not clear who wrote.
+
+Writes through `.data` and NumPy count no version. In the first run, the second, the fourth, the eighth and so on, what
+lies in the memory of the CPU is read as well. On accelerators that would wait for the device: there they are not seen.
+In the same runs, modules of no strategy are looked into: to do so costs much, and they write in every run or in none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.module_traversal import held_plainly
+from torchstrategy._binding.step_references import Named
+from torchstrategy._core.torch_internals import unseen_by_function_modes, versions
+from torchstrategy._core.warnings import SharedWriteWarning, warn
+from torchstrategy._execution.replica import Watch
+from torchstrategy._replication.metrics import is_metric
+from torchstrategy._variables.variable import is_variable
+
+_READ = 2**24  # bytes of a tensor are read at the most: an average changes all of them
+_SHOWN = 3  # names in a message
+
+
+@final
+class SharedTensors:
+    """What is known of the tensors that the steps of a strategy reach and no replica has of its own."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, int] = {}  # in which a name was reached
+        self._unclear: set[str] = set()  # names of tensors of which it is not known who wrote on them
+        self._warned: set[tuple[int, str]] = set()  # by id and name, since no tensor is kept
+
+    def watch(self, named: Named, is_own: Callable[[nn.Module], bool], known: Collection[int]) -> SharedWrites | None:
+        """Looks at tensors for the length of a run; None: there is nothing to look at. See `shared_tensors`."""
+        roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
+        for root in roots:
+            self._runs[root] = self._runs.get(root, 0) + 1
+        due = set(filter(self._is_due, roots))
+        tensors = shared_tensors(named, is_own, known, lambda name: _root(name) in due)
+        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self._warned]
+        if not tensors:
+            return None
+        read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
+        take_turns = any(self._runs[root] == 1 or root in self._unclear for root in {_root(name) for name, _ in read})
+        return SharedWrites(self, tensors, read, take_turns)
+
+    def _is_due(self, root: str) -> bool:
+        """Whether what is below a name is looked at closely in this run."""
+        count = self._runs[root]
+        return count & (count - 1) == 0 or root in self._unclear
+
+    def warn(self, found: Iterable[tuple[tuple[str, torch.Tensor], list[Collection[int]]]]) -> None:
+        """Warns of what several replicas have written, once for each tensor; see `SharedWrites.warn`."""
+        by_several = {}
+        for (name, tensor), writers in found:
+            if any(len(who) > 1 for who in writers):
+                self._unclear.add(_root(name))
+                continue
+            self._unclear.discard(_root(name))
+            count = len(set().union(*writers))
+            if count > 1:
+                self._warned.add((id(tensor), _root(name)))
+                by_several[name] = count
+        if by_several:
+            names = [f"`{name}`" for name in by_several]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            warn(_BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())), _KIND)
+
+
+@final
+class SharedWrites(Watch):
+    """Who has written on which of some tensors, in one run.
+
+    Args:
+        known: What is known of tensors.
+        tensors: Those whose versions are looked at.
+        read: Those whose numbers are looked at as well.
+        take_turns: Whether replicas should run one at a time.
+    """
+
+    def __init__(
+        self,
+        known: SharedTensors,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        read: Sequence[tuple[str, torch.Tensor]],
+        take_turns: bool,
+    ) -> None:
+        super().__init__(take_turns)
+        self._known = known
+        with unseen_by_function_modes():
+            self._counted = [pair for pair in tensors if not pair[1].is_inference()]
+        self._read = read
+        self._writers: dict[int, list[Collection[int]]] = {}
+        self._marks: list[int] = []
+
+    def look(self, running: Collection[int]) -> None:
+        """Notes that what has changed since the last look was changed by these replicas; if by none, by nobody."""
+        with unseen_by_function_modes():
+            marks = [*versions([tensor for _, tensor in self._counted]), *(_digest(tensor) for _, tensor in self._read)]
+        if running and marks != self._marks:
+            who = frozenset(running)
+            for index, (before, now) in enumerate(zip(self._marks, marks, strict=True)):
+                if before != now:
+                    self._writers.setdefault(index, []).append(who)
+        self._marks = marks
+
+    def warn(self) -> None:
+        """Warns of what several replicas have written, once for each tensor."""
+        pairs = [*self._counted, *self._read]
+        by_tensor: dict[int, list[Collection[int]]] = {}
+        for index, writers in self._writers.items():
+            by_tensor.setdefault(id(pairs[index][1]), []).extend(writers)
+        named = {id(tensor): (name, tensor) for name, tensor in pairs}
+        self._known.warn((named[key], writers) for key, writers in by_tensor.items())
+
+
+def shared_tensors(
+    named: Named,
+    is_own: Callable[[nn.Module], bool],
+    known: Collection[int],
+    is_due: Callable[[str], bool] = lambda name: True,
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a step reaches and no replica has of its own, each with its path.
+
+    Args:
+        named: What the step names.
+        is_own: Whether replicas have copies of a module.
+        known: The ids of the parameters of which replicas have copies.
+        is_due: Whether a module of this name is looked into.
+    """
+    pairs = [*named.others, *named.tensors]
+    for name, module in named.modules:
+        if not is_own(module) and is_due(name):
+            for path, part in module.named_modules(prefix=name):
+                if not is_own(part) and not is_metric(vars(part)):
+                    pairs += _tensors_of(path, part)
+    found = {id(pair[1]): pair for pair in reversed(pairs)}  # by the first name of each
+    return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
+
+
+def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for table in (module._parameters, module._buffers):
+        yield from ((f"{path}.{name}", tensor) for name, tensor in table.items() if tensor is not None)
+    yield from ((path + where, held) for where, held in held_plainly(module) if isinstance(held, torch.Tensor))
+
+
+@functools.lru_cache(maxsize=4096)
+def _root(name: str) -> str:
+    """The name with which a path begins: what is below it may be another thing in each run, as in a list."""
+    return name.partition("[")[0].partition(".")[0]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """What changes with the numbers, if they lie in one piece of the CPU's memory in which there is nothing else."""
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    if not is_plain or tensor.device.type != "cpu":
+        return 0
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return 0
+        expected *= size
+    begin, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    if not size or begin + size > tensor.untyped_storage().nbytes():  # some take the memory away while it is not used
+        return 0
+    return zlib.crc32((ctypes.c_char * min(size, _READ)).from_address(tensor.data_ptr()))
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_KIND = SharedWriteWarning
+_BY_SEVERAL = (
+    "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
+    "in a torchstrategy.Variable is one for all replicas, and each of them wrote on it. That is right for a count "
+    "(hits.add_(hits_in_these_rows)) and for rows of each replica's own (bank[indices] = outputs). It is wrong for a "
+    "mean, a moving average or a decay, which plain PyTorch writes once. For those, return the value from the step and "
+    "write after strategy.run; or keep it in a torchstrategy.Variable; or write in a merge function: "
+    'get_replica_context().merge_call(lambda strategy: ...). If it is right: warnings.filterwarnings("ignore", '
+    "category=torchstrategy.SharedWriteWarning)."
+)

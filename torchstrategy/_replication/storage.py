@@ -1,0 +1,238 @@
+"""Where parameters live: what every storage offers to a strategy, and the one of a single replica.
+
+A storage takes in what is created in the strategy's scope, and lends it to each run.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torchstrategy._binding.creation_hooks import Counter, watched
+from torchstrategy._binding.module_traversal import parts_of
+from torchstrategy._core.types import Device
+from torchstrategy._execution.replica import Replica, Watch
+from torchstrategy._training.replica_weights import Shares
+from torchstrategy._variables.variable import Variable, is_variable
+
+CrossReplica = Callable[[], AbstractContextManager[None]]
+"""Enters the strategy's cross-replica context."""
+
+
+Step = tuple[Callable[..., Any], Sequence[Any]]
+"""What is run, and the leaves of its arguments."""
+
+
+class Loan(ABC):
+    """The parameters as one run has them: from when it begins until it ends or fails."""
+
+    watch: Watch | None = None
+    """What looks on while the replicas run."""
+
+    @abstractmethod
+    def local_objects(self, replica: Replica) -> Mapping[int, object]:
+        """What the user's objects are in `replica`, by their id. Called on its thread, when the step begins there."""
+
+    @abstractmethod
+    def ends(self, replica: Replica) -> None:
+        """Called on the thread of `replica`, when the step has ended there."""
+
+    @abstractmethod
+    def published(self) -> AbstractContextManager[None]:
+        """For the length of the block, the user's own parameters have the gradients of the run so far."""
+
+    @abstractmethod
+    def results_require_grad(self) -> None:
+        """The caller may run a backward through the results: its gradients have to reach the user's parameters."""
+
+    def warn(self) -> None:  # noqa: B027  a lone replica does what plain PyTorch does
+        """After the run: warns of what may not be the numbers of one device."""
+
+
+class Storage(ABC):
+    """Where parameters live.
+
+    Args:
+        devices: The device of each replica.
+        parameter_device: Where parameters are.
+    """
+
+    def __init__(self, devices: Sequence[Device], parameter_device: Device) -> None:
+        self.devices = tuple(devices)
+        self.parameter_device = parameter_device
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """Where parameters are: the one device, or all that have them."""
+        return (self.parameter_device,)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """For the length of the block, takes in what this thread creates."""
+        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_counter)
+
+    def take_module(self, module: nn.Module) -> None:
+        """Takes in a module, and all below it.
+
+        Raises:
+            RuntimeError: If a part of it belongs to another strategy.
+            TypeError: If it cannot be used in replicas.
+        """
+        parts = parts_of([module])
+        for part in parts:
+            self.claim(part)
+            for parameter in part.parameters(recurse=False):
+                self.claim_parameter(part, parameter)
+        for part in parts:
+            self.take_part(part)
+
+    def claim(self, thing: nn.Module | Variable) -> None:
+        """Notes that a module or variable belongs here.
+
+        Raises:
+            RuntimeError: If it belongs to another strategy.
+        """
+        self._require_free(thing)
+        if thing not in _owners:
+            _owners[thing] = weakref.ref(self)
+
+    def claim_parameter(self, module: nn.Module, parameter: torch.Tensor) -> None:
+        """Notes that a parameter belongs here, for as long as a module has it.
+
+        Raises:
+            RuntimeError: If it belongs to another strategy.
+        """
+        if is_variable(parameter):
+            self._require_free(parameter)
+        else:
+            self._require_free(parameter)
+            holder = weakref.ref(module, functools.partial(_forget, id(parameter)))
+            _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
+
+    def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
+        if _owner_of(thing) not in (None, self):
+            raise RuntimeError(
+                f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A "
+                "module belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."
+            )
+
+    def owns(self, thing: nn.Module | torch.Tensor) -> bool:
+        """Whether a module or parameter belongs here."""
+        return _owner_now(thing) is self
+
+    @abstractmethod
+    def like(self) -> Storage:
+        """An empty storage of the same kind on the same devices."""
+
+    @abstractmethod
+    def take_part(self, module: nn.Module) -> None:
+        """Takes in one module; it may have been taken in before, and gained a part since."""
+
+    @abstractmethod
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Takes in an optimizer."""
+
+    def take_variable(self, variable: Variable) -> None:
+        """Takes in a variable."""
+        self.claim(variable)
+
+    @abstractmethod
+    def take_counter(self, counter: Counter) -> None:
+        """Takes in a learning-rate scheduler or a `GradScaler`."""
+
+    @abstractmethod
+    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
+        """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed.
+
+        Args:
+            shares: How much each replica counts.
+            step: What is run, with the leaves of its arguments.
+            cross_replica: Enters the cross-replica context.
+        """
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
+# By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
+# to the parameter itself: torch refuses to swap a tensor that has a weak one.
+_holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] = {}
+
+
+def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
+    """A module that was given a parameter is gone. Called by the collector, on any thread."""
+    others = [pair for pair in _holders.pop(key, []) if pair[0] is not module]
+    if others:
+        _holders[key] = others
+
+
+def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
+    """The storage that a module or parameter belongs to."""
+    if isinstance(thing, torch.Tensor) and not is_variable(thing):
+        for holder, owner in _holders.get(id(thing), []):
+            module = holder()
+            if module is not None and any(parameter is thing for parameter in module._parameters.values()):
+                return owner()
+        return None
+    known: weakref.ref[Storage] | None = _owners.get(thing)
+    return None if known is None else known()
+
+
+def _owner_now(thing: nn.Module | torch.Tensor) -> Storage | None:
+    """The same, also of a parameter that a module got without a word, as from `load_state_dict(assign=True)`."""
+    owner = _owner_of(thing)
+    if owner is None and isinstance(thing, torch.Tensor) and not is_variable(thing):
+        for module, reference in list(_owners.items()):
+            if isinstance(module, nn.Module) and any(part is thing for part in module._parameters.values()):
+                found: Storage | None = reference()
+                return found
+    return owner
+
+
+def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
+    """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
+    return _owner_now(thing) is None and not (is_variable(thing) and thing in _owners)
+
+
+@final
+class InPlaceStorage(Storage):
+    """The one replica uses the user's own modules."""
+
+    def like(self) -> Storage:
+        return InPlaceStorage(self.devices, self.parameter_device)
+
+    def take_part(self, module: nn.Module) -> None:
+        self.claim(module)
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        pass  # the replica uses it as it is
+
+    def take_counter(self, counter: Counter) -> None:
+        pass  # the one replica counts each step once
+
+    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
+        return _IN_PLACE
+
+
+@final
+class _InPlaceLoan(Loan):
+    def local_objects(self, replica: Replica) -> Mapping[int, object]:
+        return {}
+
+    def ends(self, replica: Replica) -> None:
+        pass
+
+    def published(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def results_require_grad(self) -> None:
+        pass  # their graph ends in the user's own parameters
+
+
+_IN_PLACE: AbstractContextManager[Loan] = nullcontext(_InPlaceLoan())

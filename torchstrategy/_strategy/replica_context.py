@@ -1,0 +1,263 @@
+"""What a replica can ask and do: who it is, and where it synchronizes with the others."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from typing_extensions import Self
+
+from torchstrategy._communication.operands import as_axis, as_tensor
+from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
+from torchstrategy._core.context import Frame, current_frame, current_replica_context
+from torchstrategy._core.distributed_values import check_component_counts, select
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
+from torchstrategy._core.tree import by_name, tree_flatten
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.replica_group import ALONE, ReplicaGroup
+from torchstrategy._strategy.strategy import Strategy
+
+
+@final
+class ReplicaContext:
+    """The replica that a step runs in. Ask for it with `torchstrategy.get_replica_context()`.
+
+    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more. A strategy of
+    one's own makes one and calls the step in it: `with ReplicaContext(strategy, 0): ...`. Such a replica has nobody to
+    meet but itself.
+
+    Args:
+        strategy: The strategy whose replica it is.
+        replica_id_in_sync_group: Which of its replicas, from 0.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> def step():
+        ...     context = torchstrategy.get_replica_context()
+        ...     mine = torch.tensor(float(context.replica_id_in_sync_group + 1))
+        ...     return context.all_reduce("sum", mine)
+        >>> strategy.run(step)
+        PerReplica:{
+          0: 3.0,
+          1: 3.0
+        }
+
+    Differs from tf.distribute:
+        `replica_id_in_sync_group` is an int, not a tensor; `devices` is a tuple of one `torch.device`.
+
+    Raises:
+        ValueError: If `replica_id_in_sync_group` is not an integer.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReplicaContext
+    """
+
+    def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: int) -> None:
+        try:
+            self._replica_id = operator.index(replica_id_in_sync_group)
+        except TypeError:
+            raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
+        self._strategy = strategy
+        self._group: ReplicaGroup | None = None
+        self._is_over = False
+        self._entries: list[Frame] = []
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replica this is."""
+        return self._strategy  # type: ignore[return-value]  # one of compat.v1 only in its own replicas
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Which replica this is, from 0."""
+        if self._group is not None:
+            self._group.replica.was_asked = True
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas the strategy has, those that sit this step out included."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of this replica, in a tuple.
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in.
+        """
+        self._require_here("devices")
+        return (self._strategy.extended._device_of(self._replica_id),)
+
+    def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
+        """Meets the other replicas, calls `merge_fn(strategy, *args, **kwargs)` once, and returns the result.
+
+        It runs in the cross-replica context, on the thread that called `run`, with the arguments of all replicas put
+        together as `run` puts results together. A distributed value in its result comes back as this replica's
+        component.
+
+        Args:
+            merge_fn: What to call. Replicas that pass different functions get that of the lowest.
+            args: Its positional arguments after the strategy.
+            kwargs: Its keyword arguments.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> def step(value):
+            ...     context = torchstrategy.get_replica_context()
+            ...     return context.merge_call(lambda strategy, v: strategy.reduce("sum", v, axis=None), args=(value,))
+            >>> strategy.run(lambda: step(torch.tensor(1.0) * 1))
+            tensor(2.)
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
+                call.
+            ValueError: If the replicas' arguments differ in structure.
+        """
+        group = self._require_active("merge_call")
+        kwargs = kwargs or {}
+
+        def combine(brought: Sequence[Tree]) -> list[Tree]:
+            merged_args, merged_kwargs = group.regroup(brought)
+            with Frame(self._strategy), group.published():
+                result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+            check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
+            return [select(result, r) for r in group.present]
+
+        return group.replica.meet("merge_call", combine, (tuple(args), dict(kwargs)))
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
+        """Meets the other replicas and returns the sum or mean of their values, of any nesting, each as its own tensor.
+
+        Gradients flow through it, scaled by the replicas' shares in the gradient: see `RunOptions`.
+
+        Args:
+            reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default
+                dtype.
+            value: A tensor or number, or containers of them: in every replica of the same shapes and dtypes.
+            options: How values are sent.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.run(lambda: torchstrategy.get_replica_context().all_reduce("mean", {"x": torch.ones(2)})["x"])
+            PerReplica:{
+              0: tensor([1., 1.]),
+              1: tensor([1., 1.])
+            }
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
+                call.
+            ValueError: If shapes or dtypes differ, `reduce_op` names no reduction, or an option asks for what cannot be
+                done.
+            TypeError: If a value cannot be added.
+        """
+        group = self._require_active("all_reduce")
+        op = ReduceOp.of(reduce_op)
+        said = as_options("all_reduce", options)
+        check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.present])
+        names, leaves, put_back = by_name(value)
+        if not leaves:
+            return value
+        collective = group.collective.in_packs(said.bytes_per_pack)
+        sums = collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
+        if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
+            sums = [total / group.collective.size for total in sums]
+        return put_back(sums)
+
+    def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
+        """Meets the other replicas and returns their values, of any nesting, one after the other along `axis`.
+
+        Sizes along `axis` may differ. Gradients flow through it.
+
+        Args:
+            value: A tensor of at least one dimension, or containers of them.
+            axis: Along which dimension; negative ones count from the end.
+            options: How values are sent.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.run(lambda: torchstrategy.get_replica_context().all_gather(torch.ones(1, 2), axis=0).shape)
+            PerReplica:{
+              0: torch.Size([2, 2]),
+              1: torch.Size([2, 2])
+            }
+
+        Raises:
+            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
+                call.
+            ValueError: If a value is a scalar, two differ elsewhere than along `axis`, there is no such axis, or an
+                option asks for what cannot be done.
+        """
+        group = self._require_active("all_gather")
+        said = as_options("all_gather", options)
+        check_usable("all_gather", said)
+        names, leaves, put_back = by_name(value)
+        collective = group.collective.in_packs(said.bytes_per_pack)
+        return put_back(collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
+
+    def __enter__(self) -> Self:
+        entry = Frame(self._strategy, self)
+        entry.__enter__()
+        self._entries.append(entry)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entries.pop().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return f"<torchstrategy.ReplicaContext {self._replica_id} of {self.num_replicas_in_sync}>"
+
+    def _ends(self) -> None:
+        """The call of the step is over, and with it every meeting."""
+        self._group = None
+        self._is_over = True
+
+    def _require_active(self, what: str) -> ReplicaGroup:
+        if self._entries and self._group is None and not self._is_over and current_replica_context() is self:
+            if self.num_replicas_in_sync > 1:
+                raise RuntimeError(
+                    f"{what} is where replicas meet, and replica {self._replica_id} of {self.num_replicas_in_sync} of "
+                    f"{self._strategy!r} was entered by hand: nothing says where the others are. Bring the replicas' "
+                    "results together after run."
+                )
+            return ALONE
+        self._require_here(what, can_meet=self._group is not None)
+        assert self._group is not None
+        return self._group
+
+    def _require_here(self, what: str, can_meet: bool = True) -> None:
+        if current_replica_context() is not self or not can_meet:
+            frame = current_frame()
+            where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
+            raise RuntimeError(
+                f"Mismatching replica context: {what} was called on replica {self._replica_id}, which is not the one "
+                f"that runs here: the caller is {where}. A replica context is good for one call of the step; ask for "
+                "it inside with torchstrategy.get_replica_context()."
+            )
+
+
+def running_context(strategy: StrategyLike, group: ReplicaGroup) -> ReplicaContext:
+    """The context of a replica that runs."""
+    context = ReplicaContext(strategy, group.replica.index)
+    context._group = group
+    return context
+
+
+@final
+class LoneFrame(Frame):
+    """That of a lone replica on the user's own objects. Its context is made when somebody asks, which few steps do."""
+
+    __slots__ = ()
+
+    @property
+    def replica_context(self) -> ReplicaContextLike:
+        if self._replica_context is None:
+            self._replica_context = running_context(self.strategy, ALONE)
+        return self._replica_context
+
+    def ends(self) -> None:
+        """The step has ended: a context that was kept meets nobody any more."""
+        if self._replica_context is not None:
+            self._replica_context._ends()

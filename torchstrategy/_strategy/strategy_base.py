@@ -1,0 +1,502 @@
+"""What strategies of either version of the API are: the dictionary from TensorFlow's names to what is below them.
+
+A version says what else there is by the name of `Strategy`; a concrete strategy is a constructor that picks the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from torchstrategy._core.context import is_default, require_cross_replica
+from torchstrategy._core.errors import an, unpicklable
+from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.torch_internals import is_profiling
+from torchstrategy._core.trace import traced
+from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.types import ReplicaFn, Tree
+from torchstrategy._input.dataset import DatasetFn
+from torchstrategy._input.input_iterator import InputIterator, from_input_fn, next_of
+from torchstrategy._input.iterator import DistributedIterator
+from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._strategy.scope import StrategyScope
+from torchstrategy._strategy.strategy_extended import StrategyExtended
+
+T = TypeVar("T")
+
+
+class StrategyBase:
+    """What `torchstrategy.Strategy` and `torchstrategy.compat.v1.Strategy` have in common, which is nearly all.
+
+    Args:
+        extended: How this strategy does it.
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+        extended._bind(self)
+
+    def __copy__(self) -> Self:
+        raise RuntimeError("Must only deepcopy a Strategy: a shallow copy would share the replicas of the first.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if is_default(self):
+            raise RuntimeError(
+                "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_extended"}, memo))
+        StrategyBase.__init__(copied, self._extended._copy(memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "its replicas are threads and devices of this process. Save what it trains, model.state_dict() and "
+            "optimizer.state_dict(), and make the strategy anew where it is wanted. An object that holds a strategy "
+            "has to leave it out of what it is pickled as, in __getstate__.",
+        )
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What a library that is built on strategies needs, beyond what a training script does."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas a step is run in."""
+        return self._extended._num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: the replicas of this strategy are all in this process."""
+        return None
+
+    def scope(self) -> StrategyScope[Self]:
+        """A context manager: what is created in it belongs to this strategy, which is the current one in it.
+
+        Modules and optimizers that are created in it can be used in the step as they are. It may be entered again, also
+        within itself.
+
+        Example:
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> with strategy.scope() as current:
+            ...     current is strategy is torchstrategy.get_strategy()
+            True
+
+        Raises:
+            RuntimeError: When it is entered in the scope of another strategy, or in a replica.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#scope
+        """
+        return StrategyScope(self)
+
+    def run(
+        self,
+        fn: ReplicaFn,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
+        options: RunOptions | None = None,
+    ) -> Tree:
+        """Calls `fn` once in each replica and returns what the calls returned.
+
+        A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return
+        is put together leaf by leaf: the same object from all of them is that object, anything else a
+        `DistributedValues`. With one replica there is nothing to put together, and plain values come back.
+
+        In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters'
+        `.grad` hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas'
+        gradients are averaged, each weighing the rows that it was dealt, and added to what was there.
+        `optimizer.step()` in the step is taken once for all replicas, when each of them has come to it.
+
+        What the step writes on a trainer, an object that holds models or optimizers, is the replica's own: `self.fake =
+        self.generator(noise)`. After the run, attributes that are equal in all replicas, as a counter is, are that, and
+        anything else is a `DistributedValues`, of which each replica finds its component in the next run. Lists, dicts
+        and variables are one for all replicas.
+
+        Replicas that share a device run one after the other, in order, and hand over only where they meet; so a run
+        with the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each
+        from a stream derived from it.
+
+        A replica that was dealt no rows sits the step out: it has no component in the result.
+
+        If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
+        names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
+        what they were before; a completed update stays, and one that fails halfway leaves what it leaves in plain
+        PyTorch. So does a step that writes on parameters in place, which is refused when it has done so.
+
+        Args:
+            fn: The step.
+            args: Its positional arguments: a tuple or list.
+            kwargs: Its keyword arguments.
+            options: See `RunOptions`.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> def value_fn(context):
+            ...     return torch.tensor(10.0 * context.replica_id_in_sync_group)
+            >>> values = strategy.experimental_distribute_values_from_function(value_fn)
+            >>> strategy.run(lambda x, y: x + y, args=(values, 1))
+            PerReplica:{
+              0: 1.0,
+              1: 11.0
+            }
+
+        Differs from tf.distribute:
+            Gradients arrive in the parameters. An empty replica sits out (`RunOptions(run_empty_replicas=True)` runs
+            it). A value with more components than there are replicas is refused.
+
+        Raises:
+            ValueError: If `args` is neither a tuple nor a list, the replicas return different structures, or a value
+                has another number of components than there are replicas.
+            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas meet a different
+                number of times.
+            TypeError: If `fn` cannot be called.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
+        """
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(
+                f"positional args must be a list or tuple, as in args=(batch,); got a {type(args).__name__}."
+            )
+        if options is not None and not isinstance(options, RunOptions):
+            raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
+        require_cross_replica(self, "Strategy.run")
+        call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS
+        if not is_profiling():
+            return self._extended._run(*call)
+        with traced("run {}", fn):
+            return self._extended._run(*call)
+
+    def experimental_run_v2(
+        self,
+        fn: ReplicaFn,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
+        options: RunOptions | None = None,
+    ) -> Tree:
+        """The name that `run` had before TensorFlow 2.2.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#run
+        """
+        return self.run(fn, args, kwargs, options)
+
+    def experimental_run(
+        self, fn: ReplicaFn, input_iterator: InputIterator | DistributedIterator | None = None
+    ) -> Tree:
+        """Runs `fn` with the next batch of an iterator as its one argument; without an iterator, with none.
+
+        A batch that is a tuple is one argument, too.
+
+        Example:
+            >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
+            >>> iterator = strategy.make_dataset_iterator([torch.ones(2)])
+            >>> strategy.experimental_run(lambda batch: batch * 2, iterator)
+            tensor([2., 2.])
+
+        Raises:
+            OutOfRangeError: If there is no other batch.
+            TypeError: If `input_iterator` has no `get_next()`.
+            RuntimeError: As `run`; then no batch is taken.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_run
+        """
+        require_cross_replica(self, "Strategy.experimental_run")
+        return self.run(fn, () if input_iterator is None else (next_of(input_iterator),))
+
+    def make_dataset_iterator(self, dataset: Any) -> InputIterator:
+        """`experimental_distribute_dataset` with one iterator, which can be begun again.
+
+        Example:
+            >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
+            >>> iterator = strategy.make_dataset_iterator([torch.ones(3)])
+            >>> iterator.initialize()
+            >>> strategy.experimental_run(len, iterator).values
+            (2, 1)
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#make_dataset_iterator
+        """
+        return InputIterator(self._extended._distribute_dataset(dataset, InputOptions()))
+
+    def make_input_fn_iterator(
+        self, input_fn: DatasetFn, replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    ) -> InputIterator:
+        """`distribute_datasets_from_function` with one iterator, which can be begun again.
+
+        Args:
+            input_fn: Called with an `InputContext`, now and once, in the scope of this strategy. Returns a dataset, or
+                a function that is called for each element, without end unless it raises.
+            replication_mode: `PER_WORKER`.
+
+        Example:
+            >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
+            >>> iterator = strategy.make_input_fn_iterator(lambda context: [torch.zeros(2), torch.ones(2)])
+            >>> strategy.experimental_run(lambda batch: int(batch.sum()), iterator).values
+            (0, 2)
+
+        Differs from tf.distribute:
+            No element is lost where the data runs out in the middle of a step.
+
+        Raises:
+            ValueError: If `input_fn` returns neither, or `replication_mode` is another one.
+            TypeError: If `input_fn` cannot be called with a context.
+            RuntimeError: If called in a replica or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#make_input_fn_iterator
+        """
+        require_cross_replica(self, "Strategy.make_input_fn_iterator")
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"Input replication mode not supported: {replication_mode!r}. make_input_fn_iterator calls input_fn "
+                "once; distribute_datasets_from_function can call a function for each replica."
+            )
+        _require_dataset_fn("input_fn", input_fn)
+        with self.scope():
+            return InputIterator(self._extended._distribute_from_function(from_input_fn(input_fn), InputOptions()))
+
+    def update_config_proto(self, config_proto: T) -> T:
+        """A copy of a configuration. There are no sessions to configure here, and it is left as it is.
+
+        Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#update_config_proto
+        """
+        return copy.deepcopy(config_proto)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
+        """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
+
+        `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all examples, also of an uneven batch.
+        With `axis=None`, `MEAN` is the unweighted mean over the replicas that are present: of per-replica means of an
+        uneven batch it is not the mean over the examples.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default floating dtype.
+            value: What `run` returned; containers are reduced leaf by leaf. A plain tensor counts as the same in every
+                replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
+            axis: None, or along which dimension (or dimensions) of each component, whose sizes may differ.
+
+        Returns:
+            Tensors on the parameter device.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=6)
+            >>> batch = next(iter(strategy.experimental_distribute_dataset(loader)))
+            >>> strategy.reduce("sum", batch, axis=None)
+            tensor([3., 5., 7.])
+            >>> strategy.reduce("mean", batch, axis=0)
+            tensor(2.5000)
+
+        Differs from tf.distribute:
+            Containers are mapped. The mean of integers is float32, not float64.
+
+        Raises:
+            ValueError: If shapes do not fit, there is no such axis, the reduction is unknown, or a value that is not
+                distributed is summed over several replicas.
+            TypeError: If `reduce_op` or `axis` is of the wrong kind.
+            RuntimeError: If called in a replica or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
+        """
+        require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
+        op = ReduceOp.of(reduce_op)
+        if axis is None or axis == ():
+            return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
+        return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """Deals each batch of `dataset` out to the replicas.
+
+        A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
+        the last ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed. What has no
+        rows, a number, None, a tensor without dimensions, each replica is given whole.
+
+        A loader with workers is read ahead on a background thread, and any other on the caller's, when the next batch
+        is asked for; see `InputOptions`. Copies to accelerators are made from pinned memory on a stream of their own.
+
+        Args:
+            dataset: A `torch.utils.data.DataLoader`, or another iterable of batches, made for the global batch size.
+                A batch is a tensor, a numpy array, a `PackedSequence`, a list with a thing for each row (strings, say),
+                an object of a type that `register_batch_type` was told of, a dataclass of these, or lists, tuples,
+                named tuples and dicts of these to any depth.
+            options: How it is read, and how it is cut.
+
+        Returns:
+            A `DistributedDataset`, which deals the batches each time it is iterated over: containers as the loader
+            makes them, with a `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain
+            tensors. The default strategy returns `dataset` itself.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> loader = torch.utils.data.DataLoader(torch.arange(3), batch_size=3)
+            >>> for batch in strategy.experimental_distribute_dataset(loader):
+            ...     print(batch)
+            PerReplica:{
+              0: tensor([0, 1]),
+              1: tensor([2])
+            }
+
+        Differs from tf.distribute:
+            Tensors of one batch must have the same number of rows.
+
+        Raises:
+            TypeError: If `dataset` cannot be iterated over; while iterating, if it is not known how to cut a value.
+            ValueError: If `options` do not fit this strategy; while iterating, if a batch has no rows or values with
+                different numbers of rows.
+            NotImplementedError: If `options` ask for an input pipeline for each replica.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
+        """
+        return self._extended._distribute_dataset(dataset, _input_options(options))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Deals out the elements of the dataset that `dataset_fn` returns, one to each replica, as they are.
+
+        For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
+        one replica. Where it runs out in the middle of a step, the replicas that are left get tensors without rows,
+        and sit the step out.
+
+        Args:
+            dataset_fn: Called with an `InputContext`, now and once, on this thread. Returns what
+                `experimental_distribute_dataset` takes.
+            options: How the dataset is read. `experimental_replication_mode=PER_REPLICA` calls `dataset_fn` for each
+                replica, which then reads what was made for it.
+
+        Returns:
+            A `DistributedDataset`, with a `DistributedValues` for each leaf of an element. With one replica, plain
+            tensors. The default strategy returns what `dataset_fn` returned.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> def dataset_fn(context):
+            ...     batch_size = context.get_per_replica_batch_size(4)
+            ...     return torch.utils.data.DataLoader(torch.arange(6), batch_size=batch_size)
+            >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+            ...     print(batch)
+            PerReplica:{
+              0: tensor([0, 1]),
+              1: tensor([2, 3])
+            }
+            PerReplica:{
+              0: tensor([4, 5]),
+              1: tensor([], dtype=torch.int64)
+            }
+
+        Differs from tf.distribute:
+            No element is lost at the end, which TensorFlow leaves out under some strategies. `PER_REPLICA` works under
+            every strategy with replicas that meet.
+
+        Raises:
+            TypeError: If `dataset_fn` cannot be called with a context, or returns no dataset.
+            ValueError: If `options` do not fit; while iterating, if elements differ in structure.
+            NotImplementedError: If `PER_REPLICA` is asked of a strategy on one device.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
+        """
+        _require_dataset_fn("dataset_fn", dataset_fn)
+        return self._extended._distribute_from_function(dataset_fn, _input_options(options))
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """The name that `distribute_datasets_from_function` had before TensorFlow 2.4.
+
+        Source: https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy#experimental_distribute_datasets_from_function
+        """
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
+        """The components of a value, in replica order, of the replicas that are present.
+
+        Args:
+            value: A `DistributedValues`, or containers of them, of which each replica gives one. Anything else is the
+                only result.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy.experimental_local_results(strategy.run(lambda: torch.ones(1)))
+            (tensor([1.]), tensor([1.]))
+            >>> strategy.experimental_local_results(3)
+            (3,)
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_local_results
+        """
+        return self._extended._local_results(value)
+
+    def distribute_module(self, module: nn.Module) -> nn.Module:
+        """Gives this strategy a module that was created outside of its scope. It stays the same object.
+
+        Its parameters and buffers are moved to the parameter device. Of several replicas each has a copy. A function
+        that the module holds, in an attribute or as a hook, closes in the copy over the parts of the copy.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
+
+        Raises:
+            TypeError: If it is not a module; if there can be no copies of it, such as of a ScriptModule or of a tensor
+                with a history in an attribute. It is named by its path in the model.
+            RuntimeError: If it belongs to another strategy, or if called in a replica or in another strategy's scope.
+        """
+        require_cross_replica(self, "Strategy.distribute_module")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"distribute_module takes a torch.nn.Module; got a {type(module).__name__}.")
+        return self._extended._distribute_module(module)
+
+    def distribute_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Gives this strategy an optimizer that was created outside of its scope, so that the step can use it.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
+            >>> optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        Raises:
+            TypeError: If it is not an optimizer.
+            RuntimeError: If called in a replica or in another strategy's scope.
+        """
+        require_cross_replica(self, "Strategy.distribute_optimizer")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"distribute_optimizer takes a torch.optim.Optimizer; got a {type(optimizer).__name__}.")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"This {type(optimizer).__name__} has no param_groups, so nobody can tell what it updates. Call "
+                "super().__init__(params, defaults) in its __init__; or take those of the optimizer that it is around."
+            )
+        self._extended._distribute_optimizer(optimizer)
+        return optimizer
+
+
+def _input_options(options: InputOptions | None) -> InputOptions:
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(f"options is a torchstrategy.InputOptions; got {options!r}, {an(type(options).__name__)}.")
+    return options or InputOptions()
+
+
+def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"{name} is called with an InputContext and returns a dataset; {dataset_fn!r} cannot be called. To "
+            "deal out a dataset that you have, use experimental_distribute_dataset."
+        )
+    try:
+        signature = inspect.signature(dataset_fn)
+    except ValueError:
+        return  # some callables written in C have none to be seen
+    try:
+        signature.bind(InputContext())
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. "
+            f"Write `def {name}(context): ...`, also if it has no use for it."
+        ) from None

@@ -1,0 +1,441 @@
+"""What `Strategy.extended` offers, and what a kind of strategy brings: the methods with an underscore.
+
+None of these has to be there. What a kind of strategy does not bring is missed when it is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from torchstrategy._communication.options import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
+from torchstrategy._communication.reductions import size_along, summed_along
+from torchstrategy._core.context import require_cross_replica
+from torchstrategy._core.devices import canonical, in_use
+from torchstrategy._core.distributed_values import DistributedValues, regroup, select
+from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
+from torchstrategy._core.protocols import StrategyLike
+from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, Tree
+from torchstrategy._input.arrays import ArrayDataset
+from torchstrategy._input.dataset import DatasetFn
+from torchstrategy._input.input_iterator import next_of
+from torchstrategy._input.options import InputOptions
+from torchstrategy._strategy.multi_step_context import MultiStepContext
+from torchstrategy._variables.of_extended import VariablesOfExtended
+
+
+class StrategyExtended(VariablesOfExtended):
+    """What `Strategy.extended` offers, for libraries that are built on strategies, and for strategies of one's own.
+
+    A subclass of yours brings what `Strategy` is to do; docs/custom-strategies.md says how.
+
+    Args:
+        container_strategy: The strategy that it is of; None: the one that it will be given to.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.extended.worker_devices
+        (device(type='cpu', index=0), device(type='cpu', index=1))
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended
+    """
+
+    def __init__(self, container_strategy: StrategyLike | None = None) -> None:
+        self._strategy_reference: weakref.ref[StrategyLike] | None = None
+        if container_strategy is not None:
+            self._bind(container_strategy)
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The device of each replica."""
+        raise self._missing("worker_devices")
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """Where parameters live."""
+        raise self._missing("parameter_devices")
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: batches may be of any size."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether TensorFlow builds a graph for each worker under this strategy; here there are no graphs."""
+        raise self._missing("experimental_between_graph")
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: this process initializes what it has, as does any that is alone."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """True: this process saves checkpoints, as does any that is alone."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """True: this process saves summaries, as does any that is alone."""
+        return True
+
+    def call_for_each_replica(
+        self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None
+    ) -> Tree:
+        """Does what `Strategy.run` does.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"])
+            >>> strategy.extended.call_for_each_replica(lambda x: x + 1, (1,))
+            2
+        """
+        require_cross_replica(self._container_strategy(), "call_for_each_replica")
+        return self._run(fn, tuple(args), dict(kwargs or {}), NO_OPTIONS)
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        destinations: DeviceLike | DistributedValues,
+        options: CommunicationOptions | None = None,
+    ) -> Tree:
+        """The sum or mean of a value over the replicas, on the devices of one's choice.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`.
+            value: What `run` returned; containers are reduced leaf by leaf.
+            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device
+                of each of its components.
+            options: How values are sent.
+
+        Returns:
+            A tensor, or a mirrored value for a distributed destination.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(2) * 2)
+            >>> strategy.extended.reduce_to("sum", value, "cpu:0")
+            tensor([4., 4.])
+
+        Raises:
+            ValueError: If shapes differ, the destination is not there, or an option asks for what cannot be done.
+            TypeError: If the destination is a list or tuple.
+            RuntimeError: If called in a replica or in another strategy's scope.
+
+        Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
+        """
+        require_cross_replica(self._container_strategy(), "reduce_to")
+        said = as_options("reduce_to", options)
+        op = ReduceOp.of(reduce_op)
+        _check_destinations(destinations)
+        return self._reduce_to(op, value, destinations, said)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Tree, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]:
+        """`reduce_to` for each of several (value, destinations) pairs, which may be sent together.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(1) * 2)
+            >>> strategy.extended.batch_reduce_to("mean", [(value, "cpu:0")])
+            [tensor([2.])]
+
+        Raises:
+            ValueError: If an entry is no pair; and as `reduce_to`.
+        """
+        require_cross_replica(self._container_strategy(), "batch_reduce_to")
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
+            _check_destinations(pair[1])
+        said = as_options("batch_reduce_to", options)
+        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, said)
+
+    def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
+        """A tensor on the devices of one's choice.
+
+        Args:
+            tensor: What to copy. A number is returned as it is.
+            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device
+                of each of its components.
+
+        Returns:
+            A tensor, or a mirrored value for a distributed destination.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(2) * 2)
+            >>> strategy.extended.broadcast_to(torch.zeros(1), value)
+            Mirrored:{
+              0: tensor([0.]),
+              1: tensor([0.])
+            }
+
+        Raises:
+            ValueError: If the destination is not there.
+            TypeError: If the destination is a list or tuple, or `tensor` is neither a tensor nor a number.
+            NotImplementedError: Under the default strategy.
+            RuntimeError: If called in a replica or in another strategy's scope.
+        """
+        require_cross_replica(self._container_strategy(), "broadcast_to")
+        _check_destinations(destinations)
+        if isinstance(tensor, (int, float, complex)):
+            return tensor
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"broadcast_to sends a tensor; got {tensor!r}, a {type(tensor).__name__}.")
+        return self._broadcast_to(tensor, destinations)
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        """Where what an optimizer keeps only once lives, such as the number of steps: with the parameters.
+
+        Args:
+            var_list: The parameters that it optimizes.
+
+        Example:
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> strategy.extended.non_slot_devices([torch.ones(1)])
+            (device(type='cpu', index=0),)
+
+        Differs from tf.distribute:
+            Under central storage and the default strategy, TensorFlow returns one of the variables.
+        """
+        return self.parameter_devices
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+        group: bool = True,
+    ) -> Tree:
+        """Calls `fn(*args, **kwargs)` once for each device of `colocate_with`, with that device in use.
+
+        A distributed value in the arguments is, in the first call, its first component, and so on.
+
+        Args:
+            colocate_with: What `non_slot_devices` returned; or a device, or a tensor whose device is meant.
+            fn: What to call.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            group: Whether what the calls returned is put together as by `Strategy.run`. False: to a tuple with an item
+                for each call, at each leaf.
+
+        Example:
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> steps = torch.zeros(())
+            >>> strategy.extended.update_non_slot(strategy.extended.non_slot_devices([]), steps.add_, (1,))
+            tensor(1.)
+
+        Raises:
+            ValueError: If there is no device in `colocate_with`, or the calls return different structures.
+            RuntimeError: If called in a replica or in another strategy's scope.
+        """
+        strategy = self._container_strategy()
+        require_cross_replica(strategy, "update_non_slot")
+        places = colocate_with if isinstance(colocate_with, (list, tuple)) else [colocate_with]
+        if not places:
+            raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
+        devices = [canonical(one.device if isinstance(one, torch.Tensor) else one) for one in places]
+        results: list[Tree] = []
+        with strategy.scope():
+            for i, device in enumerate(devices):
+                local_args, local_kwargs = select((tuple(args), dict(kwargs or {})), i)
+                with in_use(device):
+                    results.append(fn(*local_args, **local_kwargs))
+        if group:
+            return regroup(results)
+        return map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+
+    def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
+        """What `Strategy.experimental_make_numpy_dataset` does.
+
+        Args:
+            numpy_input: See there.
+            session: None: there are no sessions.
+        """
+        require_cross_replica(self._container_strategy(), "Strategy.experimental_make_numpy_dataset")
+        if session is not None:
+            raise ValueError(
+                f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here, and the arrays are "
+                "read where they are; leave it out."
+            )
+        return ArrayDataset(numpy_input)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Tree], object],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Tree] | None = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, batch)` for several batches in a row, in the scope of the strategy.
+
+        Args:
+            fn: Calls `Strategy.run` with the batch, and keeps in the `context` what is wanted when all is done.
+            iterator: What `Strategy.make_dataset_iterator` returned, or another with `get_next()`.
+            iterations: For how many batches.
+            initial_loop_values: What `last_step_outputs` holds where `fn` sets nothing.
+
+        Returns:
+            The `MultiStepContext`: its `last_step_outputs` and `non_tensor_outputs` are what was set last.
+
+        Example:
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> iterator = strategy.make_dataset_iterator([torch.ones(2), torch.ones(3)])
+            >>> def fn(context, batch):
+            ...     context.set_last_step_output("rows", strategy.run(len, args=(batch,)))
+            >>> strategy.extended.experimental_run_steps_on_iterator(fn, iterator, iterations=2).last_step_outputs
+            {'rows': 3}
+
+        Differs from tf.distribute:
+            It works under central storage.
+
+        Raises:
+            OutOfRangeError: If there are fewer batches.
+            ValueError: If `iterations` is negative.
+            RuntimeError: If called in a replica or in another strategy's scope.
+        """
+        strategy = self._container_strategy()
+        require_cross_replica(strategy, "experimental_run_steps_on_iterator")
+        if iterations < 0:
+            raise ValueError(f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches.")
+        context = MultiStepContext(initial_loop_values or {})
+        with strategy.scope():
+            for _ in range(iterations):
+                fn(context, next_of(iterator))
+        return context
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        """Whether a module was created in a scope of this strategy, or a parameter given to a module there.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+        raise self._missing("variable_created_in_scope")
+
+    # What a kind of strategy brings. The first four are all that `run` and `reduce` need.
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        """How many replicas there are."""
+        raise self._missing("_num_replicas_in_sync")
+
+    def _call_for_each_replica(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """Calls `fn` in a `ReplicaContext` for each replica, and puts together what the calls return."""
+        raise self._missing("_call_for_each_replica")
+
+    def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
+        """The components of a value; of one that is not distributed, that one."""
+        raise self._missing("_local_results")
+
+    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
+        """The sum or mean of a value over the replicas, at its destinations."""
+        raise self._missing("_reduce_to")
+
+    def _batch_reduce_to(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions
+    ) -> list[Tree]:
+        """`reduce_to` of several values."""
+        return [self._reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
+
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        if options != NO_OPTIONS:
+            raise ValueError(f"{type(self).__name__} has no use for {options}: call run without options.")
+        with self._container_strategy().scope():
+            return self._call_for_each_replica(fn, args, kwargs)
+
+    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
+        return self._local_results(self._reduce_to(op, value, torch.device("cpu"), NO_COMMUNICATION_OPTIONS))[0]
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))
+        if op is ReduceOp.SUM:
+            return total
+        sizes = self._run(lambda v: torch.tensor(size_along(v, axis)), (value,), {}, NO_OPTIONS)
+        return total / self._reduce(ReduceOp.SUM, sizes)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        raise self._missing("_gather")
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        raise self._missing("_broadcast_to")
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        raise self._missing("_distribute_dataset")
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        raise self._missing("_distribute_from_function")
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        count = self._num_replicas_in_sync
+        return regroup([value_fn(ValueContext(r, count)) for r in range(count)], always_wrap=True)
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        raise self._missing("_distribute_module")
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        raise self._missing("_distribute_optimizer")
+
+    def _creation_scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _device_of(self, replica: int) -> Device:
+        return self.worker_devices[replica]
+
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        return copy.deepcopy(self, memo)
+
+    # What it can rely on
+
+    def _container_strategy(self) -> StrategyLike:
+        """The strategy that this is of."""
+        strategy = self._strategy_reference() if self._strategy_reference is not None else None
+        if strategy is None:
+            raise RuntimeError("The strategy of this `extended` is gone. Keep the strategy, not only its `extended`.")
+        return strategy
+
+    def _select(self, tree: Tree, replica: int) -> Tree:
+        """`tree` as a replica sees it: with its component of every distributed value."""
+        return select(tree, replica)
+
+    def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
+        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
+        return regroup(by_replica, are_results=True)
+
+    def _bind(self, strategy: StrategyLike) -> None:
+        owner = self._strategy_reference and self._strategy_reference()
+        if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
+            raise ValueError(
+                f"This extended is that of {owner!r}, and cannot be that of another strategy, too: there would be one "
+                "answer for both to which strategy its replicas are of. copy.deepcopy(strategy) makes another of the "
+                "same kind."
+            )
+        self._strategy_reference = weakref.ref(strategy)
+
+    def _missing(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
+
+
+def _check_destinations(destinations: object) -> None:
+    if isinstance(destinations, (list, tuple)):
+        raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
+    if destinations is None:
+        raise ValueError(
+            "destinations says where the result goes: a device, a tensor or a distributed value; got None."
+        )

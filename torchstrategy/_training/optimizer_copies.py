@@ -1,0 +1,205 @@
+"""Copies of the user's optimizers, with which replicas update parameters of their own.
+
+The user's own optimizer updates the user's own parameters, which are those of every replica on their device. For each
+replica on another device there is a copy of it, with a state of its own, that takes every step that the user's takes,
+after it, on the same gradients. So all replicas come to the same bits, and no parameter is sent.
+
+What decides by other things than gradients, or draws random numbers, could come to other bits: only torch's own
+optimizers have copies. After a step of any other one, values are sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from torchstrategy._binding.proxies import own, plain_class
+from torchstrategy._binding.tensor_versions import Original, Originals
+from torchstrategy._communication.transfer import brought
+from torchstrategy._core.thread_state import undisturbed
+from torchstrategy._core.torch_internals import slot
+from torchstrategy._core.trace import traced
+from torchstrategy._training.replica_gradients import LocalParameter
+
+Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All that it updates, in order, whatever it is here."""
+    return [parameter for group in own(optimizer, "param_groups") for parameter in group["params"]]
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its class is torch's own."""
+    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
+
+
+def can_have_copies(optimizer: Optimizer) -> bool:
+    """Whether a copy that is given the same gradients takes the same step."""
+    if not is_torchs(optimizer) or isinstance(optimizer, LBFGS):
+        return False
+    inside = vars(optimizer)
+    has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"]
+    # A fused one is told by a GradScaler, and by nobody else, what to divide gradients by.
+    return not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
+
+
+@final
+class OptimizerCopies:
+    """The copies of one optimizer.
+
+    Args:
+        optimizer: The user's own.
+        local: Of each replica that has parameters with memory of their own: those, by the id of the owner.
+    """
+
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, LocalParameter]]) -> None:
+        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
+        self._known: _State | None = None  # the state that the copies agree with
+        self._lock = threading.Lock()
+
+    def has(self, replica: int) -> bool:
+        """Whether a replica has a copy."""
+        return replica in self._copies
+
+    def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
+        """That of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
+        with self._lock, undisturbed():
+            self.begin(optimizer)
+            return self._copies[replica].state()
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Before a step: brings to the copies what was written on the settings and on the state."""
+        is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
+        for copied in self._copies.values():
+            copied.bring_settings(optimizer)
+            if not is_known:
+                copied.bring_state(optimizer)
+        if not is_known:
+            self._known = _State(optimizer)
+
+    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> None:
+        """After a step: the copies take the same, on the counterparts of some of the parameters.
+
+        Args:
+            optimizer: The user's own.
+            owners: The parameters.
+            arrived: What a replica has got of a gradient already, if it has.
+        """
+        with_gradient = [owner for owner in owners if slot(owner) is not None]
+        for replica, copied in self._copies.items():
+            trained = [owner for owner in with_gradient if copied.has(owner)]
+            with traced("update [{}] [replica {}]", optimizer, replica):
+                copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
+        if self._known is not None and self._known.is_that_of(optimizer):
+            self._known.take_changes()
+        else:
+            self._known = _State(optimizer)
+
+
+@final
+class _State:
+    """The state of an optimizer, as it was when its copies agreed with it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._values = _values(optimizer)
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._tensors = Originals([Original("", tensor) for tensor in tensors])
+        self._tensors.watch(range(len(tensors)))
+
+    def is_that_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has the very same values in its state."""
+        values = _values(optimizer)
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def take_changes(self) -> bool:
+        """Whether any tensor of it was written; from here on it counts as it is."""
+        return bool(self._tensors.take_changes()[0])
+
+
+@final
+class _Copy:
+    """The copy for one replica. It has plain parameters: torch chooses other loops for subclasses, and other bits."""
+
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, LocalParameter]) -> None:
+        cls, inside = plain_class(type(optimizer)), vars(optimizer)
+        self._local = local
+        self._plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
+        groups = [
+            {**group, "params": [self._plain[id(owner)] for owner in group["params"] if id(owner) in local]}
+            for group in inside["param_groups"]
+        ]
+        self._optimizer: Any = object.__new__(cls)
+        self._optimizer.__setstate__(
+            {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
+        )
+
+    def has(self, owner: torch.Tensor) -> bool:
+        return id(owner) in self._plain
+
+    def state(self) -> dict[torch.Tensor, Any]:
+        state = self._optimizer.state
+        return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
+
+    def bring_settings(self, optimizer: Optimizer) -> None:
+        for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
+            copied.update({name: _settled(value) for name, value in group.items() if name != "params"})
+
+    def bring_state(self, optimizer: Optimizer) -> None:
+        state = vars(optimizer)["state"]
+        self._optimizer.state.clear()
+        for owner in _owners(optimizer, self._local):
+            if owner in state:
+                plain = self._plain[id(owner)]
+                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
+
+    def step(self, owners: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
+        if not owners:
+            return
+        trained = [self._plain[id(owner)] for owner in owners]
+        for owner, plain in zip(owners, trained, strict=True):
+            local = self._local[id(owner)]
+            if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
+                plain.data = local.detach()
+        missing = [i for i, gradient in enumerate(arrived) if gradient is None]
+        sent = iter(brought([_gradient_of(owners[i]) for i in missing], trained[0].device))
+        for plain, gradient in zip(trained, arrived, strict=True):
+            plain.grad = next(sent) if gradient is None else gradient
+        try:
+            self._optimizer.step()
+        finally:
+            for plain in trained:
+                plain.grad = None
+
+
+def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Tensor]:
+    return [owner for owner in parameters_of(optimizer) if id(owner) in known]
+
+
+def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
+    gradient = slot(owner)
+    assert gradient is not None
+    return gradient
+
+
+def _sent(value: Any, parameter: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    stays = value.is_cpu and value.dim() == 0  # the number of steps, say, which torch keeps on the CPU
+    return value.detach().to(value.device if stays else parameter.device, copy=True)
+
+
+def _settled(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _values(optimizer: Optimizer) -> list[Any]:
+    return [value for state in vars(optimizer)["state"].values() for value in state.values()]

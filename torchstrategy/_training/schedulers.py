@@ -1,0 +1,110 @@
+"""What counts steps, and is one for all replicas: learning-rate schedulers and `GradScaler`.
+
+In a replica, what they do once a step is a meeting: when all replicas have come to it, it is done once, on the
+optimizer and the gradients of the whole batch. Everything else about them can be asked anywhere.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchstrategy._core.devices import place
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.replica import Replica
+
+Together = Callable[[Callable[[], Tree]], Tree]
+"""Calls something for all replicas, while they stand still: on the user's own optimizers, with all gradients."""
+
+
+@final
+class OnceAStep:
+    """A scheduler or scaler in one replica, for one run.
+
+    Args:
+        counter: The user's own.
+        replica: The replica.
+        together: What happens at the meeting.
+    """
+
+    def __init__(self, counter: LRScheduler | torch.amp.GradScaler, replica: Replica, together: Together) -> None:
+        self._counter = counter
+        self._replica = replica
+        self._together = together
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """A meeting, at which the scheduler or the scaler takes its step."""
+        return self._meet("step", args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """A meeting, at which the scaler chooses its next scale."""
+        return self._meet("update", args, kwargs)
+
+    def unscale_(self, *args: Any, **kwargs: Any) -> Any:
+        """A meeting, at which the gradients of the whole batch are divided by the scale."""
+        return self._meet("unscale_", args, kwargs)
+
+    def _meet(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
+
+        def combine(brought: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+            for other in brought[1:]:
+                refuse_different(name, brought[0], other)
+            result = self._together(lambda: getattr(counter, method)(*args, **kwargs))
+            return [result] * len(brought)
+
+        return self._replica.meet(name, combine, (args, kwargs))
+
+
+_ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+
+
+def make_ready(counters: Iterable[object], device: Device) -> None:
+    """Has scalers make their scale, which they do at the first loss that they see: that of several replicas at once."""
+    for counter in counters:
+        if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
+            counter.scale(torch.zeros((), device=place(device)))
+            _ready.add(counter)
+
+
+def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
+    """Refuses steps that hold a method of a counter or an optimizer, which is that of the user's own.
+
+    Raises:
+        RuntimeError: Naming it.
+    """
+    for name, thing in named:
+        if isinstance(thing, types.MethodType):
+            kind = type(thing.__self__).__name__
+            raise RuntimeError(
+                f"The step holds {kind}.{name}, a method that was taken from its object before the run: each replica "
+                f"would call it, and it acts once for all of them. Name the object in the step, and call its {name} "
+                "there; or call it after the run."
+            )
+
+
+def refuse_different(name: str, first: Any, other: Any) -> None:
+    """Refuses that replicas give different arguments to what acts once for all of them.
+
+    Raises:
+        ValueError: Naming what they call.
+    """
+    (args, kwargs), (other_args, other_kwargs) = first, other
+    alike = len(args) == len(other_args) and kwargs.keys() == other_kwargs.keys()
+    pairs = [*zip(args, other_args, strict=False), *((value, other_kwargs.get(key)) for key, value in kwargs.items())]
+    if not alike or not all(_is_same(value, other) for value, other in pairs):
+        raise ValueError(
+            f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
+            "get_replica_context().all_reduce(...) makes one value of all."
+        )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and torch.equal(value, other.to(value.device))
+    return value is other or (isinstance(value, (int, float, str)) and value == other)

@@ -1,0 +1,338 @@
+"""The kinds of variables: one copy for all, a copy in each replica, a value in each replica; and a component."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from typing_extensions import Self
+
+from torchstrategy._communication.transfer import added
+from torchstrategy._core.context import local_object
+from torchstrategy._core.devices import place
+from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed
+from torchstrategy._core.options import VariableAggregation, VariableSynchronization
+from torchstrategy._core.thread_state import undisturbed
+from torchstrategy._core.torch_internals import make_parameter, version
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._variables.variable import (
+    Variable,
+    Wanted,
+    aggregated,
+    make_data,
+    moved,
+    plain_alias,
+    set_maker,
+    write,
+)
+
+
+class SharedVariable(Variable):
+    """A variable with one value for all replicas, which they write together."""
+
+    def _stand_in(self) -> torch.Tensor:
+        local: torch.Tensor = local_object(self)
+        if local is self and (context := self._replica()) is not None:
+            return moved(self, place(context.devices[0]))  # made in this very run: the replica has no copy yet
+        return local
+
+    def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
+        context = self._replica()
+        if isinstance(value, Variable):
+            value = value.read_value()
+        if context is None or (context.num_replicas_in_sync == 1 and local_object(self) is self):
+            if context is None:
+                self._require_here("assign")
+            write(self, self, operation, value)
+            return self
+        if self._aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"{self._name} was assigned in a replica, and has no aggregation: the replicas' values cannot become "
+                "one. Make it with aggregation=torchstrategy.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or "
+                "assign it outside of strategy.run."
+            )
+        context.merge_call(_assign_together, args=((self, operation), value))
+        return self
+
+
+def _assign_together(strategy: Any, what: tuple[Tree, Tree], value: Tree) -> None:
+    variable, operation = (_first(brought) for brought in what)
+    for brought, first in zip(what, (variable, operation), strict=True):
+        if type(brought) is PerReplica and any(other is not first for other in brought.values):
+            raise RuntimeError(
+                f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one of "
+                "them. Every replica makes the same assignments in the same order."
+            )
+    write(variable, variable, operation, aggregated(strategy, variable.aggregation, value))
+
+
+def _first(brought: Tree) -> Any:
+    return brought.values[0] if type(brought) is PerReplica else brought
+
+
+@final
+class CentralVariable(SharedVariable):
+    """A variable of which there is one copy, or that belongs to no strategy."""
+
+
+@final
+class MirroredVariable(SharedVariable):
+    """A variable with a copy on the device of every replica, all equal. It is itself that of the first replica."""
+
+    _devices: tuple[Device, ...]
+    _held: tuple[Component, ...] = ()
+
+    @property
+    def _components(self) -> tuple[Component, ...]:
+        if not self._held:
+            with undisturbed():
+                first = plain_alias(self)
+                others = [torch.empty_like(first, device=place(device)) for device in self._devices[1:]]
+                self._held = tuple(Component.of(self, memory) for memory in (first, *others))
+        return self._held
+
+    def _take_memory(self, value: torch.Tensor) -> None:
+        super()._take_memory(value)
+        self._held = ()
+
+    @property
+    def values(self) -> tuple[Component, ...]:  # type: ignore[override]
+        """The component of each replica."""
+        return self._components
+
+    def _in_replica(self, replica: int) -> Self:
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if self._replica() is not None:
+            return super().__repr__()
+        return listed("MirroredVariable", self._components)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """A block in which the components may be written: all with the same."""
+        for component in self._components:
+            component.memory()
+            component.is_open = True
+        try:
+            yield
+        finally:
+            for component in self._components:
+                component.is_open, component.known = False, -1
+
+
+@final
+class SyncOnReadVariable(Variable):
+    """A variable with a value in each replica, which become one when it is read outside of replicas."""
+
+    _watches = True
+    _parts: list[torch.Tensor]
+    _held: tuple[Component, ...] = ()
+
+    @property
+    def _components(self) -> tuple[Component, ...]:
+        if not self._held:
+            with undisturbed():
+                self._held = tuple(Component.of(self, part) for part in self._parts)
+        return self._held
+
+    @property
+    def values(self) -> tuple[Component, ...]:  # type: ignore[override]
+        """The component of each replica."""
+        return self._components
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Its shape, also where it cannot be read."""
+        return self._part().shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Its dtype, also where it cannot be read."""
+        return self._part().dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the replica's own value is; outside, that of the first."""
+        return self._part().device
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether its values do. Each replica can differentiate with respect to its own; none is given a gradient."""
+        return self._parts[0].requires_grad
+
+    @property
+    def grad(self) -> None:
+        """None."""
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            _refuse_gradient(self)
+
+    def _in_replica(self, replica: int) -> Self:
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if self._replica() is not None:
+            return super().__repr__()
+        return listed("SyncOnReadVariable", self._components)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        yield  # the components are the values
+
+    def _take_memory(self, value: torch.Tensor) -> None:
+        self._take_parts([part.detach().to(value.dtype, copy=True) for part in self._parts], self.requires_grad)
+        self.assign(value)
+
+    def _take_parts(self, parts: Sequence[torch.Tensor], is_trained: bool) -> None:
+        self._parts, self._held = [part.requires_grad_(is_trained) for part in parts], ()
+        for part in self._parts if is_trained else ():
+            part.register_post_accumulate_grad_hook(_refuse_gradient)
+
+    def _part(self) -> torch.Tensor:
+        context = self._replica()
+        return self._parts[0 if context is None else context.replica_id_in_sync_group]
+
+    def _stand_in(self) -> torch.Tensor:
+        return self._part() if self._replica() is not None else self._read()
+
+    def _read(self) -> torch.Tensor:
+        self._require_here("read_value")
+        if self._aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self._name} has a value in each replica and no aggregation, so that it cannot be read outside of "
+                "them. Make it with an aggregation; or take strategy.experimental_local_results(variable)."
+            )
+        with undisturbed():
+            if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return self._parts[0].clone()
+            total = added(self._parts, self._parts[0].device)
+            return total / len(self._parts) if self._aggregation is VariableAggregation.MEAN else total
+
+    def _was_written(self, stand_in: torch.Tensor) -> None:
+        if self._replica() is None:
+            self.assign(stand_in)
+
+    def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
+        if self._replica() is not None:
+            write(self, self._part(), operation, value)
+            return self
+        self._require_here("assign")
+        is_sum = self._aggregation is VariableAggregation.SUM
+        if is_sum and operation is not torch.Tensor.copy_:
+            raise ValueError(
+                f"{self._name} is the sum of a value in each replica. Which of them is to change when something is "
+                "added to it outside of the replicas is not known: assign it, or add to it in the step."
+            )
+        for part, share in zip(self._parts, self._shares(value) if is_sum else [value] * len(self._parts), strict=True):
+            write(self, part, operation, share)
+        return self
+
+    def _shares(self, value: Tree) -> list[Tree]:
+        """What each replica gets of a sum."""
+        with undisturbed():
+            whole, count = torch.empty_like(self._parts[0]), len(self._parts)
+            write(self, whole, torch.Tensor.copy_, value)
+            if whole.is_floating_point() or whole.is_complex():
+                return [whole / count] * count
+            each = whole // count
+            return [whole - each * (count - 1), *[each] * (count - 1)]
+
+
+@final
+class Component(Variable):
+    """A distributed variable as one replica has it, held outside of that replica."""
+
+    _watches = True
+    container: weakref.ref[MirroredVariable | SyncOnReadVariable]
+    is_open = False  # whether it may be written now
+    known = -1  # the version of the first component that it agrees with
+    _memory: torch.Tensor
+
+    @staticmethod
+    def of(container: MirroredVariable | SyncOnReadVariable, memory: torch.Tensor) -> Component:
+        """The component of a variable that is, or gets its value, in `memory`."""
+        component = make_parameter(Component, memory, False)
+        assert isinstance(component, Component)
+        component.container, component._memory = weakref.ref(container), memory
+        component._name, component._strategy = container._name, container._strategy
+        component._synchronization, component._aggregation = container._synchronization, container._aggregation
+        return component
+
+    def memory(self) -> torch.Tensor:
+        """Its value as it is now."""
+        container = self.container()
+        if isinstance(container, MirroredVariable) and not self.is_open:
+            first = container._components[0]._memory
+            if self._memory is not first and self.known != version(first):
+                with undisturbed():
+                    self._memory.copy_(first)
+                self.known = version(first)
+        return self._memory
+
+    def _stand_in(self) -> torch.Tensor:
+        return self.memory()
+
+    def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
+        self._require_open()
+        write(self, self.memory(), operation, value)
+        return self
+
+    def _was_written(self, stand_in: torch.Tensor) -> None:
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if isinstance(self.container(), MirroredVariable) and not self.is_open:
+            raise RuntimeError(
+                f"A component of {self._name} was assigned by itself: the components of a mirrored variable are always "
+                "equal. Assign the variable, or write on its components in strategy.extended.update(variable, fn)."
+            )
+
+
+def _refuse_gradient(value: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"A gradient came to a torchstrategy.Variable of shape {tuple(value.shape)} with trainable=True and "
+        "synchronization=ON_READ. Each replica has a value of its own, of which there is no gradient of the whole "
+        "batch. Leave out synchronization, and all replicas train one value; or take each replica's own gradient: "
+        "torch.autograd.grad(loss, variable)."
+    )
+
+
+DistributedValues.register(MirroredVariable)
+DistributedValues.register(SyncOnReadVariable)
+
+
+def _make(wanted: Wanted, value: torch.Tensor, devices: Sequence[Device]) -> Variable:
+    is_trained = wanted.is_trained(value.dtype)
+    first = place(devices[0]) if devices else None
+    if len(devices) < 2:
+        made: Variable = make_data(CentralVariable, value, first, is_trained)
+        return made
+    _refuse_unmirrorable(wanted, value)
+    if wanted.synchronization is not VariableSynchronization.ON_READ:
+        mirrored: MirroredVariable = make_data(MirroredVariable, value, first, is_trained)
+        mirrored._devices = tuple(devices)
+        return mirrored
+    on_read: SyncOnReadVariable = make_data(SyncOnReadVariable, value, first, False)
+    on_read._take_parts([value.detach().to(place(device), copy=True) for device in devices], is_trained)
+    return on_read
+
+
+set_maker(_make)
+
+
+def _refuse_unmirrorable(wanted: Wanted, value: torch.Tensor) -> None:
+    if wanted.synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            "Variable(synchronization=NONE) in the scope of a strategy that keeps a copy in each replica: they have to "
+            "be synchronized, on writing or on reading. Leave it out, or say ON_READ."
+        )
+    is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
+    if is_integer and wanted.aggregation is VariableAggregation.MEAN:
+        raise ValueError(f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float.")

@@ -1,0 +1,463 @@
+"""What every variable is: a parameter that the replicas of a strategy share, and may assign.
+
+A name in the step means the replica's own component. There are three ways to it:
+
+    a parameter of a module or a `Variable` that is written together     the replica's copy, made by the storage
+    one that each replica writes for itself (`SyncOnReadVariable`)       one of the tensors that the variable holds
+    outside of replicas                                                  the variable itself, or what is read of it
+
+Whatever torch does with a variable comes by `__torch_function__`, which puts that component in its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from torchstrategy._binding.proxies import ShowsLocalGrad
+from torchstrategy._communication.operands import as_tensor
+from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica
+from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica
+from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
+from torchstrategy._core.thread_state import undisturbed
+from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
+from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.types import Device, Tree
+
+_Operation = Callable[[torch.Tensor, torch.Tensor], Any]
+
+_COPY: _Operation = torch.Tensor.copy_
+_ADD: _Operation = torch.Tensor.add_
+_SUBTRACT: _Operation = torch.Tensor.sub_
+
+
+class Variable(ShowsLocalGrad):
+    """A tensor that all replicas of a strategy share, and that a step may assign.
+
+    It is a `torch.nn.Parameter`: torch functions, optimizers and modules take it. Created in a strategy's `scope()`, it
+    belongs to the strategy. A step that uses it has its own replica's component; a step that assigns it says with
+    `aggregation` how the values of all replicas become one. Results of operations are plain tensors.
+
+    `v.assign(x)` in a replica is a meeting: every replica makes the call, and then all read the new value. A variable
+    with `synchronization=ON_READ` under `MirroredStrategy` has a value in each replica, assigned without a meeting, and
+    these become one when it is read outside: that is how metrics are counted.
+
+    Writing in place (`v.add_(1)`) is for outside of replicas; in one, it is refused as with any parameter.
+
+    Args:
+        initial_value: A tensor, which is copied, an array, a number, or a function without arguments that returns one.
+        trainable: Whether it requires grad. None: if its dtype allows it and `synchronization` is not `ON_READ`.
+        name: What messages call it.
+        dtype: None: that of `initial_value`.
+        synchronization: When the values of replicas become one: see `VariableSynchronization`. Only
+            `MirroredStrategy` with several replicas has components that can differ; elsewhere it is recorded.
+        aggregation: How they become one: see `VariableAggregation`.
+
+    Example:
+        >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
+        >>> with strategy.scope():
+        ...     v = torchstrategy.Variable(1.0, aggregation=torchstrategy.VariableAggregation.SUM)
+        >>> def step():
+        ...     v.assign_add(torchstrategy.get_replica_context().replica_id_in_sync_group + torch.tensor(1.0))
+        ...     return v.item()
+        >>> strategy.experimental_local_results(strategy.run(step))
+        (4.0, 4.0)
+        >>> v
+        MirroredVariable:{
+          0: 4.0,
+          1: 4.0
+        }
+
+    Differs from tf.distribute:
+        One that is created in a replica is created in all of them: that is a meeting. Replicas cannot make a mirrored
+        variable diverge: assigning it in a replica without an aggregation is an error.
+
+    Raises:
+        ValueError: If an enum is none; if it is to be trained and its dtype cannot be; under `MirroredStrategy`, if
+            `synchronization` is `NONE`, or integers are to be averaged.
+        TypeError: If there is no tensor to be made of `initial_value`, or an argument is of the wrong kind.
+        RuntimeError: From `run`, if the replicas create different ones; from `backward`, if it comes to one of which
+            each replica has a value of its own.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/Variable
+    """
+
+    _name: str
+    _synchronization: VariableSynchronization
+    _aggregation: VariableAggregation
+    _strategy: weakref.ref[StrategyLike] | None
+    _watches = False  # whether `_stand_in` is another tensor, whose being written it wants to be told of
+
+    def __new__(
+        cls,
+        initial_value: Any,
+        trainable: bool | None = None,
+        *,
+        name: str | None = None,
+        dtype: torch.dtype | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> Self:
+        made: Any = create(Wanted(initial_value, trainable, name, dtype, synchronization, aggregation))
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it requires grad."""
+        return bool(self.requires_grad)
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the values of replicas become one."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values of replicas become one."""
+        return self._aggregation
+
+    def read_value(self) -> torch.Tensor:
+        """Its value, as a tensor of its own. Gradients flow back to it."""
+        return self.clone()
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
+        """Its value as an array of its own."""
+        return self.read_value().detach().numpy(force=force or self.device.type != "cpu")
+
+    def assign(self, value: Tree) -> Self:
+        """Gives it a value. In a replica, where replicas have it in common, this is a meeting.
+
+        Args:
+            value: A tensor of its shape, a number or an array. In a replica: this replica's.
+
+        Returns:
+            The variable.
+
+        Example:
+            >>> v = torchstrategy.Variable([1.0, 2.0])
+            >>> v.assign([3.0, 4.0])
+            Variable(tensor([3., 4.]))
+
+        Raises:
+            ValueError: If the shape is another, or the dtype cannot be converted; in a replica, if there is no
+                aggregation, or `SUM` is to be taken of one and the same object in all replicas.
+            TypeError: If outside of replicas the value is that of several replicas; or it is no number.
+            RuntimeError: In another strategy's scope; from `run`, if not all replicas assign this variable.
+        """
+        return self._assign(_COPY, value)
+
+    def assign_add(self, delta: Tree) -> Self:
+        """Adds to it, as `assign`."""
+        return self._assign(_ADD, delta)
+
+    def assign_sub(self, delta: Tree) -> Self:
+        """Subtracts from it, as `assign`."""
+        return self._assign(_SUBTRACT, delta)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its memory, without a history."""
+        local: Any = local_object(self)
+        return _plain_data(self) if local is self else local.data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        local: Any = local_object(self)
+        if local is self:
+            self._take_memory(value)
+        else:
+            local.data = value
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        named = "" if self._name == _NAMELESS else f"{self._name!r}, "
+        return f"Variable({named}{self.detach()})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.detach(), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        memo[id(self)] = copied = _like(*self._parts_of_it())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _like, self._parts_of_it()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        used: list[tuple[Variable, torch.Tensor]] = []
+        args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
+        watched = [(v, t, version(t)) for v, t in used if v._watches]
+        if any(map(_has_a_say, types)):
+            result = func(*_without_variables(args), **_without_variables(kwargs))
+        else:
+            result = _plainly(func, (), args, kwargs)
+        for variable, tensor, before in watched:
+            if version(tensor) != before:
+                variable._was_written(tensor)
+                result = variable if result is tensor else result
+        return result
+
+    def _stand_in(self) -> torch.Tensor:
+        """What torch uses in its place, where the caller is."""
+        raise NotImplementedError
+
+    def _assign(self, operation: _Operation, value: Tree) -> Self:
+        """Writes a value where the caller is."""
+        raise NotImplementedError
+
+    def _take_memory(self, value: torch.Tensor) -> None:
+        """Gives it other memory, which may be of another dtype: what `module.double()` does."""
+        _plainly(_set_plain_data, (), (self, value), {})
+
+    def _was_written(self, stand_in: torch.Tensor) -> None:
+        """An operation has written on what stood in its place."""
+
+    def _replica(self) -> ReplicaContextLike | None:
+        """The replica that the caller is in, if the variable is one of its strategy's."""
+        frame = current_frame()
+        if frame is None or frame.replica_context is None:
+            return None
+        is_own = local_object(self) is not self or (self._strategy is not None and self._strategy() is frame.strategy)
+        return frame.replica_context if is_own else None
+
+    def _require_here(self, what: str) -> None:
+        """Refuses a caller in the context of another strategy."""
+        strategy = None if self._strategy is None else self._strategy()
+        if strategy is not None and strategy.num_replicas_in_sync > 1:
+            require_cross_replica(strategy, f"Variable.{what}")
+
+    def _parts_of_it(self) -> tuple[Any, ...]:
+        return self.detach().clone(), self.trainable, self._name, self._synchronization, self._aggregation
+
+
+# A compiler that followed it would find the component of one replica, and take it for that of all.
+hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+_NAMELESS = "Variable"
+_DATA: Any = torch.Tensor.data
+_plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
+_set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
+_plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any] = nn.Parameter.__torch_function__
+
+
+def is_variable(thing: object) -> bool:
+    """Whether a thing is a variable; parameters have a slow `isinstance`."""
+    return issubclass(type(thing), Variable)
+
+
+def _like(value: torch.Tensor, trainable: bool, name: str, *enums: Any) -> Variable:
+    synchronization, aggregation = enums
+    return Variable(value, trainable, name=name, synchronization=synchronization, aggregation=aggregation)
+
+
+def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_with_stand_ins(item, used) for item in value])
+    if kind is dict:
+        return {key: _with_stand_ins(item, used) for key, item in value.items()}
+    if not issubclass(kind, Variable):
+        return value
+    known = next((tensor for variable, tensor in used if variable is value), None)
+    if known is None:
+        known = value._stand_in()
+        used.append((value, known))
+    return known
+
+
+def _has_a_say(kind: Any) -> bool:
+    """Whether a class of tensors wants to be asked what torch does with them."""
+    says_nothing = kind is torch.Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
+    return not says_nothing and not issubclass(kind, Variable)
+
+
+def _without_variables(value: Any) -> Any:
+    """What another class of tensors is asked with: it need not know what a variable is."""
+
+    def plain(leaf: Any) -> Any:
+        return _plainly(torch.Tensor.view_as, (), (leaf, leaf), {}) if is_variable(leaf) else leaf
+
+    return map_leaves(plain, value)
+
+
+def plain_alias(variable: Variable) -> torch.Tensor:
+    """A plain tensor over the memory of a variable."""
+    alias: torch.Tensor = _plainly(torch.Tensor.detach, (), (variable,), {})
+    return alias
+
+
+def moved(variable: Variable, device: Device) -> torch.Tensor:
+    """A variable on a device: itself, if it is there. Gradients flow back."""
+    there: torch.Tensor = _plainly(torch.Tensor.to, (), (variable, device), {})
+    return there
+
+
+_writing = threading.RLock()  # runs of several threads may add to one variable; a caller's mode may write another
+
+
+def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree) -> None:
+    """Does what `assign`, `assign_add` or `assign_sub` means to the memory of a variable, or of a component.
+
+    Raises:
+        ValueError: If the value does not fit.
+        TypeError: If it is no tensor or number, or one of several replicas.
+    """
+    if type(value) is PerReplica:
+        raise TypeError(
+            f"{variable.name} was given a value for each replica, outside of them: which of them it is to have is not "
+            "known. Reduce it first, strategy.reduce(...), or assign it in the step, each replica its own."
+        )
+    with undisturbed():
+        given = as_tensor(value.values[0] if type(value) is Mirrored else value)
+        if given.shape != memory.shape:
+            raise ValueError(
+                f"{variable.name} has the shape {tuple(memory.shape)} and was assigned a value of the shape "
+                f"{tuple(given.shape)}. They must be equal."
+            )
+        if not torch.can_cast(given.dtype, memory.dtype):
+            raise ValueError(
+                f"{variable.name} holds {memory.dtype}, to which a value of {given.dtype} cannot be converted without "
+                "loss. Convert the value, or make the variable of another dtype."
+            )
+        with _writing:
+            _plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What somebody wants a variable to be."""
+
+    initial_value: Any
+    trainable: bool | None
+    name: str | None
+    dtype: torch.dtype | None
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.trainable, (bool, type(None))):
+            raise TypeError(f"Variable(trainable={self.trainable!r}): it is True, False or None.")
+        if not isinstance(self.name, (str, type(None))):
+            raise TypeError(f"Variable(name={self.name!r}): it is a string or None.")
+        for given, kind in (
+            (self.synchronization, VariableSynchronization),
+            (self.aggregation, VariableAggregation),
+        ):
+            if not isinstance(given, kind):
+                raise ValueError(f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}.")
+
+    def value(self) -> torch.Tensor:
+        """The initial value.
+
+        Raises:
+            TypeError: If it is no tensor, and none can be made of it.
+        """
+        given = self.initial_value
+        if callable(given) and not isinstance(given, torch.Tensor):
+            given = given()
+        given = given.values[0] if type(given) is Mirrored else given
+        if isinstance(given, DistributedValues) and not isinstance(given, torch.Tensor):
+            raise TypeError("A variable has one initial value; it was given a value for each replica.")
+        try:
+            return torch.as_tensor(given, dtype=self.dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"A variable's initial value is a tensor, an array or numbers; got {given!r}.") from error
+
+    def is_trained(self, dtype: torch.dtype) -> bool:
+        """Whether the variable requires grad.
+
+        Raises:
+            ValueError: If its dtype cannot.
+        """
+        can_be = dtype.is_floating_point or dtype.is_complex
+        if self.trainable and not can_be:
+            raise ValueError(f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients.")
+        return can_be and self.synchronization is not _ON_READ if self.trainable is None else self.trainable
+
+    def like(self) -> tuple[object, ...]:
+        """What has to be the same in all replicas that create a variable together."""
+        return self.name, self.trainable, self.dtype, self.synchronization, self.aggregation
+
+
+_ON_READ = VariableSynchronization.ON_READ
+
+_makers: list[Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]] = []  # one: of the floor above
+
+
+def set_maker(make: Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]) -> None:
+    """Says what makes a variable for a strategy whose parameters are on some devices; on none, for no strategy."""
+    _makers[:] = [make]
+
+
+def create(wanted: Wanted) -> Variable:
+    """A variable where the caller is."""
+    frame = current_frame()
+    if frame is None or is_default(frame.strategy):
+        return _made(wanted, None)
+    if frame.replica_context is None or frame.strategy.num_replicas_in_sync == 1:
+        return _made(wanted, frame.strategy)
+    made: Variable = frame.replica_context.merge_call(_made_for_all, args=(wanted,))
+    return made
+
+
+def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
+    devices = () if strategy is None else _homes(strategy)
+    with undisturbed():
+        variable = _makers[0](wanted, wanted.value(), devices)
+    variable._name = wanted.name or _NAMELESS
+    variable._synchronization, variable._aggregation = wanted.synchronization, wanted.aggregation
+    variable._strategy = None if strategy is None else weakref.ref(strategy)
+    if strategy is not None:
+        strategy.extended._take_variable(variable)
+    return variable
+
+
+def _homes(strategy: StrategyLike) -> tuple[Device, ...]:
+    try:
+        return strategy.extended.parameter_devices
+    except NotImplementedError:  # a strategy of somebody's own, which keeps no parameters
+        return ()
+
+
+def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
+    wishes: list[Wanted] = list(brought.values) if isinstance(brought, DistributedValues) else [brought]
+    for other in wishes[1:]:
+        if other.like() != wishes[0].like():
+            raise RuntimeError(
+                f"The replicas created different variables: mismatching name or settings {wishes[0].like()} and "
+                f"{other.like()}. A variable that is created in a replica is one for all of them: create the same "
+                "ones in the same order, or create it in strategy.scope(), before strategy.run."
+            )
+    return _made(wishes[0], strategy)
+
+
+def aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:
+    """One value of what replicas assign."""
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return value.values[0] if type(value) is PerReplica else value
+    if aggregation is VariableAggregation.NONE:  # of one replica
+        return value
+    with undisturbed():
+        return strategy.extended._reduce(ReduceOp.from_variable_aggregation(aggregation), value)
+
+
+def make_data(kind: type[Variable], value: torch.Tensor, device: Device | None, is_trained: bool) -> Any:
+    """A variable of a kind with a copy of a value on a device; None: where it is."""
+    return make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)

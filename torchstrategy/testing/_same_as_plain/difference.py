@@ -1,0 +1,247 @@
+"""What differs between two records of the same step, by how much, and how much is rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._training.replica_weights import Shares
+from torchstrategy.testing._same_as_plain.record import Numbers, Record
+
+SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")
+"""What is compared, in the order in which a difference spreads."""
+
+_RETURNED = "{} that the step returns"
+_ATTRIBUTE = "the attribute `{}`"
+_GRADIENT = "the gradient of `{}`"
+
+# Relative to the norm of a tensor, and absolute. Adding the same numbers in another order costs some tens of the unit
+# of rounding, more where they cancel. An error of a person, such as a mean of means, costs a thousandth and more.
+_TOLERANCES = {
+    torch.float64: (1e-10, 1e-13),
+    torch.float32: (1e-5, 1e-6),
+    torch.bfloat16: (3e-2, 1e-3),
+    torch.float16: (4e-3, 1e-4),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Tolerance:
+    """How much of a difference is rounding; None: by dtype."""
+
+    rtol: float | None = None
+    atol: float | None = None
+
+    def of(self, dtype: torch.dtype) -> tuple[float, float]:
+        """For tensors of a dtype: relative and absolute. Integers have to be equal."""
+        if dtype.is_complex:
+            dtype = dtype.to_real()
+        if not dtype.is_floating_point:
+            return 0.0, 0.0
+        rtol, atol = _TOLERANCES.get(dtype, (1e-1, 1e-2))
+        return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
+
+
+class Pair(NamedTuple):
+    """Two numbers that should be the same."""
+
+    section: str
+    name: str  # what a message calls them
+    got: torch.Tensor | None
+    expected: torch.Tensor | None
+    where: str = ""  # in which replica
+
+
+@final
+@dataclass(frozen=True)
+class Difference:
+    """Two numbers that are not the same.
+
+    Args:
+        pair: The numbers.
+        amount: How they differ, in words.
+    """
+
+    pair: Pair
+    amount: str
+
+    def __str__(self) -> str:
+        return f"{self.pair.name}{self.pair.where} {self.amount}"
+
+
+def differences(pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "in plain PyTorch") -> list[Difference]:
+    """The pairs that differ by more than rounding, each name once, in the order of the sections.
+
+    Args:
+        pairs: What is compared.
+        tolerance: How much is rounding.
+        reference: Where what is expected comes from.
+    """
+    largest = max((_norm(pair.expected) for pair in pairs if pair.section == "gradients"), default=0.0)
+    found: dict[str, Difference] = {}
+    for pair in sorted(pairs, key=lambda pair: SECTIONS.index(pair.section)):
+        # Where the gradients of many rows cancel, their rounding is of the size of gradients elsewhere in the model.
+        difference = _difference(pair, tolerance, reference, largest if pair.section == "gradients" else 0.0)
+        if difference is not None:
+            found.setdefault(pair.name, difference)
+    return list(found.values())
+
+
+def against_plain(replicas: Record, plain: Record) -> list[Pair]:
+    """What replicas made, side by side with what plain PyTorch made of the whole batch."""
+    (alone,) = plain.seen
+    pairs: list[Pair] = []
+    for name in _names(*(seen.returned for seen in replicas.seen), alone.returned):
+        parts, expected = [seen.returned.get(name) for seen in replicas.seen], alone.returned.get(name)
+        together = _as_one(parts, expected, replicas.shares)
+        pairs.append(Pair("losses", _RETURNED.format(name or "the value"), together, expected))
+    for name in _names(*(seen.attributes for seen in replicas.seen), alone.attributes):
+        parts, expected = [seen.attributes.get(name) for seen in replicas.seen], alone.attributes.get(name)
+        rows = _gathered(parts, expected)
+        if rows is not None:
+            pairs.append(Pair("attributes", _ATTRIBUTE.format(name), rows, expected))
+            continue
+        for r, part in zip(replicas.shares.present, parts, strict=True):
+            where = f" in replica {r}" if len(parts) > 1 else ""
+            pairs.append(Pair("attributes", _ATTRIBUTE.format(name), part, expected, where))
+    return [*pairs, *_common(replicas, plain)]
+
+
+def side_by_side(first: Record, other: Record) -> list[Pair]:
+    """What the same replicas made in two runs."""
+    pairs: list[Pair] = []
+    for r, one, two in zip(first.shares.present, other.seen, first.seen, strict=True):
+        where = f" in replica {r}"
+        pairs += [Pair("losses", *rest, where) for rest in _matched(_RETURNED, one.returned, two.returned)]
+        pairs += [Pair("attributes", *rest, where) for rest in _matched(_ATTRIBUTE, one.attributes, two.attributes)]
+    return [*pairs, *_common(other, first)]
+
+
+def updates_agree(mine: Numbers, others: Numbers, tolerance: Tolerance) -> bool:
+    """Whether two trainings are about to make an update of the same gradients."""
+    return not differences([Pair("gradients", *rest) for rest in _matched(_GRADIENT, mine, others)], tolerance)
+
+
+def _common(record: Record, reference: Record) -> Iterator[Pair]:
+    counts = torch.tensor(len(record.updates)), torch.tensor(len(reference.updates))
+    yield Pair("gradients", "the number of optimizer steps", *counts)
+    for index, (one, two) in enumerate(zip(record.updates, reference.updates, strict=False)):
+        label = _GRADIENT + (f" at update {index + 1}" if index else "")
+        yield from (Pair("gradients", *rest) for rest in _matched(label, one, two))
+    for section, label, one, two in (
+        ("gradients", _GRADIENT, record.gradients, reference.gradients),
+        ("parameters", "the parameter `{}`", record.parameters, reference.parameters),
+        ("buffers", "the buffer `{}`", record.buffers, reference.buffers),
+        ("tensors", "the tensor {}", record.tensors, reference.tensors),
+        ("optimizer", "the optimizer's {}", record.optimizer, reference.optimizer),
+    ):
+        yield from (Pair(section, *rest) for rest in _matched(label, one, two))
+
+
+def _matched(label: str, one: Numbers, two: Numbers) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+    """What two tables have under one name, with what a message calls it."""
+    for name in _names(one, two):
+        yield label.format(name or "the value"), one.get(name), two.get(name)
+
+
+def _names(*tables: Numbers) -> list[str]:
+    return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def _as_one(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, shares: Shares) -> torch.Tensor | None:
+    """What the replicas returned, as plain PyTorch would have returned it for the whole batch."""
+    tensors = [part for part in parts if part is not None]
+    if expected is None or len(tensors) < len(parts) or not tensors:
+        return tensors[0] if expected is None and tensors else None
+    gathered = _gathered(tensors, expected)
+    if gathered is not None:
+        return gathered
+    weighed = [(t, shares.fractions[r]) for r, t in zip(shares.present, tensors, strict=True) if shares.weights[r]]
+    first = weighed[0][0]
+    if any(tensor.shape != first.shape for tensor, _ in weighed) or first.shape != expected.shape:
+        return first
+    is_mean = shares.reduction is ReduceOp.MEAN and _is_inexact(first)
+    terms = [tensor.to(_wide(tensor)) * (fraction if is_mean else 1) for tensor, fraction in weighed]
+    together = torch.stack(terms).sum(0)
+    together = together.to(first.dtype) if _is_inexact(first) else together
+    # What the step has brought together itself is the same in every replica.
+    is_together = all(torch.equal(tensor, first) for tensor, _ in weighed)
+    if is_together and _error(first, expected) <= _error(together, expected):
+        return first
+    return together if expected.dtype is not torch.bool else first
+
+
+def _gathered(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None) -> torch.Tensor | None:
+    """The rows of all replicas, if that is what the parts are."""
+    tensors = [part for part in parts if part is not None]
+    if expected is None or expected.dim() == 0 or len(tensors) < len(parts):
+        return None
+    if any(part.shape[1:] != expected.shape[1:] or part.dim() == 0 for part in tensors):
+        return None
+    if sum(len(part) for part in tensors) != len(expected):
+        return None
+    return torch.cat(tensors)
+
+
+def _difference(pair: Pair, tolerance: Tolerance, reference: str, largest: float) -> Difference | None:
+    got, expected = pair.got, pair.expected
+    if got is None and expected is None:
+        return None
+    if got is None or expected is None:
+        return Difference(pair, f"is there {'only' if got is None else 'not'} {reference}")
+    if got.shape != expected.shape:
+        return Difference(pair, f"is of shape {tuple(got.shape)}, {reference} {tuple(expected.shape)}")
+    rtol, atol = tolerance.of(got.dtype if _eps(got) > _eps(expected) else expected.dtype)
+    error, norm = _error(got, expected), _norm(expected)
+    allowed = rtol * (norm + largest) + (0.0 if pair.section == "optimizer" else atol)
+    if error <= allowed:
+        return None
+    limit = f"allowed: {allowed:.2g}, rtol={rtol:g}, atol={atol:g}"
+    if got.dim() == 0:
+        return Difference(pair, f"is {_shown(got)}, {reference} {_shown(expected)} (off by {error:.3g}; {limit})")
+    if error == float("inf"):
+        counts = [int((~torch.isfinite(tensor)).sum()) for tensor in (got, expected)]
+        return Difference(pair, f"has {counts[0]} numbers that are NaN or infinite, {reference} {counts[1]}")
+    relative = f"{error / norm:.2g} times" if norm else "and not zero as"
+    return Difference(pair, f"is off by {error:.3g}, {relative} its norm {reference}, {norm:.3g} ({limit})")
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    one, two = got.to(_wide(got)), expected.to(_wide(expected))
+    same = (one == two) | (one.isnan() & two.isnan())  # infinities of one sign are the same, and so is NaN
+    return _norm(torch.where(same, 0, one - two), or_infinite=True)
+
+
+def _norm(tensor: torch.Tensor | None, or_infinite: bool = False) -> float:
+    if tensor is None or not tensor.numel():
+        return 0.0
+    tensor = tensor.to(_wide(tensor))
+    if or_infinite and not _finite(tensor):
+        return float("inf")
+    return float(torch.linalg.vector_norm(tensor.nan_to_num(0, 0, 0)))
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _eps(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if _is_inexact(tensor) else 0.0
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _shown(scalar: torch.Tensor) -> str:
+    value = scalar.item()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,135 @@
+"""The same problem with one thing changed, trained again to see whether it was that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchstrategy._core.tree import map_leaves, tree_flatten
+from torchstrategy._core.types import Tree
+from torchstrategy._strategy.current import get_strategy
+from torchstrategy._strategy.one_device import OneDeviceStrategy
+from torchstrategy.testing._same_as_plain.comparison import Mismatch, first_mismatch, first_plain_record
+from torchstrategy.testing._same_as_plain.difference import Tolerance
+from torchstrategy.testing._same_as_plain.record import Numbers, Record
+from torchstrategy.testing._same_as_plain.training import Problem
+
+_DROPOUT = nn.Dropout.__mro__[1]  # the base classes of such layers, whose own names are private
+_BATCH_NORMALISATION = nn.BatchNorm1d.__mro__[1]
+_CLOSE = 1e-3  # of one ratio for all gradients
+
+
+def agrees(problem: Problem) -> bool:
+    """Whether nothing differs. A changed problem that cannot be trained proves nothing."""
+    try:
+        return first_mismatch(problem) is None
+    except Exception:
+        return False
+
+
+def differs(problem: Problem) -> bool:
+    """Whether something differs; see `agrees`."""
+    return mismatch_of(problem) is not None
+
+
+def mismatch_of(problem: Problem) -> Mismatch | None:
+    """What differs; None also where the problem cannot be trained."""
+    try:
+        return first_mismatch(problem)
+    except Exception:
+        return None
+
+
+def in_plain(problem: Problem) -> Problem:
+    """With one replica, which is plain PyTorch a second time."""
+    alone = get_strategy() if problem.device is None else OneDeviceStrategy(problem.device)
+    return dataclasses.replace(problem, strategy=alone, options=None)
+
+
+def edited(problem: Problem, edit: Callable[[nn.Module], object]) -> Problem:
+    """With `edit` done to each module of the models."""
+
+    def model_fn() -> Tree:
+        models = problem.model_fn()
+        for model in tree_flatten(models)[0]:
+            for module in model.modules():
+                edit(module)
+        return models
+
+    return dataclasses.replace(problem, model_fn=model_fn)
+
+
+def in_double(problem: Problem) -> Problem:
+    """In float64, and compared as such."""
+
+    def leaf(value: Tree) -> Tree:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.double()
+        is_floating = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+        return value.astype(np.float64) if is_floating else value
+
+    batches = tuple(map_leaves(leaf, batch) for batch in problem.batches)
+    return dataclasses.replace(edited(problem, nn.Module.double), batches=batches, tolerance=Tolerance())
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether it is a dropout layer that does something."""
+    return isinstance(module, _DROPOUT) and module.training and bool(module.p)
+
+
+def drop_nothing(module: nn.Module) -> None:
+    """Takes the random numbers away from a dropout layer."""
+    if isinstance(module, _DROPOUT):
+        vars(module)["p"] = 0.0
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether it normalises each row by what is in the others."""
+    return isinstance(module, _BATCH_NORMALISATION) and (module.training or not module.track_running_stats)
+
+
+def pass_through(module: nn.Module) -> None:
+    """Takes the statistics of the batch away from a normalisation layer, also if the step calls `model.train()`."""
+    if uses_batch_statistics(module):
+        module.forward = lambda inputs: inputs
+
+
+def repeated(batch: Tree, times: int) -> Tree:
+    """A batch with all its rows several times."""
+
+    def leaf(value: Tree) -> Tree:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return torch.cat([value] * times)
+        return np.concatenate([value] * times) if isinstance(value, np.ndarray) and value.ndim else value
+
+    return map_leaves(leaf, batch)
+
+
+def grows_with_rows(problem: Problem) -> bool:
+    """Whether plain PyTorch's gradient is twice as large when every row is there twice."""
+    twice = dataclasses.replace(problem, batches=(repeated(problem.batches[0], 2),))
+    try:
+        ratio = ratio_of(*(first_gradients(first_plain_record(p)) for p in (twice, problem)))
+    except Exception:
+        return False
+    return ratio is not None and abs(ratio - 2) < 10 * _CLOSE
+
+
+def first_gradients(record: Record) -> Numbers:
+    """Those of the first update, or of the step if it makes none."""
+    return record.updates[0] if record.updates else record.gradients
+
+
+def ratio_of(ours: Numbers, theirs: Numbers) -> float | None:
+    """The one number by which all gradients differ, if there is one."""
+    pairs = [(ours.get(name), their) for name, their in theirs.items() if their is not None]
+    tensors = [(our.double().flatten(), their.double().flatten()) for our, their in pairs if our is not None]
+    if not tensors or len(tensors) < len(pairs) or any(our.shape != their.shape for our, their in tensors):
+        return None
+    one, two = (torch.cat(column) for column in zip(*tensors, strict=True))
+    ratio = float(one @ two / (two @ two).clamp_min(torch.finfo(torch.double).tiny))
+    return ratio if float((one - ratio * two).norm()) <= _CLOSE * float(one.norm()) else None

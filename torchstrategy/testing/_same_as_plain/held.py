@@ -1,0 +1,121 @@
+"""What a function holds beside its arguments: closure variables, globals, attributes, and what is in those.
+
+It is how a message can name the tensor that was left on another device, or the generator that all replicas share.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.module_traversal import held_plainly
+from torchstrategy._core.tree import leaves_with_names
+
+_DEPTH = 3  # a step may call a function that calls a function that holds it
+_LONG = 100  # a list of so many items is data, and not a place where a step keeps its tensors
+_NOT_LOOKED_INTO = ("torch", "torchstrategy", "numpy", "builtins")
+
+
+def held_by(fn: object) -> Iterator[tuple[str, Any]]:
+    """What `fn` and the functions that it names hold, each with what a person would call it.
+
+    `("`weights['a']`, a closure variable of `step`", tensor)`. Modules are looked into, and so are the attributes of
+    objects, one level deep.
+    """
+    seen: set[int] = set()
+    for function in _functions(fn, _DEPTH, set()):
+        for name, kind, value in _named(function):
+            for path, leaf in _within(name, value):
+                if id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    yield f"`{path}`, {kind}", leaf
+
+
+def words_in(fn: object) -> set[str]:
+    """The names that `fn` and the functions that it names use, and their string constants."""
+    functions = filter(inspect.isfunction, _functions(fn, _DEPTH, set()))
+    return set().union(*(_words_of(function.__code__) for function in functions))
+
+
+def words_on_the_way(error: BaseException) -> Iterator[tuple[str, set[str]]]:
+    """The words of each of the user's functions that `error` came through, such as the `forward` of a module."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_LOOKED_INTO:
+            yield f"`{frame.f_code.co_name}`", _words_of(frame.f_code)
+
+
+def _words_of(code: types.CodeType) -> set[str]:
+    words = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    return words.union(*(_words_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
+    """`fn`, what it is made of, and the functions of the user's that it names."""
+    if id(fn) in seen or not callable(fn) or isinstance(fn, (nn.Module, type)) or _is_a_stranger(fn):
+        return
+    seen.add(id(fn))
+    yield fn
+    if isinstance(fn, functools.partial):
+        yield from _functions(fn.func, depth, seen)
+    elif inspect.ismethod(fn):
+        yield from _functions(fn.__func__, depth, seen)
+    elif not inspect.isroutine(fn):
+        yield from _functions(type(fn).__call__, depth, seen)
+    if depth:
+        for _, _, value in _named(fn):
+            yield from _functions(value, depth - 1, seen)
+
+
+def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
+    """What one function, method, partial or callable object holds: the name, what kind of name that is, the value."""
+    if isinstance(fn, functools.partial):
+        arguments = {**{str(i): value for i, value in enumerate(fn.args)}, **fn.keywords}
+        yield from ((name, "an argument of functools.partial", value) for name, value in arguments.items())
+    elif inspect.ismethod(fn):
+        yield from _attributes("self", fn.__self__)
+    elif not inspect.isfunction(fn):
+        yield from _attributes(type(fn).__name__, fn)
+    else:
+        with suppress(ValueError):  # a closure variable that has no value yet
+            found = inspect.getclosurevars(fn)
+            yield from ((n, f"a closure variable of `{fn.__name__}`", v) for n, v in found.nonlocals.items())
+            yield from ((n, f"a global that `{fn.__name__}` uses", v) for n, v in found.globals.items())
+        yield from (("a default", f"of an argument of `{fn.__name__}`", v) for v in fn.__defaults__ or ())
+
+
+def _attributes(name: str, owner: object) -> Iterator[tuple[str, str, Any]]:
+    if not isinstance(owner, (nn.Module, type)):
+        for attribute, value in getattr(owner, "__dict__", {}).items():
+            yield f"{name}.{attribute}", f"an attribute of a {type(owner).__name__}", value
+
+
+def _within(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    for path, leaf in leaves_with_names(value, _is_long):
+        yield name + path, leaf
+        if isinstance(leaf, nn.Module):
+            for module_path, module in leaf.named_modules(prefix=name + path):
+                yield from ((f"{module_path}.{n}", p) for n, p in module.named_parameters(recurse=False))
+                yield from ((f"{module_path}.{n}", b) for n, b in module.named_buffers(recurse=False))
+                yield from ((f"{module_path}{n}", held) for n, held in held_plainly(module))
+        elif not _is_a_stranger(leaf) and not callable(leaf):
+            yield from ((path, held) for path, _, held in _attributes(name + path, leaf))
+
+
+def _is_a_stranger(value: object) -> bool:
+    """Whether a library made it: its insides are not the user's."""
+    maker = value if inspect.isroutine(value) else type(value)
+    package = (getattr(maker, "__module__", None) or "builtins").split(".")[0]
+    is_functools = isinstance(value, functools.partial) or inspect.ismethod(value)
+    return package in _NOT_LOOKED_INTO and not is_functools
+
+
+def _is_long(value: object) -> bool:
+    return isinstance(value, torch.Size) or (isinstance(value, (list, tuple, dict)) and len(value) > _LONG)

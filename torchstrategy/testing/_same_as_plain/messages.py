@@ -1,0 +1,116 @@
+"""What a failed comparison says: at which step, what, by how much, and why."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from torchstrategy._core.devices import place
+from torchstrategy._core.errors import described, plural
+from torchstrategy._core.types import Device
+from torchstrategy.testing._same_as_plain.causes import causes
+from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed
+from torchstrategy.testing._same_as_plain.device_errors import is_about_devices, replica_of
+from torchstrategy.testing._same_as_plain.held import held_by, words_in, words_on_the_way
+from torchstrategy.testing._same_as_plain.training import Problem
+
+_WIDTH = 100
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|mtia|hpu|sim)(?::(\d+))?")
+
+_MOVE_TENSOR = (
+    "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a buffer of the model, "
+    "`register_buffer(...)`, of which each replica has its own."
+)
+_DRAW_ELSEWHERE = "Draw from torch's default generator, which gives each replica a stream of its own."
+_NAME_NONE = "Name no device in the step: ask a tensor of the batch, `inputs.device`."
+
+
+def which(problem: Problem, step: int) -> str:
+    """`At step 1 of 3`."""
+    return f"At step {step + 1} of {len(problem.batches)}"
+
+
+def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
+    """What to say when two trainings part."""
+    first, *others = mismatch.differences
+    what = "the replicas do not make what plain PyTorch makes"
+    if mismatch.is_order:
+        what = "the result depends on the order in which the replicas run. In the opposite order"
+    lines = [f"{which(problem, mismatch.step)}, {what}:", f"  {first}"]
+    if others:
+        by_section = {difference.pair.section: difference.pair.name for difference in reversed(others)}
+        examples = ", ".join(reversed(by_section.values()))
+        lines.append(_filled(f"  {plural(len(others), 'other')} as well, such as {examples}"))
+    shares = mismatch.replicas.shares
+    counts = ", ".join(f"{fraction:.3g}" for fraction in shares.fractions)
+    lines.append(f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}")
+    found = causes(problem, mismatch) or [
+        "not found. It is neither random numbers nor batch statistics, neither a sum in the place of a mean nor state "
+        "that is written in the step. Look at what the step does with the number of rows."
+    ]
+    return "\n".join([*lines, *(_filled(f"Cause: {text}") for text in found)])
+
+
+def failure_text(problem: Problem, failure: StepFailed) -> str | None:
+    """What to say when the step raises in replicas only; None if its own error says it."""
+    where = which(problem, failure.step)
+    if failure.order is not None:
+        return (
+            f"{where}, {problem.step_name} raised when the replicas ran in the order {failure.order}, and not in their "
+            f"own: {described(failure.error)}\n"
+        ) + _filled(
+            "Cause: replicas share something that it writes and reads (a list, a counter, a cache). Keep such state in "
+            "a buffer of the model, or make it in the step."
+        )
+    return _devices_text(problem, where, failure) if is_about_devices(failure.error) else None
+
+
+def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
+    replica = replica_of(failure.error)
+    device, first_device = (place(problem.strategy.extended._device_of(r)) for r in (replica or 0, 0))
+    who = "the step" if replica is None else f"replica {replica} of {problem.num_replicas} on {device}"
+    plain = f"plain PyTorch on {first_device} {'did as well' if failure.is_everywhere else 'did not'}"
+    found = (
+        dict(_held_elsewhere(problem, device))
+        or dict(_named_elsewhere(words_on_the_way(failure.error), device))
+        or dict(_named_elsewhere([(problem.step_name, words_in(problem.step))], device))
+        or {
+            f"a tensor was left on another device. {problem.step_name} itself holds none: look at what its modules and "
+            "objects keep": _MOVE_TENSOR
+        }
+    )
+    return "\n".join(
+        [
+            f"{where}, {who} met another device; {plain}:",
+            f"  {described(failure.error).splitlines()[0]}",
+            _filled(f"Cause: {'; '.join(found)}. {' '.join(dict.fromkeys(found.values()))}"),
+        ]
+    )
+
+
+def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str]]:
+    """What the step holds that is not on `device`, and what to do about it."""
+    for fn in (problem.step, problem.model_fn):
+        for name, value in held_by(fn):
+            if isinstance(value, torch.Tensor) and place(value.device) != device:
+                yield f"{name}, is a tensor on {value.device}", _MOVE_TENSOR
+            if isinstance(value, torch.Generator) and place(value.device) != device:
+                yield f"{name}, is a generator of {value.device}", _DRAW_ELSEWHERE
+
+
+def _named_elsewhere(functions: Iterable[tuple[str, set[str]]], device: Device) -> Iterator[tuple[str, str]]:
+    """The devices among the words of functions, if they are others than `device`. One without an index is current."""
+    for function, words in functions:
+        for match in filter(None, map(_DEVICE.fullmatch, sorted(words))):
+            kind, index = match.groups()
+            if kind != device.type or int(index or device.index or 0) != (device.index or 0):
+                yield f"{function} names the device {match[0]!r}", _NAME_NONE
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(
+        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )

@@ -1,0 +1,179 @@
+"""What trainings share, so that several of them can each go on as if they were the only one.
+
+That is where the random numbers of a step come from: torch's default generators, Python's and numpy's, and every
+generator that the step itself holds. And it is every tensor that the step itself holds, on which it may write.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from torchstrategy._binding.step_references import captured
+from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.types import Device
+from torchstrategy._replication.shared_writes import shared_tensors
+from torchstrategy.testing._same_as_plain.held import held_by
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """One generator, or one tensor.
+
+    Args:
+        name: What a person would call it.
+        read: Returns its state.
+        write: Sets its state.
+        is_shared: Whether the step itself holds it, so that all replicas draw from it.
+        number: What a state is as a tensor on the CPU; None: it is that of a generator.
+    """
+
+    name: str
+    read: Callable[[], bytes]
+    write: Callable[[bytes], Any]
+    is_shared: bool = False
+    number: Callable[[bytes], torch.Tensor] | None = None
+
+
+@final
+class Sources:
+    """All generators that a step may draw from, and all tensors outside of models that it may write on.
+
+    Args:
+        functions: What may hold some of its own: the step, and what makes models and optimizers.
+        devices: The devices in use.
+    """
+
+    def __init__(self, functions: Sequence[Any], devices: Iterable[Device]) -> None:
+        accelerators = sorted({device for device in devices if is_accelerator(device)}, key=str)
+        self.all = [
+            _of_torch("torch's generator of the CPU", torch.default_generator),
+            *(_of_torch(f"torch's generator of {device}", _default_generator(device)) for device in accelerators),
+            _pickled("Python's `random`", random.getstate, random.setstate, is_shared=False),
+            _pickled("numpy's `np.random`", np.random.get_state, np.random.set_state, is_shared=False),
+        ]
+        held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
+        found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
+        self.all += [source for source in found if source is not None]
+        reached = (pair for fn in functions for pair in shared_tensors(captured(fn), lambda module: False, ()))
+        tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
+        self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
+
+    def seed(self, seed: int) -> None:
+        """Seeds those that belong to the process; what the step holds is in the state that its owner gave it."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    def states(self) -> list[bytes]:
+        """The state of each."""
+        return [source.read() for source in self.all]
+
+    def put(self, states: Sequence[bytes]) -> None:
+        """Gives each the state that it had."""
+        for source, state in zip(self.all, states, strict=True):
+            source.write(state)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block after which all are as they were before it."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            self.put(states)
+
+
+@final
+class Stream:
+    """The random numbers of one of several trainings, and the numbers of the tensors that its step holds.
+
+    Args:
+        sources: Where they come from.
+        states: What it begins with.
+    """
+
+    def __init__(self, sources: Sources, states: Sequence[bytes]) -> None:
+        self._sources = sources
+        self._states = list(states)
+        self.drawn: list[Source] = []  # what the last block drew from
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """A block that goes on drawing where the last one stopped."""
+        before = self._states
+        self._sources.put(before)
+        try:
+            yield
+        finally:
+            self._states = self._sources.states()
+            pairs = zip(self._sources.all, before, self._states, strict=True)
+            self.drawn = [source for source, old, new in pairs if old != new and source.number is None]
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """The tensors that the step holds, as this training has left them."""
+        pairs = zip(self._sources.all, self._states, strict=True)
+        return {source.name: source.number(state) for source, state in pairs if source.number is not None}
+
+
+def _default_generator(device: Device) -> torch.Generator:
+    generator: torch.Generator = torch.get_device_module(device.type).default_generators[device.index]
+    return generator
+
+
+def _of_torch(name: str, generator: torch.Generator, is_shared: bool = False) -> Source:
+    return Source(
+        name,
+        lambda: generator.get_state().numpy().tobytes(),
+        lambda state: generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy())),
+        is_shared,
+    )
+
+
+def _pickled(name: str, read: Callable[[], Any], write: Callable[[Any], Any], is_shared: bool) -> Source:
+    return Source(name, lambda: pickle.dumps(read()), lambda state: write(pickle.loads(state)), is_shared)
+
+
+def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
+    def read() -> bytes:
+        bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return bits.numpy().tobytes()
+
+    def number(state: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(state), dtype=tensor.dtype).reshape(tensor.shape)
+
+    def write(state: bytes) -> None:
+        if read() != state:
+            tensor.data.copy_(number(state))  # no version: to autograd, nothing has happened
+
+    return Source(name, read, write, is_shared=True, number=number)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are all there is to it, and not so many that they are data."""
+    is_ordinary = tensor.layout is torch.strided and not tensor.is_inference() and not tensor.is_conj()
+    return is_ordinary and tensor.device.type != "meta" and 0 < tensor.nbytes <= _MUCH
+
+
+_MUCH = 2**26
+
+
+def _of_the_step(name: str, value: object) -> Source | None:
+    if isinstance(value, torch.Generator):
+        return _of_torch(name, value, is_shared=True)
+    if isinstance(value, random.Random):
+        return _pickled(name, value.getstate, value.setstate, is_shared=True)
+    if isinstance(value, np.random.RandomState):
+        return _pickled(name, value.get_state, value.set_state, is_shared=True)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return _pickled(name, lambda: bits.state, lambda state: setattr(bits, "state", state), is_shared=True)
+    return None

@@ -1,0 +1,150 @@
+"""What one step of a training leaves behind, as numbers on the CPU that no later step writes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._binding.module_traversal import TORCHS_OWN
+from torchstrategy._core.context import local_object
+from torchstrategy._core.tree import leaves_with_names
+from torchstrategy._core.types import Tree
+from torchstrategy._training.replica_weights import Shares
+
+Numbers: TypeAlias = dict[str, "torch.Tensor | None"]
+"""Tensors by name. None: a gradient that is not there."""
+
+
+@final
+@dataclass(frozen=True)
+class Sighting:
+    """What one replica has to show after a step. No container to pytree: a run does not put its parts together.
+
+    Args:
+        returned: The numbers that the step returned.
+        attributes: The numbers that are plain attributes of its modules.
+    """
+
+    returned: Numbers
+    attributes: Numbers
+
+    @classmethod
+    def of(cls, returned: Tree, models: Tree) -> Sighting:
+        """Taken where the step has just ended: in plain PyTorch, or in a replica."""
+        return cls(_only_numbers(leaves_with_names(returned)), _attributes_of(models))
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """One training after one step.
+
+    Args:
+        seen: By replica that was present; of plain PyTorch one.
+        shares: How much each replica counted.
+        updates: The gradients at each `optimizer.step()`.
+        gradients: Those after the step.
+        parameters: By name.
+        buffers: By name.
+        optimizer: State and settings.
+        tensors: Those outside of models that the step holds.
+    """
+
+    seen: tuple[Sighting, ...]
+    shares: Shares
+    updates: tuple[Numbers, ...]
+    gradients: Numbers
+    parameters: Numbers
+    buffers: Numbers
+    optimizer: Numbers
+    tensors: Numbers
+
+
+def frozen(value: object) -> torch.Tensor | None:
+    """A tensor or a number as a tensor of its own on the CPU; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta":
+            return None
+        value = value.detach().to("cpu", copy=True)
+        return value.to_dense() if value.layout is not torch.strided else value
+    if isinstance(value, (float, complex)):  # of torch's default dtype, also if it is numpy's float64
+        return torch.tensor(value, dtype=_default_dtype(value), device="cpu")
+    if isinstance(value, int):
+        return torch.tensor(value, device="cpu") if abs(value) < 2**63 else None
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
+        return torch.from_numpy(np.array(value))
+    return None
+
+
+def named_parameters(models: Tree) -> dict[str, nn.Parameter]:
+    """The parameters of all models."""
+    pairs = leaves_with_names(models)
+    return {joined(prefix, name): p for prefix, model in pairs for name, p in model.named_parameters()}
+
+
+def named_buffers(models: Tree) -> dict[str, torch.Tensor]:
+    """The buffers of all models."""
+    pairs = leaves_with_names(models)
+    return {joined(prefix, name): b for prefix, model in pairs for name, b in model.named_buffers()}
+
+
+def gradients_of(parameters: Mapping[str, torch.Tensor]) -> Numbers:
+    """The gradients that parameters have now."""
+    return {name: frozen(p.grad) for name, p in parameters.items()}
+
+
+def optimizer_numbers(optimizers: Tree, names: Mapping[int, str]) -> Numbers:
+    """The state and the settings of optimizers.
+
+    Args:
+        optimizers: One, or containers of them; None: there is none.
+        names: Of parameters, by their id.
+    """
+    found: Numbers = {}
+    for prefix, optimizer in leaves_with_names(optimizers or ()):
+        for parameter, state in optimizer.state.items():
+            owner = names.get(id(parameter), "a tensor that is in no module")
+            found.update(_only_numbers((f"{prefix}`{key}` of `{owner}`", value) for key, value in state.items()))
+        for index, group in enumerate(optimizer.param_groups):
+            settings = ((f"{prefix}param_groups[{index}][{key!r}]", v) for key, v in group.items() if key != "params")
+            found.update(_only_numbers(settings))
+    return found
+
+
+def parameters_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """The parameters that an optimizer updates, by name."""
+    pairs = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    return {names.get(id(p), f"param_groups[{i}]['params'][{j}]"): p for i, j, p in pairs}
+
+
+def joined(prefix: str, name: str) -> str:
+    """`layers.0.weight`, or `['critic'].weight`."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _default_dtype(value: float | complex) -> torch.dtype:
+    dtype = torch.get_default_dtype()
+    return dtype if isinstance(value, float) else dtype.to_complex()
+
+
+def _attributes_of(models: Tree) -> Numbers:
+    """The numbers among the plain attributes of modules, also in lists and dicts; of a replica's own if in one."""
+    found: Numbers = {}
+    for prefix, model in leaves_with_names(models):
+        for path, module in local_object(model).named_modules():
+            owner = joined(prefix, path)
+            held = {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+            for name, value in held.items():
+                leaves = ((joined(owner, name) + rest, leaf) for rest, leaf in leaves_with_names(value))
+                found.update(_only_numbers((n, leaf) for n, leaf in leaves if not isinstance(leaf, nn.Parameter)))
+    return found
+
+
+def _only_numbers(pairs: Iterable[tuple[str, Any]]) -> Numbers:
+    return {name: number for name, value in pairs if (number := frozen(value)) is not None}

@@ -1,0 +1,182 @@
+"""The assertion that a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from torchstrategy._core.context import has_strategy
+from torchstrategy._core.errors import add_note, an
+from torchstrategy._core.options import RunOptions
+from torchstrategy._core.types import Tree
+from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed, first_mismatch
+from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
+from torchstrategy.testing._same_as_plain.messages import failure_text, mismatch_text, which
+from torchstrategy.testing._same_as_plain.randomness import Sources
+from torchstrategy.testing._same_as_plain.training import Problem
+
+_IGNORABLE = (*SECTIONS, "order")
+
+
+def assert_same_as_plain(
+    step: Callable[[Any, Any, Any], Tree],
+    model_fn: Callable[[], Any],
+    optimizer_fn: Callable[[Any], Any] | None,
+    batches: Iterable[Tree],
+    strategy: StrategyBase,
+    *,
+    options: RunOptions | None = None,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+    ignore: Sequence[str] = (),
+) -> None:
+    """Trains in plain PyTorch and under a strategy, and fails, with the cause, if the two are not the same.
+
+    Both trainings begin with the same seed. In plain PyTorch, on the device of replica 0, the step is called with
+    whole batches; under the strategy the model and the optimizer are made in its scope, each batch is dealt out, and
+    the step is run in replicas. After every step these have to agree:
+
+    - `"losses"`: the numbers that the step returns, in any container. Tensors that have the rows of the replicas are
+      put one after the other. Other tensors and floats are averaged by rows, as gradients are, or added if gradients
+      are; integers are added; what is the same in all replicas may be of the whole batch already.
+    - `"gradients"`, at each `optimizer.step()` and after the step; `"parameters"`; `"buffers"`; `"optimizer"`, its
+      state and settings.
+    - `"attributes"`: the numbers and tensors that are plain attributes of modules, in every replica. A tensor may hold
+      the rows of its replica.
+    - `"tensors"`: those outside of the models that the step reaches by a name, an attribute or a container, where every
+      replica writes on the one tensor. Each training has its own numbers there, and afterwards they are what they were.
+    - `"order"`: with several replicas there is a third training in which they run in the opposite order. What depends
+      on it is an error, also if it agrees with plain PyTorch: on several accelerators there is no order.
+
+    Tensors differ if the norm of their difference is more than `rtol` times the norm of the one of plain PyTorch, plus
+    `atol`: 1e-10 and 1e-13 for float64, 1e-5 and 1e-6 for float32, 4e-3 and 1e-4 for float16, 3e-2 and 1e-3 for
+    bfloat16. That is well above what adding in another order costs, and well below what mistakes do. The rounding of
+    gradients that cancel is of the size of other gradients: they are allowed `rtol` of the largest one besides.
+    Integers have to be equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
+    Where a step computes in a lower precision than its parameters have (autocast, TF32), say `rtol`.
+
+    An optimizer can make a full step of a rounding error, as Adam does where a gradient is nothing else. So once
+    gradients agree, plain PyTorch makes its update of those of the replicas: trainings do not drift apart, and the
+    update itself is compared to rounding.
+
+    The message of the failure names the step, what differs and by how much, and the cause: it is found by training
+    again without dropout, without batch statistics, with another reduction and so on. Random numbers (torch's,
+    Python's, numpy's, and those of generators that the step holds) go on afterwards as if nothing had been drawn.
+
+    Args:
+        step: Called as `step(model, optimizer, batch)`: the ordinary training step, with nothing of this in it.
+        model_fn: Makes a new model at each call: a module, or a list, tuple or dict of modules.
+        optimizer_fn: Makes the optimizer of what `model_fn` made, or a list, tuple or dict of them. None: there is
+            none, and the step is given None.
+        batches: A few batches, as a loader yields them. All are taken before the first step, so they have to end.
+        strategy: Under what to train.
+        options: Of each `strategy.run`.
+        seed: Of torch's default generators, Python's `random` and numpy's `np.random`.
+        rtol: The relative tolerance for all floating dtypes. None: by dtype.
+        atol: The absolute one.
+        ignore: Which of the names above not to compare.
+
+    Raises:
+        AssertionError: If the two differ, or if the step meets tensors of two devices in a replica.
+        Exception: What the step raises in plain PyTorch; what it raises in replicas only, with a note that says so.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If there are no batches, a tolerance is negative, `ignore` has a name that is not above, or
+            `model_fn` does not make a new model, and the same, each time.
+        RuntimeError: If called in the scope of a strategy or in a replica.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
+        >>> def step(model, optimizer, batch):
+        ...     optimizer.zero_grad()
+        ...     losses = (model(batch) - 1).square().sum(1)
+        ...     losses.mean().backward()
+        ...     optimizer.step()
+        ...     return losses.detach()
+        >>> def model_fn():
+        ...     return torch.nn.Linear(2, 2)
+        >>> def optimizer_fn(model):
+        ...     return torch.optim.Adam(model.parameters())
+        >>> batches = torch.utils.data.DataLoader(torch.rand(20, 2), batch_size=8)
+        >>> torchstrategy.testing.assert_same_as_plain(step, model_fn, optimizer_fn, batches, strategy)
+    """
+    _check_kinds(step, model_fn, optimizer_fn, strategy, options, seed)
+    if has_strategy():
+        raise RuntimeError(
+            "assert_same_as_plain was called in the scope of a strategy or in a replica, where nothing is plain "
+            "PyTorch. Call it outside: it enters the strategy's scope itself."
+        )
+    sources = Sources((), ())
+    with sources.kept():
+        sources.seed(seed)
+        taken = _taken(batches)
+    problem = Problem(
+        step, model_fn, optimizer_fn, taken, strategy, options, seed, _tolerance(rtol, atol), _ignored(ignore)
+    )
+    outcome = _outcome(problem)
+    if isinstance(outcome, Mismatch):
+        raise AssertionError(mismatch_text(problem, outcome))
+    if outcome is not None:
+        text = failure_text(problem, outcome)
+        if text is not None:
+            raise AssertionError(text) from outcome.error
+        add_note(outcome.error, f"{which(problem, outcome.step)}: plain PyTorch takes this step without an error.")
+        raise outcome.error
+
+
+def _outcome(problem: Problem) -> Mismatch | StepFailed | None:
+    try:
+        return first_mismatch(problem)
+    except StepFailed as failure:
+        return failure
+
+
+def _check_kinds(
+    step: object, model_fn: object, optimizer_fn: object, strategy: object, options: object, seed: object
+) -> None:
+    for name, value in (("step", step), ("model_fn", model_fn), ("optimizer_fn", optimizer_fn)):
+        if not callable(value) and not (value is None and name == "optimizer_fn"):
+            raise TypeError(f"{name} is a function; got {value!r}, {an(type(value).__name__)}.")
+    if isinstance(model_fn, nn.Module):
+        raise TypeError(
+            f"model_fn makes a new model at each call; got a model, {an(type(model_fn).__name__)}. Write a function "
+            "that makes it, such as lambda: Net()."
+        )
+    if not isinstance(strategy, StrategyBase):
+        raise TypeError(f"strategy is a torchstrategy.Strategy; got {strategy!r}, {an(type(strategy).__name__)}.")
+    if not isinstance(options, (RunOptions, type(None))):
+        raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+    if not isinstance(seed, int):
+        raise TypeError(f"seed is an int; got {seed!r}, {an(type(seed).__name__)}.")
+
+
+def _taken(batches: Iterable[Tree]) -> tuple[Tree, ...]:
+    try:
+        taken = tuple(batches)
+    except TypeError as error:
+        raise TypeError(f"batches is an iterable of batches, such as a DataLoader: {error}.") from error
+    if not taken:
+        raise ValueError("batches is empty: without a step there is nothing to compare. Give it at least one batch.")
+    return taken
+
+
+def _tolerance(rtol: float | None, atol: float | None) -> Tolerance:
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not isinstance(value, (int, float, type(None))):
+            raise TypeError(f"{name} is a number or None; got {value!r}, {an(type(value).__name__)}.")
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value} allows nothing or anything: it is a number, and not negative.")
+    return Tolerance(rtol, atol)
+
+
+def _ignored(ignore: Sequence[str]) -> frozenset[str]:
+    names = {ignore} if isinstance(ignore, str) else set(ignore)
+    unknown = sorted(map(repr, names - set(_IGNORABLE)))
+    if unknown:
+        raise ValueError(f"ignore names {', '.join(unknown)}, and what is compared is {', '.join(_IGNORABLE)}.")
+    if names.issuperset(SECTIONS):
+        raise ValueError("ignore names everything that is compared: nothing is left that could differ.")
+    return frozenset(names)

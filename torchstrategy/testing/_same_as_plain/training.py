@@ -1,0 +1,268 @@
+"""One training of the problem: in plain PyTorch, or under the strategy. Each step leaves a record."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._core.context import is_default
+from torchstrategy._core.devices import in_use, place
+from torchstrategy._core.errors import an
+from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning
+from torchstrategy._execution.instruments import none_in_force
+from torchstrategy._input.batch_types import moved
+from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._training.replica_weights import Shares
+from torchstrategy.testing._lockstep import Lockstep
+from torchstrategy.testing._same_as_plain.difference import Tolerance, updates_agree
+from torchstrategy.testing._same_as_plain.randomness import Source, Stream
+from torchstrategy.testing._same_as_plain.record import (
+    Numbers,
+    Record,
+    Sighting,
+    frozen,
+    gradients_of,
+    named_buffers,
+    named_parameters,
+    optimizer_numbers,
+    parameters_of,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, and what is compared; see `assert_same_as_plain`."""
+
+    step: Callable[[Any, Any, Any], Tree]
+    model_fn: Callable[[], Tree]
+    optimizer_fn: Callable[[Any], Tree] | None
+    batches: tuple[Tree, ...]
+    strategy: StrategyBase
+    options: RunOptions | None
+    seed: int
+    tolerance: Tolerance
+    ignore: frozenset[str]
+
+    @property
+    def device(self) -> Device | None:
+        """Where plain PyTorch trains: where replica 0 does. None: wherever the caller is."""
+        return None if is_default(self.strategy) else self.strategy.extended.worker_devices[0]
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices in use."""
+        extended = self.strategy.extended
+        return [] if self.device is None else [*extended.worker_devices, *extended.parameter_devices]
+
+    @property
+    def reduction(self) -> ReduceOp:
+        """How the gradients of the replicas become one."""
+        default = getattr(self.strategy.extended, "_gradient_reduction", ReduceOp.MEAN)
+        return ReduceOp.of((self.options or NO_OPTIONS).gradient_reduction or default)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def step_name(self) -> str:
+        """What to call the step in a message."""
+        return f"`{getattr(self.step, '__name__', type(self.step).__name__)}`"
+
+
+class Training(ABC):
+    """A model and its optimizer, and the steps taken with them.
+
+    Args:
+        problem: What is trained.
+        stream: Its random numbers.
+    """
+
+    def __init__(self, problem: Problem, stream: Stream) -> None:
+        self._problem = problem
+        self._stream = stream
+        with self._stream.in_force():
+            self.models, self.optimizers = self._build()
+
+    @property
+    def drawn(self) -> list[Source]:
+        """What the last step drew random numbers from."""
+        return self._stream.drawn
+
+    def take(self, batch: Tree, leader: Record | None = None) -> Record:
+        """Takes one step.
+
+        Updates are made of the leader's gradients, once they are found to be the same but for rounding. An optimizer
+        may make much of rounding (Adam divides a gradient by its own size, and those of a bias before a normalisation
+        layer are nothing but rounding), and what is to be compared is the step.
+
+        Args:
+            batch: Is not written on.
+            leader: Another training's record of the same step.
+        """
+        with self._stream.in_force(), self._updates(leader) as updates:
+            sightings, shares = self._run(copy.deepcopy(batch))
+        return self._record(sightings, shares, updates)
+
+    def look(self) -> Record:
+        """A record of now, before any step."""
+        return self._record([Sighting.of((), self.models)], Shares((0,), (1.0,), ReduceOp.MEAN), [])
+
+    @abstractmethod
+    def _build(self) -> tuple[Tree, Tree]:
+        """A new model, and an optimizer of it."""
+
+    @abstractmethod
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Shares]:
+        """Calls the step."""
+
+    def _record(self, sightings: Sequence[Sighting], shares: Shares, updates: Sequence[Numbers]) -> Record:
+        parameters = named_parameters(self.models)
+        return Record(
+            seen=tuple(sightings),
+            shares=shares,
+            updates=tuple(updates),
+            gradients=gradients_of(parameters),
+            parameters={name: frozen(parameter) for name, parameter in parameters.items()},
+            buffers={name: frozen(buffer) for name, buffer in named_buffers(self.models).items()},
+            optimizer=optimizer_numbers(self.optimizers, self._names()),
+            tensors=dict(self._stream.numbers()),
+        )
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in named_parameters(self.models).items()}
+
+    @contextmanager
+    def _updates(self, leader: Record | None) -> Iterator[list[Numbers]]:
+        """A block in which the gradients at each `optimizer.step()` are noted, and become the leader's."""
+        updates: list[Numbers] = []
+
+        def before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            parameters = parameters_of(optimizer, self._names())
+            updates.append(gradients_of(parameters))
+            theirs = leader.updates[len(updates) - 1] if leader and len(updates) <= len(leader.updates) else None
+            if theirs is not None and updates_agree(updates[-1], theirs, self._problem.tolerance):
+                _put_gradients(parameters, theirs)
+
+        hooks = [o.register_step_pre_hook(before_update) for o in tree_flatten(self.optimizers or ())[0]]
+        try:
+            yield updates
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@final
+class PlainTraining(Training):
+    """Plain PyTorch, on the device of replica 0."""
+
+    def _build(self) -> tuple[Tree, Tree]:
+        # Where the strategy builds, since other generators draw other weights; and then to where it computes.
+        devices = self._problem.devices
+        with in_use(devices[-1] if devices else None):
+            models = _built(self._problem.model_fn)
+        return _moved(models, self._problem.device), self._optimizers(models)
+
+    def _optimizers(self, models: Tree) -> Tree:
+        with in_use(self._problem.device):
+            return _optimizers(self._problem.optimizer_fn, models)
+
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Shares]:
+        device = self._problem.device
+        with in_use(device):
+            batch = batch if device is None else moved(batch, place(device))
+            sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
+        return [sighting], Shares((0,), (1.0,), self._problem.reduction)
+
+
+@final
+class ReplicaTraining(Training):
+    """Under the strategy.
+
+    Args:
+        problem: What is trained.
+        stream: Its random numbers.
+        order: In which order replicas run; None: as they do.
+    """
+
+    def __init__(self, problem: Problem, stream: Stream, order: Sequence[int] | None = None) -> None:
+        self._order = order
+        super().__init__(problem, stream)
+
+    def _build(self) -> tuple[Tree, Tree]:
+        with self._problem.strategy.scope():
+            models = _built(self._problem.model_fn)
+            return models, _optimizers(self._problem.optimizer_fn, models)
+
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Shares]:
+        problem = self._problem
+        (dealt,) = problem.strategy.experimental_distribute_dataset([batch])
+        leaves = tree_flatten(dealt)[0]
+        shares = Shares.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
+        step = partial(_observed, problem.step, self.models, self.optimizers)
+        with self._in_order(), warnings.catch_warnings():
+            for compared in (SharedWriteWarning, ReplicaBufferWarning):
+                warnings.simplefilter("ignore", compared)
+            sightings = problem.strategy.run(step, args=(dealt,), options=problem.options)
+        return problem.strategy.experimental_local_results(sightings), shares
+
+    def _in_order(self) -> AbstractContextManager[object]:
+        if self._order is None:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(none_in_force())  # another Lockstep of the caller's would give turns as well
+        stack.enter_context(Lockstep(self._order))
+        return stack
+
+
+def _observed(step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree) -> Sighting:
+    """Calls the step, in plain PyTorch or in a replica, and looks at what it leaves there."""
+    return Sighting.of(step(models, optimizers, batch), models)
+
+
+def _built(model_fn: Callable[[], Tree]) -> Tree:
+    models = model_fn()
+    return _only("model_fn", models, "torch.nn.Module", nn.Module)
+
+
+def _optimizers(optimizer_fn: Callable[[Any], Tree] | None, models: Tree) -> Tree:
+    if optimizer_fn is None:
+        return None
+    return _only("optimizer_fn", optimizer_fn(models), "torch.optim.Optimizer", Optimizer)
+
+
+def _only(what: str, tree: Tree, name: str, kind: type) -> Tree:
+    for path, leaf in leaves_with_names(tree):
+        if not isinstance(leaf, kind):
+            raise TypeError(
+                f"{what} returns a {name}, or a list, tuple or dict of them; it returned "
+                f"{an(type(leaf).__name__)}{f' at {path}' if path else ''}."
+            )
+    return tree
+
+
+def _moved(models: Tree, device: Device | None) -> Tree:
+    return models if device is None else map_leaves(lambda model: model.to(place(device)), models)
+
+
+def _put_gradients(parameters: dict[str, torch.Tensor], gradients: Numbers) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            gradient = gradients[name]
+            if parameter.grad is not None and gradient is not None and parameter.grad.layout is torch.strided:
+                parameter.grad.detach().copy_(gradient)

@@ -1,0 +1,62 @@
+"""How many bytes does each simulated device hold? Exactly those of the storages that were made on it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from typing import final
+
+import torch
+
+from torchstrategy.testing._simulation.streams import freed, made
+
+
+@final
+class _Account:
+    """The bytes of one device: now, and at most since the last reset."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.peak = 0
+
+    def add(self, size: int) -> None:
+        with _lock:
+            self.held += size
+            self.peak = max(self.peak, self.held)
+
+
+_lock = threading.RLock()  # a storage may die, and be taken off its account, while this thread holds the lock
+_accounts: defaultdict[int, _Account] = defaultdict(_Account)
+
+
+def account(storage: torch.UntypedStorage, index: int) -> None:
+    """Puts a storage of the CPU, whose memory a simulated device is given, on the account of that device, once."""
+    marks = storage.__dict__
+    if "_torchstrategy_device" in marks:
+        return
+    marks["_torchstrategy_device"] = index
+    size = storage.nbytes()
+    _accounts[index].add(size)
+    made(index, storage.data_ptr())
+    weakref.finalize(storage, _give_back, index, size, storage.data_ptr()).atexit = False
+
+
+def _give_back(index: int, size: int, address: int) -> None:
+    _accounts[index].add(-size)
+    freed(address)
+
+
+def held(index: int) -> int:
+    """The bytes that a device holds."""
+    return _accounts[index].held
+
+
+def peak(index: int) -> int:
+    """The most bytes that a device held at a time since the last `reset_peak`."""
+    return _accounts[index].peak
+
+
+def reset_peak(index: int) -> None:
+    """Counts the peak from here on."""
+    _accounts[index].peak = _accounts[index].held

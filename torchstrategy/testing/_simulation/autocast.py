@@ -1,0 +1,88 @@
+"""Mixed precision on simulated devices: which operators run in the lower precision, which never do.
+
+The lists follow those that torch documents for accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchstrategy._core.torch_internals import tree_flatten, tree_map_only, without_keys
+from torchstrategy.testing._simulation.backend import Backend, keys
+from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
+
+_KEY = "AutocastPrivateUse1"
+
+# The operators, one after another as in a text.
+_LOWER = """
+    addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear
+    lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+"""
+_FULL = """
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist
+    erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 log_softmax.int logsumexp
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d
+    norm.Scalar norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar
+    pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss
+    softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
+"""
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+
+Choice = Callable[[Any, Any], torch.dtype | None]
+"""To which dtype the arguments of a call are brought; None: to no other."""
+
+
+def register(backend: Backend) -> None:
+    """Registers the casts."""
+    for names, choice in ((_LOWER, _lower), (_FULL, _full), (_WIDEST, _widest)):
+        for op in _existing(names):
+            backend.kernel(op.name().removeprefix("aten::"), _KEY)(_casting(op, choice))
+
+
+def _existing(names: str) -> Iterator[Any]:
+    """The operators of these names, but those that this torch does not have."""
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        found = getattr(torch.ops.aten, packet, None)
+        if found is not None and (overload or "default") in found.overloads():
+            yield getattr(found, overload or "default")
+
+
+def _casting(op: Any, choice: Choice) -> Callable[..., Any]:
+    here = keys(_KEY)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with without_keys(here):
+            dtype = choice(args, kwargs)
+            if dtype is not None:
+                args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _cast(tensor, dtype), (list(args), kwargs))
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if _is_eligible(tensor) and tensor.dtype != dtype else tensor
+
+
+def _is_eligible(tensor: torch.Tensor) -> bool:
+    return is_simulated(tensor) and tensor.is_floating_point() and tensor.dtype != torch.double
+
+
+def _lower(args: Any, kwargs: Any) -> torch.dtype | None:
+    return torch.get_autocast_dtype(NAME)
+
+
+def _full(args: Any, kwargs: Any) -> torch.dtype | None:
+    return torch.float32 if kwargs.get("dtype") is None else None
+
+
+def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
+    leaves, _ = tree_flatten((list(args), kwargs))
+    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and _is_eligible(leaf)}
+    return torch.float32 if torch.float32 in dtypes else None

@@ -1,0 +1,115 @@
+"""The kernels of simulated devices, told to torch's dispatcher."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch.library import Library, fallthrough_kernel
+
+from torchstrategy._core.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    has_kernel,
+    hide_from_compiler,
+    operator_names,
+    schema,
+)
+from torchstrategy.testing._simulation.kernels import run_each_on_cpu, run_on_cpu
+
+_BACKEND = "PrivateUse1"
+_SPARSE = "SparsePrivateUse1"
+
+Kernel = Callable[..., Any]
+
+
+@final
+class Backend:
+    """A place to register kernels; they stay registered until the process ends."""
+
+    def __init__(self) -> None:
+        self._any = Library("_", "IMPL")
+        self._aten = Library("aten", "IMPL")
+        self._own: set[str] = set()
+
+    def kernel(self, name: str, key: str = _BACKEND) -> Callable[[Kernel], Kernel]:
+        """Registers the decorated function as the kernel of an operator: `"add.Tensor"`."""
+
+        def register(kernel: Kernel) -> Kernel:
+            if key == _BACKEND:
+                self._own.add(name)
+            hide_from_compiler(getattr(kernel, "func", kernel))  # a kernel is where compiling ends, as one of C++ is
+            self._aten.impl(name, kernel, key)
+            return kernel
+
+        return register
+
+    def redispatch(self, name: str, kernels: Any) -> None:
+        """Takes another device's kernel for an operator, one that touches no memory."""
+        op = operator(name)
+        self.kernel(name)(lambda *args, **kwargs: op.redispatch(kernels, *args, **kwargs))
+
+    def fall_through(self, name: str, key: str) -> None:
+        """Makes an operator not stop at a key."""
+        self._aten.impl(name, fallthrough_kernel, key)
+
+    def fall_back(self) -> None:
+        """Registers the kernel of all operators that have none."""
+        hide_from_compiler(run_on_cpu)
+        self._any.fallback(run_on_cpu, _BACKEND)
+        self._any.fallback(run_on_cpu, _SPARSE)
+        self._any.fallback(fallthrough_kernel, "AutocastPrivateUse1")
+
+    def run_directly(self) -> None:
+        """Runs as one call on the CPU what torch would take apart: less to pay, and the CPU's very numbers."""
+        for name in _taken_apart(self._own):
+            op = operator(name)
+            run = run_each_on_cpu if name.startswith("_foreach_") else run_on_cpu
+            self.kernel(name)(functools.partial(run, op))
+
+
+def operator(name: str) -> Any:
+    """The operator of a name with or without an overload: `"add.Tensor"`, `"relu"`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def keys(name: str) -> Any:
+    """The set of the one dispatch key."""
+    return DispatchKeySet(getattr(DispatchKey, name))
+
+
+# Composites that look for a kernel of the device themselves.
+_BOUND_TO_DEVICES = ("mode.values", "conj_physical_")
+
+
+def _taken_apart(but: set[str]) -> Iterator[str]:
+    for full in operator_names():
+        namespace, _, name = full.partition("::")
+        if namespace == "aten" and name not in but and _is_taken_apart(full, name) and _is_plain(name):
+            yield name
+
+
+def _is_taken_apart(full: str, name: str) -> bool:
+    """Whether it is run as `empty()` and a variant with `out=`, by a composite of others, or tensor by tensor."""
+    if name.startswith("_foreach_") or has_kernel(full, "CompositeExplicitAutogradNonFunctional"):
+        return True
+    if name in _BOUND_TO_DEVICES:
+        return True
+    return has_kernel(full, "CPU") and (
+        has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
+    )
+
+
+def _is_plain(name: str) -> bool:
+    """Whether all its tensors are on one device, and none of its results is a view."""
+    packet, _, overload = name.partition(".")
+    if packet.endswith(("_scatter", "_copy")) or packet in ("as_strided_", "copy"):
+        return False
+    if overload == "out" or overload.endswith("_out"):
+        return False
+    declared = schema(operator(name))
+    makes_views = any(result.alias_info and not result.alias_info.is_write for result in declared.returns)
+    return not makes_views and not any(argument.name == "device" for argument in declared.arguments)

@@ -1,0 +1,333 @@
+"""Every operator of a simulated device: the CPU's own, run on the same memory.
+
+torch comes here with any operator that has tensors of a simulated device among its arguments and no kernel of its own.
+The devices are compared; the operator is run on the CPU's view of the memory; what is new of its results is given back
+as the device's. What an operator writes needs nothing more, since the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
+
+from torchstrategy._core.torch_internals import DispatchKey, DispatchKeySet, schema, tensor_data, without_keys
+from torchstrategy.testing._simulation.generators import check_generator, default_generator
+from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
+from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
+from torchstrategy.testing._simulation.recorder import recorder
+from torchstrategy.testing._simulation.storages import adopt
+from torchstrategy.testing._simulation.streams import launched, read_by_the_program
+
+CPU = torch.device("cpu")
+_AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
+
+# The arguments that may be whole tensors of the CPU next to those of a device, on accelerators too.
+_FROM_THE_CPU = {
+    "aten.index.Tensor_out": "indices",
+    "aten.index.Tensor": "indices",
+    "aten._index_put_impl_.default": "indices",
+    "aten.index_put_.default": "indices",
+    "aten.index_put.default": "indices",
+    "aten._pad_packed_sequence.default": "batch_sizes",
+    "aten._pack_padded_sequence.default": "lengths",
+    "aten._ctc_loss.Tensor": "input_lengths target_lengths",
+}
+
+# The operators that, besides those that torch calls pointwise, take a single number from the CPU, on accelerators too.
+_TAKE_NUMBERS = (
+    "_foreach_",
+    "_fused_",
+    "bernoulli",
+    "binary_cross_entropy",
+    "binomial",
+    "fill",
+    "floor_divide",
+    "index_fill",
+    "index_put",
+    "_index_put_impl_",
+    "masked_fill",
+    "rsub",
+)
+
+
+@final
+class _Operator:
+    """What is known of an operator from its declaration."""
+
+    def __init__(self, op: Any) -> None:
+        declared = schema(op)
+        arguments = declared.arguments
+        self.name = str(op)
+        self.names: list[str] = [argument.name for argument in arguments]
+        self._from_the_cpu = _FROM_THE_CPU.get(self.name, "").split()
+        is_pointwise = torch.Tag.pointwise in op.tags and self.name != "aten.equal.default"
+        self._takes_numbers = is_pointwise or self.name[len("aten.") :].startswith(_TAKE_NUMBERS)
+        self.tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self.generator = self.names.index("generator") if "generator" in self.names else None
+        self.draws_unasked = self.generator is None and torch.Tag.nondeterministic_seeded in op.tags
+        self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.outs = [i for i in self.written if arguments[i].kwarg_only]
+        aliases = {
+            name: i for i, a in enumerate(arguments) if a.alias_info is not None for name in a.alias_info.before_set
+        }
+        infos = [result.alias_info for result in declared.returns]
+        self.is_view = any(info is not None and not info.is_write for info in infos)
+        # A result that is no tensor is seen by the program, which waits for it.
+        self.is_read_by_the_program = any("Tensor" not in str(result.type) for result in declared.returns)
+        # For each result: the argument that it is, or None where it is new.
+        self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
+
+    def argument(self, position: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What stands at a position of the declaration; None if nothing."""
+        return args[position] if position < len(args) else kwargs.get(self.names[position])
+
+    def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
+        """Whether accelerators take this tensor of the CPU, as the argument at a position."""
+        if self.names[position] in self._from_the_cpu:
+            return True
+        return self._takes_numbers and not tensor.dim() and position not in self.written
+
+
+_operator = functools.cache(_Operator)
+
+
+@final
+class _Arguments:
+    """The arguments of one call, as the CPU is to see them, and the device that they are on."""
+
+    def __init__(self, operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._operator = operator
+        self._device: int | None = None
+        self._stranger: torch.device | None = None  # the device of a tensor that should be on a simulated one
+        self._given = args, kwargs
+        self._look(on_cpu_to_write if operator.written else on_cpu)
+        if operator.written and overlap([tensor for tensor, _ in self._seen.values()]):
+            self._look(Together())
+
+    def _look(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._see = see
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the device's and the CPU's, by id
+        args, kwargs = self._given
+        self.args = [self._seen_by_cpu(value, i) for i, value in enumerate(args)]
+        names = self._operator.names
+        self.kwargs = {name: self._seen_by_cpu(value, names.index(name)) for name, value in kwargs.items()}
+
+    @property
+    def device(self) -> int:
+        """The index of the one device of the call."""
+        if self._device is None:
+            return ordinal(self._given[1].get("device"))
+        if self._stranger is not None:
+            raise mismatch(self._operator.name, torch.device(NAME, self._device), self._stranger)
+        return self._device
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the device among the arguments."""
+        return [tensor for tensor, _ in self._seen.values()]
+
+    def written(self) -> list[torch.Tensor]:
+        """Those of them that the operator writes."""
+        given = [self.given(position) for position in self._operator.written]
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
+        return [value for values in lists for value in values if isinstance(value, torch.Tensor)]
+
+    def given(self, position: int) -> Any:
+        """What the caller gave at a position of the declaration; None if nothing."""
+        return self._operator.argument(position, *self._given)
+
+    def __getitem__(self, position: int) -> Any:
+        return self._operator.argument(position, self.args, self.kwargs)
+
+    def __setitem__(self, position: int, value: Any) -> None:
+        if position < len(self.args):
+            self.args[position] = value
+        else:
+            self.kwargs[self._operator.names[position]] = value
+
+    def _seen_by_cpu(self, value: Any, position: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, position)
+        if isinstance(value, (list, tuple)) and value and type(value[0]) is not int:
+            return [self._seen_by_cpu(inner, position) for inner in value]
+        if isinstance(value, torch.device):
+            return CPU
+        return value
+
+    def _tensor(self, tensor: torch.Tensor, position: int) -> torch.Tensor:
+        index = index_of(tensor)
+        if index is None:
+            if not self._operator.may_be_on_the_cpu(tensor, position):
+                self._stranger = tensor.device
+            return tensor
+        if self._device is not None and index != self._device:
+            raise mismatch(self._operator.name, torch.device(NAME, self._device), tensor.device)
+        self._device = index
+        if id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor, self._see(tensor)
+        return self._seen[id(tensor)][1]
+
+
+def mismatch(operator: str, one: torch.device, other: torch.device) -> RuntimeError:
+    """The error that accelerators raise, in their words."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
+        f"(when checking arguments of {operator})"
+    )
+
+
+def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel of every operator.
+
+    Raises:
+        RuntimeError: If its tensors are on several devices.
+        NotImplementedError: If what it makes or draws from is not simulated, or the CPU cannot do it.
+    """
+    operator = _operator(op)
+    if operator.is_view or operator.draws_unasked:
+        what = "makes a view" if operator.is_view else "draws random numbers and takes no generator"
+        raise NotImplementedError(f"The operator {op} {what}, and is not simulated on '{NAME}' devices.")
+    arguments = _Arguments(operator, args, kwargs)
+    device = arguments.device
+    if operator.generator is not None:
+        _give_generator(arguments, operator.generator, device)
+    if recorder() is not None:
+        launched(operator.name, device, arguments.tensors(), arguments.written())
+    if is_autocast_enabled("cpu"):  # the caller's, for tensors of the CPU; these are ours
+        with without_keys(_AUTOCAST_CPU):
+            results = _called(op, operator, arguments)
+    else:
+        results = _called(op, operator, arguments)
+    if operator.is_read_by_the_program:
+        read_by_the_program(device)
+    for position in operator.written:
+        _bring_back(arguments.given(position), arguments[position], device)
+    return _given_back(operator, arguments, results, device)
+
+
+def _give_generator(arguments: _Arguments, position: int, device: int) -> None:
+    generator = arguments[position]
+    if generator is None:
+        arguments[position] = default_generator(device)
+    else:
+        check_generator(generator, device)
+
+
+def _called(op: Any, operator: _Operator, arguments: _Arguments) -> Any:
+    try:
+        return op(*arguments.args, **arguments.kwargs)
+    except RuntimeError as error:
+        if "Expected a value of type 'Tensor" in str(error):
+            # A number that torch wrapped in a tensor reaches a kernel of Python unwrapped, and not every operator
+            # wraps it again.
+            for position in operator.tensors:
+                value = arguments[position]
+                if isinstance(value, (bool, int, float, complex)):
+                    arguments[position] = torch.scalar_tensor(value, dtype=_dtype_of(value), device=CPU)
+        elif operator.outs and "not resizable" in str(error):
+            for position in operator.outs:
+                if isinstance(arguments[position], torch.Tensor):
+                    _check_whole(arguments.given(position), operator)
+                    arguments[position] = torch.empty(0, dtype=arguments[position].dtype, device=CPU)
+        else:
+            raise
+    return op(*arguments.args, **arguments.kwargs)
+
+
+def _check_whole(out: torch.Tensor, operator: _Operator) -> None:
+    if out.untyped_storage().nbytes() > out.nbytes:
+        raise NotImplementedError(
+            f"The operator {operator.name} would have to let `out` grow, of size {tuple(out.size())}, which is a part "
+            f"of a larger tensor. That is not simulated on '{NAME}' devices: give it a tensor of the result's size."
+        )
+
+
+def _dtype_of(value: complex) -> torch.dtype:
+    if isinstance(value, bool):
+        return torch.bool
+    return {int: torch.int64, float: torch.float64, complex: torch.complex128}[type(value)]
+
+
+def _bring_back(target: Any, written: Any, device: int) -> None:
+    """Makes a tensor of the device what the CPU made of it, where that is not in the same memory already."""
+    if isinstance(target, (list, tuple)):
+        for one, other in zip(target, written, strict=True):
+            _bring_back(one, other, device)
+        return
+    if not isinstance(target, torch.Tensor) or index_of(target) is None:
+        return
+    if target.layout is not torch.strided:
+        tensor_data.__set__(target, on_device(written, device))
+        return
+    if written.is_conj() != target.is_conj() or written.is_neg() != target.is_neg():
+        written = written.resolve_conj().resolve_neg()  # the CPU may leave conjugating what it wrote to whoever reads
+    if written.size() != target.size() or not target.numel():
+        adopt(target, written)
+    elif written.data_ptr() != target.data_ptr():
+        on_cpu(target).copy_(written)
+
+
+def _given_back(operator: _Operator, arguments: _Arguments, results: Any, device: int) -> Any:
+    if not operator.returned:
+        return None
+    if len(operator.returned) == 1:
+        position = operator.returned[0]
+        return _as_the_devices(results, device, operator) if position is None else arguments.given(position)
+    return tuple(
+        _as_the_devices(result, device, operator) if position is None else arguments.given(position)
+        for position, result in zip(operator.returned, results, strict=True)
+    )
+
+
+def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
+    if isinstance(result, torch.Tensor):
+        if result.layout not in (torch.strided, torch.sparse_coo) or result.is_quantized:
+            raise NotImplementedError(
+                f"The operator {operator.name} makes a tensor of dtype {result.dtype} and layout {result.layout}, and "
+                f"that is not simulated on '{NAME}' devices."
+            )
+        return on_device(result, device)
+    if isinstance(result, (list, tuple)):
+        return [_as_the_devices(inner, device, operator) for inner in result]
+    return result
+
+
+def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel of the operators on lists, whose lists may hold tensors of several devices."""
+    operator = _operator(op)
+    lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
+    on_one_device = len({tensor.device for tensors in lists for tensor in tensors}) <= 1
+    results = run_on_cpu(op, *args, **kwargs) if on_one_device else _one_by_one(op, len(lists[0]), args, kwargs)
+    # Nobody else counts these writes: a kernel on lists does, and the CPU has counted on its own view of the memory.
+    targets = [tensor for position in operator.written for tensor in operator.argument(position, args, kwargs)]
+    written = [tensor for tensor in targets if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(written)
+    return results
+
+
+def _one_by_one(op: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def one(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+        is_the_cpus = not any(_is_tensor(value) and is_simulated(value) for values in lists for value in values)
+        return op(*args, **kwargs) if is_the_cpus else run_on_cpu(op, *args, **kwargs)
+
+    results = [
+        run(*(one(value, i) for value in args), **{name: one(value, i) for name, value in kwargs.items()})
+        for i in range(count)
+    ]
+    kinds = len(schema(op).returns)
+    if kinds == 0:
+        return None
+    if kinds == 1:
+        return [result[0] for result in results]
+    return tuple([result[kind][0] for result in results] for kind in range(kinds))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,116 @@
+"""Kernels of the layers for which torch asks a backend like ours for another operator than it asks the CPU for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchstrategy.testing._simulation.backend import Backend
+from torchstrategy.testing._simulation.kernels import mismatch, run_on_cpu
+from torchstrategy.testing._simulation.memory import on_cpu, on_device
+from torchstrategy.testing._simulation.ordinals import index_of
+
+
+def register(backend: Backend) -> None:
+    """Registers them."""
+    _register_convolution(backend)
+    _register_dropout(backend)
+    backend.kernel("_thnn_fused_lstm_cell")(_on_cpu(_lstm_cell))
+    backend.kernel("_thnn_fused_lstm_cell_backward_impl")(_on_cpu(_lstm_cell_backward))
+    backend.kernel("_thnn_fused_gru_cell")(_on_cpu(_gru_cell))
+    backend.kernel("_thnn_fused_gru_cell_backward")(_on_cpu(_gru_cell_backward))
+
+
+def _register_convolution(backend: Backend) -> None:
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+
+    @backend.kernel("convolution_overrideable")
+    def _convolution(*args: Any) -> Any:
+        return run_on_cpu(forward, *args)
+
+    @backend.kernel("convolution_backward_overrideable")
+    def _convolution_backward(gradient: Any, inputs: Any, weight: Any, *options: Any) -> Any:
+        *geometry, wanted = options
+        bias_sizes = [gradient.shape[1]] if wanted[2] else None
+        return run_on_cpu(backward, gradient, inputs, weight, bias_sizes, *geometry, list(wanted))
+
+
+def _register_dropout(backend: Backend) -> None:
+    @backend.kernel("native_dropout")  # the CPU's takes no generator
+    def _dropout(inputs: Any, p: float, train: bool | None) -> Any:
+        kept = torch.ones_like(inputs, dtype=torch.bool)
+        if train is False:
+            return inputs.clone(), kept
+        return inputs * kept.bernoulli_(1 - p) * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _on_cpu(cell: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel made of a function of tensors of the CPU: fused cells exist for GPUs only."""
+
+    @functools.wraps(cell)
+    def kernel(*args: Any) -> tuple[torch.Tensor | None, ...]:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        index = index_of(tensors[0])
+        for tensor in tensors:
+            if index is None or index_of(tensor) != index:
+                raise mismatch(cell.__name__.strip("_"), tensors[0].device, tensor.device)
+        results = cell(*(on_cpu(value) if isinstance(value, torch.Tensor) else value for value in args))
+        return tuple(None if result is None else on_device(result.contiguous(), index or 0) for result in results)
+
+    return kernel
+
+
+# Below, `of_input` and `of_hidden` are the products with the weights, of shape (batch, gates * hidden size), in torch's
+# order of gates; `saved` is what the forward leaves to the backward.
+
+
+def _lstm_cell(of_input: Any, of_hidden: Any, cell: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
+    gates = of_input + of_hidden
+    if input_bias is not None:
+        gates = gates + input_bias + hidden_bias
+    write, forget, candidate, output = gates.chunk(4, 1)
+    write, forget, candidate, output = write.sigmoid(), forget.sigmoid(), candidate.tanh(), output.sigmoid()
+    new_cell = forget * cell + write * candidate
+    return output * new_cell.tanh(), new_cell, torch.cat([write, forget, candidate, output], 1)
+
+
+def _lstm_cell_backward(to_hidden: Any, to_cell: Any, cell: Any, new_cell: Any, saved: Any, has_bias: bool) -> Any:
+    write, forget, candidate, output = saved.chunk(4, 1)
+    squashed = new_cell.tanh()
+    to_hidden = torch.zeros_like(cell) if to_hidden is None else to_hidden
+    through_cell = to_hidden * output * (1 - squashed * squashed)
+    if to_cell is not None:
+        through_cell = through_cell + to_cell
+    of_gates = torch.cat(
+        [
+            through_cell * candidate * write * (1 - write),
+            through_cell * cell * forget * (1 - forget),
+            through_cell * write * (1 - candidate * candidate),
+            to_hidden * squashed * output * (1 - output),
+        ],
+        1,
+    )
+    return of_gates, through_cell * forget, of_gates.sum(0) if has_bias else None
+
+
+def _gru_cell(of_input: Any, of_hidden: Any, hidden: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
+    from_input = (of_input if input_bias is None else of_input + input_bias).chunk(3, 1)
+    from_hidden = (of_hidden if hidden_bias is None else of_hidden + hidden_bias).chunk(3, 1)
+    reset = (from_input[0] + from_hidden[0]).sigmoid()
+    update = (from_input[1] + from_hidden[1]).sigmoid()
+    new = (from_input[2] + reset * from_hidden[2]).tanh()
+    return new + update * (hidden - new), torch.cat([reset, update, new, hidden, from_hidden[2]], 1)
+
+
+def _gru_cell_backward(to_hidden: Any, saved: Any, has_bias: bool) -> Any:
+    reset, update, new, hidden, new_from_hidden = saved.chunk(5, 1)
+    of_update = to_hidden * (hidden - new) * update * (1 - update)
+    of_new = to_hidden * (1 - update) * (1 - new * new)
+    of_reset = of_new * new_from_hidden * reset * (1 - reset)
+    of_input = torch.cat([of_reset, of_update, of_new], 1)
+    of_hidden = torch.cat([of_reset, of_update, of_new * reset], 1)
+    input_bias, hidden_bias = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, to_hidden * update, input_bias, hidden_bias

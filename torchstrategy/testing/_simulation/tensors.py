@@ -1,0 +1,147 @@
+"""`tensor.to("sim")`, `tensor.data = ...` and `torch.tensor(..., device="sim")`: what C++ would get wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from torchstrategy._core.torch_internals import (
+    ALLOWED_BEFORE_SIZES_ARE_KNOWN,
+    MAY_SHARE_IMPLEMENTATION,
+    list_device_constructors,
+    register_hooks_again,
+    swap_tensors,
+    tensor_data,
+    tensor_to,
+)
+from torchstrategy.testing._simulation.ordinals import NAME, current, current_device, is_simulated
+
+
+def install() -> None:
+    """Replaces it."""
+    cls: Any = torch.Tensor
+    cls.to = _knowing_the_current_device(tensor_to, position=1)
+    ALLOWED_BEFORE_SIZES_ARE_KNOWN.append(cls.to)
+    cls.new_tensor = _new_tensor(cls.new_tensor)
+    cls.new, cls.type = _following_the_tensor(cls.new), _following_the_tensor(cls.type)
+    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
+        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(getattr(torch, name))))
+    list_device_constructors.cache_clear()  # a default device acts on what now has these names
+    cls.data = property(tensor_data.__get__, _set_data, doc=tensor_data.__doc__)
+    setattr(*MAY_SHARE_IMPLEMENTATION, _may_share_implementation(getattr(*MAY_SHARE_IMPLEMENTATION)))
+
+
+def _knowing_the_current_device(call: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
+    """The same, where `"sim"` means the current device: C++ would take the first."""
+
+    @functools.wraps(call)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if position is not None and len(args) > position:
+            args = (*args[:position], _with_index(args[position]), *args[position + 1 :])
+        if "device" in kwargs:
+            kwargs["device"] = _with_index(kwargs["device"])
+        return call(*args, **kwargs)
+
+    return replaced
+
+
+def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, under the name that a `TorchFunctionMode` knows: C++ would show modes the function below this one."""
+
+    @functools.wraps(call)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(None):  # whether a mode is on
+            return handle_torch_function(replaced, (), *args, **kwargs)
+        return call(*args, **kwargs)
+
+    return replaced
+
+
+def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.new_tensor(data)`, which goes where the tensor is: C++ would take the first device."""
+
+    @functools.wraps(call)
+    def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = _with_index(kwargs.pop("device", None))
+        if device is None and is_simulated(tensor):
+            device = tensor.device
+        return call(tensor, *args, device=device, **kwargs)
+
+    return replaced
+
+
+def _following_the_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.new(2)` and `tensor.type("torch.sim.FloatTensor")`, which stay where the tensor is, or go to the current
+    device: C++ would take the first.
+    """
+
+    @functools.wraps(call)
+    def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = tensor.device if is_simulated(tensor) else torch.device(NAME, current_device())
+        with current(kwargs.get("device", device)):
+            made = call(tensor, *args, **kwargs)
+        is_elsewhere = isinstance(made, torch.Tensor) and is_simulated(made) and "device" not in kwargs
+        return made.to(device) if is_elsewhere else made
+
+    return replaced
+
+
+def _with_index(device: Any) -> Any:
+    if device == NAME:
+        return torch.device(NAME, current_device())
+    if isinstance(device, torch.device) and device.type == NAME and device.index is None:
+        return torch.device(NAME, current_device())
+    return device
+
+
+def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """`tensor.data = new`, also where they are on devices of two types.
+
+    C++ refuses that for all but a few types. `Module.to` would then make new parameters, of which an optimizer made
+    before knows nothing.
+    """
+    if not isinstance(new, torch.Tensor) or is_simulated(tensor) == is_simulated(new):
+        tensor_data.__set__(tensor, new)
+        return
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            f"`tensor.data = ...` cannot move a tensor that autograd computed from {tensor.device} to {new.device}: it "
+            f"would no longer be the result of {tensor.grad_fn}. Use `tensor.to(...)`."
+        )
+    gradient, requires_grad = tensor.grad, tensor.requires_grad
+    tensor.grad = None
+    if requires_grad and not is_lazy(tensor) and not tensor.is_inference():
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_to_lose)
+    swap_tensors(tensor, tensor_data.__get__(new))
+    tensor.requires_grad = requires_grad
+    register_hooks_again(tensor)
+    if gradient is not None:
+        _set_data(gradient, gradient.detach().to(new.device))
+        tensor.grad = gradient
+
+
+def _refuse_to_lose(gradients: Any) -> None:
+    """Waits where the graphs of before the move end: their gradients would reach nobody."""
+    raise RuntimeError(
+        "A parameter was moved to a device of another type, by `Module.to` or `parameter.data = ...`, between the "
+        "forward and the backward. Move it before the forward, or after the backward."
+    )
+
+
+def _may_share_implementation(ask: Callable[..., bool]) -> Callable[..., bool]:
+    """What `Module.to` asks before it says `parameter.data = ...`."""
+
+    def may(*args: Any, **kwargs: Any) -> bool:  # torch's compiler wants the signature of the original
+        one, other = args
+        if ask(one, other):
+            return True
+        layouts = {one.layout, other.layout}
+        return (is_simulated(one) or is_simulated(other)) and layouts == {torch.strided}
+
+    return may
