@@ -82,7 +82,11 @@ def page(table: Sequence[Row]) -> str:
 
 def _section(section: str, table: Sequence[Row]) -> str:
     lines = [line for _, of_name in groupby(table, key=lambda row: row.name) for line in _lines(list(of_name))]
-    here = "" if section == SECTIONS[section] else f"Here it is `{SECTIONS[section]}*`, unless the table says otherwise.\n\n"
+    here = (
+        ""
+        if section == SECTIONS[section]
+        else f"Here it is `{SECTIONS[section]}*`, unless the table says otherwise.\n\n"
+    )
     return f"\n## {section}*\n\n{here}| name | releases | is | |\n|---|---|---|---|\n" + "".join(lines)
 
 
