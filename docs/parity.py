@@ -17,9 +17,9 @@ PAGE = Path(__file__).with_suffix(".md")
 
 STATUSES = {
     "same": "It is here, and does what TensorFlow documents.",
-    "differs": "It is here, and does what TensorFlow documents but for what is said.",
-    "absent": "It is for TPUs, sessions or Estimator, which PyTorch has not.",
-    "cluster": "It is of use with several machines only, and not here.",
+    "differs": "It is here, and does what TensorFlow documents, except as the table says.",
+    "absent": "It is for TPUs, sessions or Estimator, which PyTorch does not have.",
+    "cluster": "It is useful only with several machines, and is not here.",
     "extra": "It is torchstrategy's own.",
 }
 # The sections of the page, and where the names in them are here. The longest beginning of a name counts.
@@ -36,10 +36,10 @@ HEAD = """\
 
 This page is made from [parity.csv](parity.csv) by [parity.py](parity.py). Tests compare the table with the code.
 
-It lists the public names of `tf.distribute` in TensorFlow 2.2, 2.3 and 2.4, with their parameters, and those elsewhere
-in `tf` that they lead to. Where releases differ, the newest one counts that has the name; *pages* means that a name is
-in TensorFlow's documentation only. A parameter has a line of its own if it is not the same. What a class inherits is
-listed where it comes from.
+It lists the public names of `tf.distribute` in TensorFlow 2.2, 2.3 and 2.4, with their parameters, and the names
+elsewhere in `tf` that they use. Where releases differ, the page shows the newest release that has the name; *pages*
+means that a name is in TensorFlow's documentation only. A parameter has its own line only if it is not the same.
+Inherited names are listed with the class that defines them.
 
 """
 
@@ -82,7 +82,11 @@ def page(table: Sequence[Row]) -> str:
 
 def _section(section: str, table: Sequence[Row]) -> str:
     lines = [line for _, of_name in groupby(table, key=lambda row: row.name) for line in _lines(list(of_name))]
-    here = "" if section == SECTIONS[section] else f"Here it is `{SECTIONS[section]}*`, unless it is said.\n\n"
+    here = (
+        ""
+        if section == SECTIONS[section]
+        else f"Here it is `{SECTIONS[section]}*`, unless the table says otherwise.\n\n"
+    )
     return f"\n## {section}*\n\n{here}| name | releases | is | |\n|---|---|---|---|\n" + "".join(lines)
 
 

@@ -19,7 +19,7 @@ import digits_problem as problem
 def build(options: Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = problem.Net()
     if options.optimizer == "adam":
-        # The usual eps of 1e-8 is the size of float32's rounding here, and Adam would divide the one by the other.
+        # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam would amplify these errors.
         return model, torch.optim.Adam(model.parameters(), lr=options.lr, eps=1e-6)
     return model, torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 

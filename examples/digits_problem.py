@@ -26,8 +26,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LEARNING_RATES = {"sgd": 0.2, "adam": 0.005}
 
 # N replicas add the same numbers in another order, so the two runs may differ by rounding and by no more. Adam divides
-# a gradient by its own size, which lets the rounding of a gradient near zero count for as much as a large one.
-ALLOWED_LOSS = {"float32": 1e-5, "float64": 1e-9}  # times the loss, where that is above 1
+# a gradient by its own size, so the rounding error of a gradient near zero matters as much as that of a large one.
+ALLOWED_LOSS = {"float32": 1e-5, "float64": 1e-9}  # times the loss, if the loss is above 1
 ALLOWED_WEIGHT = {"float32": {"sgd": 1e-5, "adam": 1e-4}, "float64": {"sgd": 1e-9, "adam": 1e-9}}
 
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train on and 360 to test on: every fifth, since neighbours in the file are of one writer."""
+    """1,437 images to train on and 360 to test on: every fifth, since neighbours in the file are by one writer."""
     bunch = load_digits()
     images = torch.as_tensor(bunch.images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16  # [1797, 1, 8, 8]
     labels = torch.as_tensor(bunch.target)
@@ -68,13 +68,13 @@ def batches(options: argparse.Namespace) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def progress(loader: Iterable[Batch], epoch: int) -> Iterable[Batch]:
-    """A progress bar on standard error, where that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
     return tqdm(loader, desc=f"epoch {epoch + 1}", unit="batch", disable=None, leave=False)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """The share of the test images that the model names right. Outside `run` a model is plain PyTorch."""
+    """The share of the test images that the model classifies correctly. Outside `run` a model is plain PyTorch."""
     _, test = digits()
     images, labels = (tensor.to(next(model.parameters()).device) for tensor in test.tensors)
     return (model(images).argmax(1) == labels).double().mean().item()
@@ -114,7 +114,7 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
     """The strategy that the command line asks for."""
-    # Not at the top of the file, because the plain twin imports this file and does without torchstrategy.
+    # Not at the top of the file, because digits_plain imports this file and does not need torchstrategy.
     import torchstrategy
 
     if options.strategy == "central":
@@ -154,7 +154,7 @@ def main(train: Train, options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -> None:
-    """Trains the plain twin, and exits with an error unless it came to the same losses and weights."""
+    """Trains the plain twin, and exits with an error unless losses and weights are the same."""
     # Not at the top of the file, because digits_plain imports this file.
     import digits_plain
 
@@ -166,12 +166,12 @@ def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -
         f"largest difference from plain PyTorch: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
         f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
     )
-    if not (loss <= allowed_loss and weight <= allowed_weight):  # so written, a NaN fails
+    if not (loss <= allowed_loss and weight <= allowed_weight):  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
 
 
 def distance(tensors: Iterable[Tensor], expected: Iterable[Tensor], relative_above: float = math.inf) -> float:
-    """The largest difference of two lists of tensors; of an expected value above the bound, as a share of it."""
+    """The largest difference of two lists of tensors, relative to expected values above `relative_above`."""
     differences = [
         (tensor.cpu() - wanted).abs() / (wanted.abs() / relative_above).clamp(min=1.0)
         for tensor, wanted in zip(tensors, expected, strict=True)

@@ -1,8 +1,8 @@
-"""How good is a model? Several replicas find exactly what one device would.
+"""Evaluates a model. Several replicas find exactly the result of one device.
 
 The 360 test images do not divide into batches of 119, nor the 3 of the last batch among 4 replicas. No row is padded,
-repeated or dropped: a replica that is dealt no rows sits the step out, and `strategy.reduce` adds up the rows that
-there are. To see it:
+repeated or dropped: a replica that gets no rows skips the step, and `strategy.reduce` adds up the rows of the others.
+To see it:
 
     python examples/evaluate.py --replicas 4 --check
 """
@@ -22,19 +22,19 @@ import digits_plain
 import digits_problem as problem
 import torchstrategy
 
-Found = tuple[int, int, float]  # rows, how many of them are named right, and their mean loss
+Found = tuple[int, int, float]  # the number of rows, how many of them are classified correctly, and their mean loss
 
 ALLOWED_LOSS = 1e-5  # replicas add the same losses in another order, and so may differ by rounding; counts may not
 
 
 def evaluate(strategy: torchstrategy.Strategy, model: nn.Module, loader: DataLoader) -> Found:
-    """What the model, which is one of the strategy's, makes of all rows of the loader."""
+    """Evaluates a model of the strategy on all rows of the loader."""
 
     @torch.no_grad()
     def test_step(batch: list[Tensor]) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)
-        # A number for each row. Means would not do: those of unequal batches do not average to the mean of all rows.
+        # A number for each row, because the average of the means of unequal batches is not the mean over all rows.
         return {
             "rows": torch.ones_like(labels),
             "right": logits.argmax(1) == labels,
@@ -69,7 +69,7 @@ def train() -> nn.Module:
 
 
 def evaluate_under(replicas: int, model: nn.Module, loader: DataLoader) -> Found:
-    """Evaluates a copy of the model, as one would that is read from a checkpoint."""
+    """Evaluates a copy of the model, like a model that is read from a checkpoint."""
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
     with strategy.scope():
         copied = problem.Net()
@@ -83,7 +83,7 @@ def described(found: Found) -> str:
 
 
 def check(model: nn.Module, loader: DataLoader) -> None:
-    """Evaluates plainly and under 1 to 5 replicas, and exits with an error unless all come to the same."""
+    """Evaluates plainly and under 1 to 5 replicas, and exits with an error unless all results are the same."""
     expected = evaluate_plainly(model, loader)
     print(f"plain PyTorch: {described(expected)}")
     for replicas in range(1, 6):

@@ -2,7 +2,7 @@
 
 The step has what adversarial training has: two networks, two optimizers, two updates one after the other, a `detach`
 between them, and batch normalisation, by which each image of a batch depends on all others. After each step an average
-of the generator's weights is brought up to date. That N replicas learn what plain PyTorch learns is what this checks:
+of the generator's weights is updated. This checks that N replicas learn what plain PyTorch learns:
 
     python examples/gan.py --replicas 3 --check
 """
@@ -29,8 +29,8 @@ import torchstrategy
 
 NOISE, WIDTH = 32, 128
 
-# Of all weights and statistics, in float64. In float32, rounding may decide on which side of the bend of a LeakyReLU a
-# value is, and the two networks, which chase each other, then take another way.
+# The largest difference allowed in weights and statistics, in float64. In float32, rounding may decide on which side of
+# the bend of a LeakyReLU a value is, and then the two networks, which train against each other, learn differently.
 ALLOWED = 1e-9
 
 SHADES = " .:-=+*#%@"
@@ -42,10 +42,10 @@ def digits() -> Tensor:
 
 
 def with_noise(images: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A batch: real images, and noise to make as many of.
+    """A batch: real images, and noise from which the generator makes as many images.
 
-    The noise is drawn here, for the whole batch, and dealt out with it. Drawn in the step it would be as good to learn
-    from. But there each replica draws random numbers of its own, and they would not be those of one device.
+    The noise is drawn here, for the whole batch, and the strategy splits it with the images. Noise drawn in the step
+    would train as well. But there each replica draws its own random numbers, which differ from those of one device.
     """
     return torch.stack(images), torch.randn(len(images), NOISE)
 
@@ -81,7 +81,7 @@ class Gan:
         self.discriminator_optimizer.step()
 
         self.generator_optimizer.zero_grad()
-        unmasked = F.softplus(-self.discriminator(fake))  # by the discriminator as it is now
+        unmasked = F.softplus(-self.discriminator(fake))  # judged by the updated discriminator
         unmasked.mean().backward()
         self.generator_optimizer.step()
 
@@ -91,7 +91,7 @@ def adam(network: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def average_of(network: nn.Module) -> AveragedModel:
-    """A network of the same kind, whose weights and statistics are a moving average of what those of `network` were."""
+    """A network of the same kind, whose weights and statistics are a moving average of those of `network`."""
     return AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
 
 
@@ -100,7 +100,7 @@ def batches(options: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
 
 
 def repeated(loader: Iterable[Any], steps: int) -> Iterator[Any]:
-    """So many batches, epoch after epoch."""
+    """As many batches as steps, epoch after epoch."""
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))
     return iter(tqdm(itertools.islice(epochs, steps), total=steps, unit="step", disable=None, leave=False))
 
@@ -112,12 +112,12 @@ def train(options: argparse.Namespace, steps: int) -> tuple[Gan, AveragedModel]:
     loader = strategy.experimental_distribute_dataset(batches(options))
     with strategy.scope():
         gan = Gan(options)
-        # Each replica sees a part of the batch; its mean and variance have to be those of the whole.
+        # Each replica sees a part of the batch, but needs the mean and variance of the whole batch.
         gan.generator = torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(gan.generator)
     average = average_of(gan.generator)
     for batch in repeated(loader, steps):
         strategy.run(gan.step, args=(batch,))
-        average.update_parameters(gan.generator)  # not in the step, which every replica takes
+        average.update_parameters(gan.generator)  # not in the step, which runs in every replica
     return gan, average
 
 
@@ -151,7 +151,7 @@ def drawing(generator: nn.Module, count: int = 8) -> str:
 
 
 def check(options: argparse.Namespace, steps: int = 20) -> None:
-    """Trains a little in replicas and plainly, and exits with an error unless that came to the same."""
+    """Trains a little in replicas and plainly, and exits with an error unless the results are the same."""
     torch.set_default_dtype(torch.float64)
     (gan, average), (plain_gan, plain_average) = train(options, steps), train_plainly(options, steps)
     torch.set_default_dtype(torch.float32)
@@ -160,7 +160,7 @@ def check(options: argparse.Namespace, steps: int = 20) -> None:
     pairs = zip(networks, plain_networks, strict=True)
     difference = max(problem.distance(a.state_dict().values(), b.state_dict().values()) for a, b in pairs)
     print(f"largest difference from plain PyTorch after {steps} steps: {difference:.1e} (allowed {ALLOWED:.0e})")
-    if not difference <= ALLOWED:  # so written, a NaN fails
+    if not difference <= ALLOWED:  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
 
 

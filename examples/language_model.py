@@ -3,9 +3,9 @@
 The text is what `help("class")` and the like show. It comes with every Python, as `pydoc_data.topics`: some 2,300
 different sentences of 55,000 words, of which every tenth sentence is held out.
 
-Sentences differ in length, so it is by chance how many words a replica, a batch or an update has, and the loss is the
-mean over all words of an update. That is what N replicas and K batches come to exactly. They learn what plain PyTorch
-learns from one large batch:
+Sentences differ in length, so replicas, batches and updates have different numbers of words, and the loss is the mean
+over all words of an update. N replicas and K batches compute exactly this mean, and learn what plain PyTorch learns
+from one large batch:
 
     python examples/language_model.py --replicas 3 --accumulate 4 --check
 """
@@ -36,7 +36,7 @@ import torchstrategy
 PAD, UNKNOWN, END = range(3)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# By how much losses and weights may differ from those of plain PyTorch in the same precision: replicas add the same
+# How much losses and weights may differ from those of plain PyTorch in the same precision: replicas add the same
 # numbers in another order, and mixed precision keeps two or three digits of each sum.
 ALLOWED = {"float32": (1e-5, 1e-5), "bfloat16": (5e-3, 5e-2), "float16": (5e-3, 5e-2)}
 
@@ -61,7 +61,7 @@ def padded(sentences: list[list[int]]) -> tuple[Tensor, int]:
 
 
 class LanguageModel(nn.Module):
-    """The logits of each next word. A word is predicted with the vector that it is read with."""
+    """The logits of each next word. The decoder shares its weight with the embedding."""
 
     def __init__(self, words: int, width: int = 64) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ def word_losses(model: nn.Module, sentences: Tensor, precision: str = "float32")
 
 
 def build(options: argparse.Namespace, updates: int) -> tuple[Any, ...]:
-    """What a run trains, and what it trains it with."""
+    """The model, and its optimizer, scheduler and scaler."""
     model = LanguageModel(corpus()[2])
-    # The usual eps of 1e-8 is the size of float32's rounding here, and Adam would divide the one by the other.
+    # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam would amplify these errors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, eps=1e-6)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=options.lr, total_steps=updates)
     # Only float16 needs a scaler. For the others it is disabled and does nothing, and the step is the same for all.
@@ -112,9 +112,9 @@ def train(options: argparse.Namespace, updates: int) -> tuple[nn.Module, list[Te
         model, optimizer, scheduler, scaler = build(options, updates)
 
     def train_step(sentences: Tensor, words: int, is_last: bool) -> Tensor:
-        """For one batch of an update, which has so many words in all its batches and replicas."""
+        """Trains on one batch of an update. `words` counts the words in all batches and replicas of the update."""
         losses = word_losses(model, sentences, options.precision)
-        # `losses.sum() / words` would do if the replicas' gradients were summed, but they are averaged.
+        # `losses.sum() / words` would be right if the strategy summed the gradients of replicas, but it averages them.
         loss = torchstrategy.nn.compute_average_loss(losses, global_batch_size=words)
         scaler.scale(loss).backward()
         if is_last:
@@ -160,14 +160,14 @@ def train_plainly(options: argparse.Namespace, updates: int) -> tuple[nn.Module,
 
 @torch.no_grad()
 def perplexity(model: nn.Module, device: str) -> float:
-    """Of the held-out sentences: among how many words, so to say, the model hesitates. Outside `run` it is plain."""
+    """The perplexity of the held-out sentences. Outside `run` the model is plain PyTorch."""
     loader = DataLoader(corpus()[1], 64, collate_fn=padded)
     loss = sum(word_losses(model, sentences.to(device)).sum().item() for sentences, _ in loader)
     return math.exp(loss / sum(words for _, words in loader))
 
 
 def unigram_perplexity() -> float:
-    """The same for a model that knows how frequent each word is, and nothing else."""
+    """The perplexity of a model that knows how frequent each word is, and nothing else."""
     sentences, held_out, different = corpus()
     counts = Counter(word for sentence in sentences for word in sentence[1:])
     total = sum(counts.values()) + different
@@ -176,7 +176,7 @@ def unigram_perplexity() -> float:
 
 
 def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None:
-    """Trains a little in replicas and plainly, and exits with an error unless that came to the same."""
+    """Trains a little in replicas and plainly, and exits with an error unless the results are the same."""
     options = argparse.Namespace(**{**vars(options), "precision": precision})
     model, losses = train(options, updates)
     plain_model, plain_losses = train_plainly(options, updates)
@@ -187,7 +187,7 @@ def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None
         f"largest difference from plain PyTorch in {precision}: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
         f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
     )
-    if not (loss <= allowed_loss and weight <= allowed_weight):  # so written, a NaN fails
+    if not (loss <= allowed_loss and weight <= allowed_weight):  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
 
 

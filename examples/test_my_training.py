@@ -1,10 +1,10 @@
-"""A training step, tested for several GPUs on a machine without one; and four bugs that only several GPUs show.
+"""A training step, tested for several GPUs on a machine without a GPU; and four bugs that only several GPUs show.
 
     pytest examples/test_my_training.py --simulate-devices=4
 
-To test a step of your own, copy what stands above the bugs, and put your model, optimizer, batches and step in. Below,
-the same step has one bug at a time, and each test says by which words of the message you will know it. Without the
-option, the tests run on replicas of the CPU, and the one that needs several devices is skipped.
+To test your own step, copy the code above the bugs, and put your model, optimizer, batches and step in. Below, the same
+step has one bug at a time, and each test shows the words of the message that name the bug. Without the option, the
+tests run on replicas of the CPU, and pytest skips the test that needs several devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_optimizer(model: nn.Module) -> Optimizer:
 
 
 def make_batches() -> Iterator[Batch]:
-    for rows in (8, 8, 3):  # the last one does not divide evenly, and some replicas get no row of it
+    for rows in (8, 8, 3):  # the last batch does not divide evenly, and some replicas get no rows
         yield torch.randn(rows, 6), torch.randint(3, (rows,))
 
 
@@ -52,7 +52,7 @@ def test_replicas_train_as_one_device_does(strategy: torchstrategy.Strategy) -> 
     assert_same_as_plain(train_step, make_model, make_optimizer, make_batches(), strategy)
 
 
-# Four bugs. Each of these steps does on one device what it should.
+# Four bugs. On one device, each of these steps is correct.
 
 
 @pytest.mark.strategies("central", replicas=[4], places=["sim"])
@@ -101,7 +101,7 @@ def test_a_shared_generator(strategy: torchstrategy.Strategy) -> None:
 
     def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
         inputs, labels = batch
-        noise = torch.randn(inputs.shape, generator=generator, device="cpu")  # the bug: first come, first served
+        noise = torch.randn(inputs.shape, generator=generator, device="cpu")  # the bug: all replicas share it
         return update(optimizer, F.cross_entropy(model(inputs + noise.to(inputs.device)), labels, reduction="none"))
 
     with pytest.raises(AssertionError, match=r"`generator`, .*, is a generator that all replicas share"):
