@@ -16,9 +16,9 @@ import torchstrategy
 from contest import Contender, Measure, Row, compared, hold, timed
 from torchstrategy import ReduceOp
 from torchstrategy._core.options import NO_OPTIONS
-from torchstrategy._training.gradient_reducer import Gradients
-from torchstrategy._training.replica_gradients import LocalParameter
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.gradient_reducer import GradientReducer
+from torchstrategy._training.replica_gradients import ReplicaParameter
+from torchstrategy._training.replica_weights import ReplicaWeights
 
 REPLICAS, WEIGHT, BAR = 4, 0.25, 1.1
 LAYOUTS = {"10 of 10 MB": (10, 2_500_000), "1,000 of 100 kB": (1_000, 25_000), "10,000 of 10 kB": (10_000, 2_500)}
@@ -103,17 +103,17 @@ def by_hand(layout: str, is_new: bool = False) -> Way:
     return Way(model, combine)
 
 
-def settled(layout: str) -> Way:
+def reduced(layout: str) -> Way:
     """As in a run under CentralStorageStrategy."""
-    model = Model.of(layout, lambda data: LocalParameter.over(data, requires_grad=True))
-    together = Gradients(model.owners, [""] * len(model.owners), model.local, take_turns=True)
-    shares = Shares.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
+    model = Model.of(layout, lambda data: ReplicaParameter.over(data, requires_grad=True))
+    together = GradientReducer(model.owners, [""] * len(model.owners), model.local, take_turns=True)
+    replica_weights = ReplicaWeights.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
 
     def combine() -> None:
-        together.begin(shares, (), lambda update: update())
-        for replica in shares.present:
-            together.hand_in(replica)
-        together.settle()
+        together.begin(replica_weights, (), lambda update: update())
+        for replica in replica_weights.present:
+            together.accumulate(replica)
+        together.reduce()
         together.end()
 
     return Way(model, combine)
@@ -125,7 +125,7 @@ def gradients(rounds: int) -> Iterator[Row]:
         ways = {
             "by hand": by_hand(layout),
             "by hand, in new memory": by_hand(layout, is_new=True),
-            "Central": settled(layout),
+            "Central": reduced(layout),
         }
         check_equal(layout, list(ways.values()))
         brought = in_replicas(layout)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 
 Step = Callable[[Any, Any, Any], Any]
 
@@ -62,7 +62,7 @@ def in_pieces(strategy: torchstrategy.Strategy, whole: torch.Tensor) -> Any:
 
 def share_a_place(strategy: torchstrategy.Strategy) -> bool:
     """Whether its replicas are on one device, and so run one at a time and in order."""
-    return len({place(device) for device in strategy.extended.worker_devices}) == 1
+    return len({memory_device(device) for device in strategy.extended.worker_devices}) == 1
 
 
 def context() -> torchstrategy.ReplicaContext:

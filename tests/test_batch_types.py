@@ -44,7 +44,6 @@ from batches import (
 from problems import assert_close, built, data, gradients, mlp, mse, parameters, replica_id, sgd, shown
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
-from torchstrategy._core.devices import place
 from torchstrategy._input.batch_types import memory_of
 from torchstrategy._input.splitting import in_proportion
 
@@ -750,7 +749,7 @@ def test_an_empty_batch_that_can_be_made_is_on_the_device_of_its_replica() -> No
     shapes, devices = zip(*strategy.experimental_local_results(results), strict=True)
     assert [tuple(shape) for shape in shapes] == [(2, 2), (2, 2), (0, 2)]
     assert [device.type for device in devices] == [compute_devices(1)[0].type] * 3
-    assert list(devices) == list(map(place, compute_devices(3)))
+    assert list(devices) == list(map(memory_device, compute_devices(3)))
 
 
 class _Rows:

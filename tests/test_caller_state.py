@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchstrategy
 from problems import in_pieces
 from topologies import SIMULATED, compute_devices
-from torchstrategy._core.devices import in_use, place
+from torchstrategy._core.devices import in_use, memory_device
 
 Log = list[tuple[int, str]]
 """Who saw something, as (replica, name)."""
@@ -506,7 +506,7 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
     with several.scope():
         model = Regression()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    count, device = several.num_replicas_in_sync, place(several.extended.worker_devices[0])
+    count, device = several.num_replicas_in_sync, memory_device(several.extended.worker_devices[0])
     by_hand, in_full = copy.deepcopy(model).to(device), copy.deepcopy(model).to(device)
     pieces = in_pieces(several, inputs)
 

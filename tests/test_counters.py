@@ -14,7 +14,7 @@ from torch import nn
 import torchstrategy
 from problems import context, data, deal, mlp, mse, sgd
 from topologies import TOPOLOGIES
-from torchstrategy._core.devices import canonical
+from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import replica_threads
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
@@ -27,7 +27,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def central(replicas: int, may_alias: bool = True) -> torchstrategy.Strategy:
     """Some replicas on the one CPU; their parameters share the owner's memory, or are real copies there."""
-    devices = [canonical("cpu:0")] * replicas
+    devices = [canonical_device("cpu:0")] * replicas
     storage = ReplicatedStorage(devices, devices[0], may_alias)
     return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, torchstrategy.ReduceOp.MEAN))
 
@@ -106,7 +106,7 @@ def test_the_copies_of_all_replicas_are_counted() -> None:
 
 
 def test_the_copies_of_replicas_that_run_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_threads, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
     strategy, together = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]), threading.Barrier(2)
 
     def step() -> None:

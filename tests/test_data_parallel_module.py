@@ -30,7 +30,7 @@ import torchstrategy
 from problems import assert_close, close, data, deal, gradients, mlp, parameters, replica_id, sgd
 from topologies import SIMULATED, central, compute_devices
 from torchstrategy import DataParallel
-from torchstrategy._replication.replicated_modules import Mirrors
+from torchstrategy._replication.replicated_modules import ReplicatedModules
 
 FIRST = compute_devices(1)[0]
 ROWS = torch.arange(8.0).view(4, 2)
@@ -589,8 +589,8 @@ def test_its_parameters_are_the_users_own_and_its_module_is_the_users_own() -> N
 
 def test_its_replicas_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    make = Mirrors.__init__
-    monkeypatch.setattr(Mirrors, "__init__", lambda self, *args: (built.append(1), make(self, *args))[1])
+    make = ReplicatedModules.__init__
+    monkeypatch.setattr(ReplicatedModules, "__init__", lambda self, *args: (built.append(1), make(self, *args))[1])
     model = parallel(mlp(), 3)
     optimizer = sgd(model)
     for step in range(3):
@@ -961,7 +961,7 @@ def _fail(error: BaseException, fails: bool) -> None:
 # State dicts, copies and pickles
 
 
-class Named(nn.Module):
+class StepReferences(nn.Module):
     """Its state has a version, buffers, and something else."""
 
     _version = 3
@@ -994,7 +994,7 @@ class Inner(nn.Module):
         self.module = nn.Linear(2, 2)
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {"named": Named, "inner": Inner, "mlp": mlp}
+BUILDS: dict[str, Callable[[], nn.Module]] = {"named": StepReferences, "inner": Inner, "mlp": mlp}
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -1031,7 +1031,7 @@ def test_it_loads_what_was_saved_with_a_data_parallel_or_without(name: str, save
     assert dict(state).keys() == before.keys()
     for key, value in source.state_dict().items():
         assert torch.equal(torch.as_tensor(target.state_dict()[key]), torch.as_tensor(value)), key
-    if isinstance(target, Named) and not (is_nested and saved_by == "the module"):
+    if isinstance(target, StepReferences) and not (is_nested and saved_by == "the module"):
         assert target.versions == [3]
 
 

@@ -198,7 +198,7 @@ def test_the_other_replicas_do_not_fail(at: str) -> None:
 
 
 def test_replicas_that_run_at_once_fail_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_threads, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
     strategy, together = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]), threading.Barrier(2)
 
     def step() -> None:

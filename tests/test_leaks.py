@@ -20,7 +20,7 @@ import torchstrategy
 from problems import data, deal, mlp, mse, sgd
 from torchstrategy._binding import optimizer_hooks
 from torchstrategy._core.context import Frame
-from torchstrategy._execution.replica_threads import Team
+from torchstrategy._execution.replica_threads import ReplicaThreads
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
 
 CHECKS = [no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks]
@@ -118,9 +118,9 @@ def test_a_strategy_in_a_cycle_ends_its_threads_in_time() -> None:
 
 
 def test_a_replicas_thread_that_outlives_its_strategy_is_a_leak() -> None:
-    team = Team([torch.device("cpu", 0)] * 2)
+    team = ReplicaThreads([torch.device("cpu", 0)] * 2)
     with pytest.raises(AssertionError, match="'torchstrategy-replica-0' is still running"), no_thread_leaks(timeout=0):
-        team = Team([torch.device("cpu", 0)] * 2)
+        team = ReplicaThreads([torch.device("cpu", 0)] * 2)
         team._finalizer.detach()  # nothing will tell its threads to end any more
     for replica in (0, 1):
         team.send(replica, None)

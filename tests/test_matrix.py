@@ -49,7 +49,7 @@ from features import (
 )
 from problems import built, data, deal, mlp, mse, replica_id
 from topologies import SIMULATED, central, mirrored
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 
 
 def on_devices(replicas: int) -> torchstrategy.Strategy:
@@ -431,7 +431,7 @@ def test_replicas_do_not_make_the_scale_of_a_scaler_all_at_once(topology: str) -
     """Its first loss tells a scaler where to make it; of two replicas at a time, it kept a half of each."""
     strategy, scaler = TOPOLOGIES[topology](), _WatchedScaler()
     strategy.run(lambda: scaler.scale(torch.ones(())).detach())
-    assert scaler.made == [(place(strategy.extended.parameter_devices[0]), threading.current_thread())]
+    assert scaler.made == [(memory_device(strategy.extended.parameter_devices[0]), threading.current_thread())]
 
 
 @several

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import torchstrategy
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
-from torchstrategy._core.devices import canonical
+from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import replica_threads
 from torchstrategy._execution.replica import Replica, ReplicaStopped
 from torchstrategy._execution.replicas import Replicas
@@ -31,7 +31,7 @@ ONE_REPLICA = ["default", "one_device", "central_1", "copies_1"]
 def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that share a device; and replicas of which each logical CPU is a place of its own, as accelerators."""
     if request.param == "several places":
-        monkeypatch.setattr(replica_threads, "place", lambda device: device)
+        monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
 
 
 def on_cpus(replicas: int) -> torchstrategy.Strategy:
@@ -253,7 +253,7 @@ def test_each_replica_draws_its_own_random_numbers_in_any_order(order: list[int]
 
 
 def test_in_several_places_random_numbers_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_threads, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
     strategy, inside = on_cpus(3), []
 
     def step() -> list[float]:
@@ -472,7 +472,7 @@ def test_a_lockstep_that_is_entered_again_begins_a_new_history() -> None:
 
 @pytest.mark.usefixtures("places")
 def test_a_replica_that_pauses_where_nobody_gives_turns_goes_on() -> None:
-    replicas = Replicas([canonical(f"cpu:{r}") for r in range(3)])
+    replicas = Replicas([canonical_device(f"cpu:{r}") for r in range(3)])
 
     def call(replica: Replica) -> int:
         replica.pause()

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import torchstrategy
 from problems import assert_close, built, compare, data, deal, gradients, mse, sgd
 from torchstrategy import RunOptions
-from torchstrategy._core.torch_internals import slots
+from torchstrategy._core.torch_internals import raw_grads
 
 # ---- parameters that only some replicas use
 
@@ -215,9 +215,9 @@ def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
 
     def counted(tensors: Any) -> Any:
         looks.append(1)
-        return slots(tensors)
+        return raw_grads(tensors)
 
-    monkeypatch.setattr("torchstrategy._training.replica_gradients.slots", counted)
+    monkeypatch.setattr("torchstrategy._training.replica_gradients.raw_grads", counted)
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         for p in model.weights:

@@ -309,9 +309,9 @@ def test_a_submodule_that_is_captured_by_itself_is_the_replicas_own(make):
         encoder, decode, parts = model.encoder, model.decode, [model.encode, model.decode]
 
         def step(
-            b: Any, m: Any = None, way: str = way, model: Any = model, captured: Any = (encoder, decode, parts)
+            b: Any, m: Any = None, way: str = way, model: Any = model, references_of: Any = (encoder, decode, parts)
         ) -> None:
-            encoder, decode, parts = captured
+            encoder, decode, parts = references_of
             if way == "submodule":
                 h = encoder(b[0])
                 for block in model.blocks:
@@ -760,7 +760,7 @@ def test_hooks_that_a_forward_puts_are_there_in_every_replica_and_outside(make, 
     close(model(x.to(weight.device)), F.linear(x.to(weight.device), weight, bias))
 
 
-class Copies(TorchDispatchMode):
+class ReplicaSet(TorchDispatchMode):
     """Counts the tensors that are copied on one thread."""
 
     def __init__(self) -> None:
@@ -779,7 +779,7 @@ class Copies(TorchDispatchMode):
 
 
 def copied_by(fn: Callable[[], Any]) -> int:
-    with Copies() as copies:
+    with ReplicaSet() as copies:
         fn()
     return copies.tensors
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from torchstrategy._core.devices import canonical
+from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import random_streams, replica_threads
 from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Replica, ReplicaStopped
-from torchstrategy._execution.replica_threads import Team
+from torchstrategy._execution.replica_threads import ReplicaThreads
 from torchstrategy._execution.replicas import Replicas
 
 PATIENCE = 5.0  # seconds that a test waits for what must happen at once
 
 
 def cpus(*indices: int) -> list[torch.device]:
-    return [canonical(f"cpu:{index}") for index in indices]
+    return [canonical_device(f"cpu:{index}") for index in indices]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def several_places(monkeypatch: pytest.MonkeyPatch) -> None:
     All logical CPUs are in one place, and there may be no accelerators here. Who gives the turns asks nothing about a
     device but its place; so this is all that it takes to see replicas run at the same time, and all else is as it is.
     """
-    monkeypatch.setattr(replica_threads, "place", lambda device: device)
+    monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_a_lone_replica_runs_here_and_meets_itself() -> None:
         answer = replica.meet("m", lambda values: [sum(values) + 1], 4)
         return threading.get_ident(), replica.index, replica.device, answer
 
-    assert replicas.run(call, [0]) == {0: (threading.get_ident(), 0, canonical("cpu:5"), 5)}
+    assert replicas.run(call, [0]) == {0: (threading.get_ident(), 0, canonical_device("cpu:5"), 5)}
     assert set(threading.enumerate()) == before
 
 
@@ -440,12 +440,12 @@ def test_runs_that_follow_one_another_use_the_same_threads() -> None:
 
 
 def test_a_team_that_is_gone_ends_its_threads(no_thread_left: None) -> None:
-    team = Team(cpus(0, 0))
+    team = ReplicaThreads(cpus(0, 0))
     assert team.run(lambda replica: replica.index, [0, 1]) == {0: 0, 1: 1}
 
 
 def test_a_team_that_was_abandoned_is_not_fit(no_thread_left: None) -> None:
-    team = Team(cpus(0, 0))
+    team = ReplicaThreads(cpus(0, 0))
     assert team.is_fit
     team.abandon({})
     assert not team.is_fit

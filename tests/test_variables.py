@@ -24,7 +24,7 @@ import torchstrategy
 from problems import close, context, data, deal, parameters, replica_id, share_a_place
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 from torchstrategy import Variable, VariableAggregation, VariableSynchronization
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 
 NONE, SUM, MEAN, FIRST = VariableAggregation
 AUTO, NO_SYNC, ON_WRITE, ON_READ = VariableSynchronization
@@ -809,10 +809,10 @@ def test_variables_are_where_the_strategy_keeps_parameters(strategy: torchstrate
     if strategy is torchstrategy.get_strategy():
         assert v.device.type == "cpu"
         return
-    homes = [place(device) for device in strategy.extended.parameter_devices]
+    homes = [memory_device(device) for device in strategy.extended.parameter_devices]
     assert [component.device for component in strategy.experimental_local_results(v)] == homes
     seen = strategy.experimental_local_results(strategy.run(lambda: (v * 1).device))
-    assert list(seen) == [place(device) for device in strategy.extended.worker_devices]
+    assert list(seen) == [memory_device(device) for device in strategy.extended.worker_devices]
 
 
 # What is refused

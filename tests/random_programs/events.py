@@ -83,7 +83,7 @@ class WriteGradients(Event):
 
 
 @dataclass(frozen=True)
-class Gradients(Event):
+class GradientReducer(Event):
     """What steps do to gradients, after the run."""
 
     how: str = "norm"

@@ -267,7 +267,7 @@ class _Draw:
             *[lambda: events.WriteBuffers(way, index)] * 2,
             *[lambda: events.WriteState(way, draw.randint(0, 1))] * 2,
             *[lambda: events.WriteGradients(way, index)] * 2,
-            lambda: events.Gradients(draw.choice(actions.CLIPS)),
+            lambda: events.GradientReducer(draw.choice(actions.CLIPS)),
             events.AssignGradients,
             lambda: events.ReplaceState(draw.choice(["clone", "clear", "new entry"]), draw.randint(0, 1)),
             events.SaveViews,

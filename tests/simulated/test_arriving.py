@@ -336,13 +336,13 @@ def with_memory_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_no_event_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    depart = Route.depart
-    monkeypatch.setattr(Route, "depart", lambda self, pieces: depart(self, pieces)._replace(events=[]))
+    stage = Route.stage
+    monkeypatch.setattr(Route, "stage", lambda self, parts: stage(self, parts)._replace(events=[]))
 
 
 def with_no_event_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    carry = Route.carry
-    monkeypatch.setattr(Route, "carry", lambda self, cargo: carry(self, cargo)._replace(events=cargo.events))
+    copy = Route.copy
+    monkeypatch.setattr(Route, "copy", lambda self, staged: copy(self, staged)._replace(events=staged.events))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ _DEPTH = 3  # a list of lists is as deep as people go
 
 
 @final
-class Rebinding:
+class ClosureRebinder:
     """Finds, for what functions close over, what a replica has of it.
 
     Args:

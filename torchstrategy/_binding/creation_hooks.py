@@ -29,7 +29,7 @@ _HOOKED: tuple[tuple[type, str], ...] = (
     (torch.amp.GradScaler, "__setstate__"),
 )
 
-Counter = LRScheduler | torch.amp.GradScaler
+Stepper = LRScheduler | torch.amp.GradScaler
 """What counts steps."""
 
 
@@ -37,9 +37,9 @@ class _Watcher(NamedTuple):
     thread: int  # that of the scope: what other threads create is not told of
     on_module: Callable[[nn.Module], None]
     on_optimizer: Callable[[Optimizer], None]
-    on_counter: Callable[[Counter], None]
+    on_counter: Callable[[Stepper], None]
 
-    def tell(self, thing: nn.Module | Optimizer | Counter) -> None:
+    def tell(self, thing: nn.Module | Optimizer | Stepper) -> None:
         if isinstance(thing, nn.Module):
             self.on_module(thing)
         elif isinstance(thing, Optimizer):
@@ -58,7 +58,7 @@ def watched(
     on_module: Callable[[nn.Module], None],
     on_parameter: Callable[[nn.Module, nn.Parameter], None],
     on_optimizer: Callable[[Optimizer], None],
-    on_counter: Callable[[Counter], None],
+    on_counter: Callable[[Stepper], None],
 ) -> Iterator[None]:
     """For the length of the block, tells of each module, parameter, optimizer and counter that this thread creates.
 

@@ -17,7 +17,7 @@ HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_fo
 PART_TABLES = ("_parameters", "_modules", "_buffers")
 
 
-class Change(NamedTuple):
+class Edit(NamedTuple):
     """An entry of a table of a module that is not what it was; `MISSING`: it was, or is, not there."""
 
     position: int  # of the module
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 
 @final
-class Structure:
+class Snapshot:
     """The entries that the tables of modules had when this was made.
 
     Args:
@@ -58,18 +58,18 @@ class Structure:
         self._known = [dict(table) for table in self._tables]
         self._without_empty_hooks = [*self._tables[: self._num_parts], *filter(None, self._tables[self._num_parts :])]
         self._next_hook = RemovableHandle.next_id
-        self._held = held_in(self._tables)
+        self._held = entries_of(self._tables)
 
     def is_same(self) -> bool:
         """Whether the tables hold the very same objects in the same order."""
         next_hook = RemovableHandle.next_id
         may_have_hooks = next_hook != self._next_hook or not self._counts_hooks
-        is_same = same(self._held, held_in(self._tables if may_have_hooks else self._without_empty_hooks))
+        is_same = same(self._held, entries_of(self._tables if may_have_hooks else self._without_empty_hooks))
         if is_same:
             self._next_hook = next_hook
         return is_same
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[Edit]:
         """Where the tables differ from what they had; in what order they have it counts for nothing."""
         if self.is_same():
             return
@@ -77,23 +77,23 @@ class Structure:
             for name in {**known, **now}:
                 before, after = known.get(name, MISSING), now.get(name, MISSING)
                 if before is not after:
-                    yield Change(position, table, name, before, after)
+                    yield Edit(position, table, name, before, after)
 
 
-class Held(NamedTuple):
+class Entries(NamedTuple):
     """What some tables hold, and by what names."""
 
     names: list[Any]
     values: list[object]
 
 
-def held_in(tables: Sequence[dict[Any, Any]]) -> Held:
+def entries_of(tables: Sequence[dict[Any, Any]]) -> Entries:
     """What tables hold, one list for all of them. Most of them hold nothing."""
     full = list(filter(None, tables))
-    return Held(list(chain.from_iterable(full)), list(chain.from_iterable(map(_VALUES, full))))
+    return Entries(list(chain.from_iterable(full)), list(chain.from_iterable(map(_VALUES, full))))
 
 
-def same(first: Held, second: Held) -> bool:
+def same(first: Entries, second: Entries) -> bool:
     """Whether two hold the very same objects by the same names; what they are equal to is not asked."""
     are_alike = len(first.values) == len(second.values) and first.names == second.names
     return are_alike and all(map(is_, first.values, second.values))

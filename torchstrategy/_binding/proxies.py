@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._core.context import local_object
-from torchstrategy._core.torch_internals import set_slot, slot
+from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 
 _lock = threading.Lock()
 
 
-class _StandIn:
+class _Proxy:
     """What all stand-ins have: they pickle and copy as what they stand for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class _StandIn:
         return function, arguments, *rest
 
 
-class _ModuleStandIn(_StandIn):
+class _ModuleProxy(_Proxy):
     """A module that is, in a replica, that replica's copy."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -73,8 +73,8 @@ class _ModuleStandIn(_StandIn):
             delattr(local, name)
 
 
-class _OptimizerStandIn(_StandIn):
-    """An optimizer that is, in a replica, that replica's `LocalOptimizer`."""
+class _OptimizerProxy(_Proxy):
+    """An optimizer that is, in a replica, that replica's `ReplicaOptimizer`."""
 
     @property
     def param_groups(self) -> Any:
@@ -175,13 +175,13 @@ class ShowsLocalGrad(nn.Parameter):
     def grad(self) -> Any:
         """Its gradient: in a replica as that of any of its parameters."""
         local: Any = local_object(self)
-        return slot(self) if local is self else local.grad
+        return raw_grad(self) if local is self else local.grad
 
     @grad.setter
     def grad(self, value: Any) -> None:
         local: Any = local_object(self)
         if local is self:
-            set_slot(self, value)
+            set_raw_grad(self, value)
         else:
             local.grad = value
 
@@ -190,7 +190,7 @@ class ShowsLocalGrad(nn.Parameter):
         self.grad = None
 
 
-class _ParameterStandIn(_StandIn, ShowsLocalGrad):
+class _ParameterProxy(_Proxy, ShowsLocalGrad):
     """An owner that shows, in a replica, the gradient of that replica's own parameter.
 
     What is computed with an owner is computed with the owner: a graph has no replicas. But a list of parameters that
@@ -205,7 +205,7 @@ class _ParameterStandIn(_StandIn, ShowsLocalGrad):
         return nn.Parameter.__reduce_ex__(self, protocol)  # it names no class but Parameter
 
 
-class _OnceStandIn(_StandIn):
+class _SharedStepperProxy(_Proxy):
     """A scheduler or a scaler that does, in a replica, once for all what it does once a step."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -262,35 +262,35 @@ def _of_class(thing: object, name: str) -> Any:
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
 
 _KINDS = {
-    nn.Module: _ModuleStandIn,
-    Optimizer: _OptimizerStandIn,
-    LRScheduler: _OnceStandIn,
-    torch.amp.GradScaler: _OnceStandIn,
+    nn.Module: _ModuleProxy,
+    Optimizer: _OptimizerProxy,
+    LRScheduler: _SharedStepperProxy,
+    torch.amp.GradScaler: _SharedStepperProxy,
 }  # all else is a trainer
 
 
 _under_way: dict[object, Sequence[object]] = {}  # the runs, and what each has stand-ins of
 
 
-def put_up(objects: Sequence[object], run: object) -> None:
-    """From here on, until `take_down`, the objects answer in a replica as that replica's. May be called again.
+def install(objects: Sequence[object], run: object) -> None:
+    """From here on, until `uninstall`, the objects answer in a replica as that replica's. May be called again.
 
     A run that is interrupted in this takes its stand-ins down as if it had put up all of them.
     """
     with _lock:
         _under_way[run] = objects
-        _exchange_classes(objects, _STAND_INS)
+        _exchange_classes(objects, _PROXIES)
 
 
-def take_down(objects: Sequence[object], run: object) -> None:
-    """The reverse of `put_up`; what another run has stand-ins of stays as it is. May be called again."""
+def uninstall(objects: Sequence[object], run: object) -> None:
+    """The reverse of `install`; what another run has stand-ins of stays as it is. May be called again."""
     with _lock:
         _exchange_classes(_of_no_other(objects, run), _PLAIN)
         _under_way.pop(run, None)
 
 
 @contextmanager
-def resting(objects: Sequence[object], run: object) -> Iterator[None]:
+def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
     """For the length of a block, while the replicas of a run stand still, its stand-ins of some objects are not up."""
     with _lock:
         at_rest = _of_no_other(objects, run)
@@ -300,7 +300,7 @@ def resting(objects: Sequence[object], run: object) -> Iterator[None]:
     finally:
         with _lock:
             if run in _under_way:
-                _exchange_classes(at_rest, _STAND_INS)
+                _exchange_classes(at_rest, _PROXIES)
 
 
 def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
@@ -338,45 +338,45 @@ class _PlainClasses(dict[type, type]):
     """The user's class, by itself and by its stand-in."""
 
     def __missing__(self, cls: type) -> type:
-        plain = nn.Parameter if cls is _ParameterStandIn else cls.__bases__[0] if issubclass(cls, _StandIn) else cls
+        plain = nn.Parameter if cls is _ParameterProxy else cls.__bases__[0] if issubclass(cls, _Proxy) else cls
         self[cls] = plain
         return plain
 
 
 @final
-class _StandInClasses(dict[type, type]):
+class _ProxyClasses(dict[type, type]):
     """The stand-in, by itself and by the user's class."""
 
     def __missing__(self, cls: type) -> type:
-        stand_in = cls if issubclass(cls, _StandIn) else self._made(cls)
-        self[cls] = stand_in
-        return stand_in
+        proxy = cls if issubclass(cls, _Proxy) else self._made(cls)
+        self[cls] = proxy
+        return proxy
 
     def _made(self, cls: type) -> type:
         if cls is nn.Parameter:
-            return _ParameterStandIn
+            return _ParameterProxy
         kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
-        if kind is _OptimizerStandIn:
+        if kind is _OptimizerProxy:
             body |= _methods_of(cls)
         made: Any = type(type(cls))  # as a rule, `type`
         meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
         # Not by calling the metaclass: the user's own may count classes, or refuse a second one of the same name.
         made = ABCMeta if issubclass(meta, ABCMeta) else type
-        stand_in: type = made.__new__(meta, cls.__name__, (cls,), body)
-        return stand_in
+        proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
+        return proxy
 
 
-def _looked_up_in(stand_in: type, cls: type, kind: type | None) -> list[type]:
+def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
     """Where a stand-in looks for attributes: what is ours comes first, though the user's class is its only base.
 
     With a base of ours before the user's, CPython would find the layouts of stand-in and original to differ where the
     first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
     """
     if kind is None:
-        return [stand_in, _StandIn, *cls.__mro__[:-1], _Attributes, object]
-    return [stand_in, *kind.__mro__[:-1], *cls.__mro__]
+        return [proxy, _Proxy, *cls.__mro__[:-1], _Attributes, object]
+    return [proxy, *kind.__mro__[:-1], *cls.__mro__]
 
 
 _PLAIN = _PlainClasses()
-_STAND_INS = _StandInClasses()
+_PROXIES = _ProxyClasses()

@@ -30,31 +30,31 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._binding.closure_rebinding import closed_over
 from torchstrategy._core.types import Tree
 
-COUNTERS = (LRScheduler, torch.amp.GradScaler)
+STEPPERS = (LRScheduler, torch.amp.GradScaler)
 
 _FUNCTIONS = 4  # a step may call a function that calls a function that uses the model
 _OBJECTS = 3  # and the model may be an attribute of an attribute
 _ITEMS = 256  # of a list or dict are looked at: a history of losses may be long
 _FEW = 32  # and what is in them, if they are no more
 
-_MAKE_TRAINERS = (nn.Module, Optimizer, *COUNTERS)
+_MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
 _NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
 _NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
 
 
-class Named(NamedTuple):
+class StepReferences(NamedTuple):
     """What the step names, each with the name."""
 
     modules: list[tuple[str, nn.Module]]
     tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
-    counters: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
+    steppers: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
     optimizers: list[Optimizer]  # each after those that it is around
     updates: list[tuple[str, Any]]  # bound methods of optimizers, but for those that each replica may call for itself
     trainers: list[tuple[str, Any]]
     others: list[tuple[str, torch.Tensor]]  # tensors that are not such leaves
 
 
-def captured(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> Named:
+def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
     """What `fn` names, and what the leaves of its arguments hold."""
     walk = _Walk()
     walk.look_at("the step", fn, _FUNCTIONS + 1)
@@ -80,13 +80,13 @@ class _Walk:
         self._makers: set[int] = set()  # whatever holds one of these is a trainer
         self._seen: set[int] = set()
 
-    def named(self) -> Named:
+    def named(self) -> StepReferences:
         trainers: set[int] = set()
         found = self._makers
         while found:
             found = set().union(*(self._holders.get(key, ()) for key in found)) - trainers
             trainers |= found
-        return Named(
+        return StepReferences(
             self._modules,
             self._tensors,
             self._counters,
@@ -106,7 +106,7 @@ class _Walk:
             self._look_at_part(name, value)
         elif isinstance(value, (list, tuple, dict, deque)):
             self._look_at_items(name, value, objects, holder)
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, COUNTERS):
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, STEPPERS):
             self._counters.append((value.__name__, value))
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer):
             if value.__name__ == "step" or not hasattr(Optimizer, value.__name__):
@@ -123,10 +123,10 @@ class _Walk:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, COUNTERS):
+        if isinstance(value, STEPPERS):
             self._counters.append((name, value))
             return
-        kinds = Optimizer if isinstance(value, Optimizer) else COUNTERS
+        kinds = Optimizer if isinstance(value, Optimizer) else STEPPERS
         if isinstance(value, nn.Module):
             self._modules.append((name, value))
         for attribute, item in held_by(value):

@@ -19,7 +19,7 @@ from torchstrategy._core.torch_internals import keeping_version, layouts, pointe
 _UNCOUNTED = -1  # in the place of a version: it was written in a way that counts none
 
 
-class Original(NamedTuple):
+class TrackedTensor(NamedTuple):
     """A tensor of the user's, and what it is called."""
 
     name: str
@@ -28,7 +28,7 @@ class Original(NamedTuple):
 
 
 @final
-class Originals:
+class TrackedTensors:
     """Some tensors of the user's.
 
     Args:
@@ -36,7 +36,7 @@ class Originals:
         loose: Those that are not: they live as long as the user has them.
     """
 
-    def __init__(self, held: Sequence[Original], loose: Sequence[Original] = ()) -> None:
+    def __init__(self, held: Sequence[TrackedTensor], loose: Sequence[TrackedTensor] = ()) -> None:
         self.names = [original.name for original in (*held, *loose)]
         self.are_running = [original.is_running for original in (*held, *loose)]
         self._held = [original.tensor for original in held]

@@ -23,7 +23,7 @@ class _Piece(NamedTuple):
 
 
 @final
-class Packing:
+class Bucketing:
     """Which part of which column is in which pack.
 
     Args:
@@ -36,7 +36,7 @@ class Packing:
         self._packs = packs
 
     @classmethod
-    def by_number(cls, columns: Sequence[Column], count: int) -> Packing:
+    def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
         """Equal packs, `count` for each kind of column, the last with the rest. 0: every column by itself."""
         packs: list[list[_Piece]] = []
         for kind in _kinds(columns):
@@ -44,7 +44,7 @@ class Packing:
         return cls(columns, packs)
 
     @classmethod
-    def by_size(cls, columns: Sequence[Column], limit: int) -> Packing:
+    def by_size(cls, columns: Sequence[Column], limit: int) -> Bucketing:
         """Packs of whole columns, of `limit` bytes at most; a larger column by itself. 0: every column by itself."""
         return cls(columns, [pack for kind in _kinds(columns) for pack in _filled(columns, kind, limit)])
 
@@ -81,13 +81,13 @@ class Packing:
         return len(pieces) == 1 and pieces[0] == _whole(self._columns, pieces[0].column)
 
 
-def in_packs(
+def in_buckets(
     columns: Sequence[Column], limit: int, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> list[torch.Tensor]:
     """What `combine` makes of each column, element by element; in packs of `limit` bytes at most, or 0: one by one."""
     if not limit:
         return [combine(column) for column in columns]
-    packing = Packing.by_size(columns, limit)
+    packing = Bucketing.by_size(columns, limit)
     return packing.unpacked([combine(pack) for pack in packing.packed()])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchstrategy._communication.buckets import in_packs
+from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.operands import as_tensor, check_addable, check_gatherable
 from torchstrategy._communication.transfer import added, concatenated
 from torchstrategy._core.options import ReduceOp
@@ -31,7 +31,7 @@ def combined_in_packs(
     tensors = [[as_tensor(value) for value in values] for values in columns]
     for column in tensors:
         check_addable(column)
-    totals = in_packs(tensors, bytes_per_pack, lambda column: added(column, device))
+    totals = in_buckets(tensors, bytes_per_pack, lambda column: added(column, device))
     if op is ReduceOp.SUM:
         return totals
     return [total / len(column) for total, column in zip(totals, tensors, strict=True)]

@@ -16,7 +16,7 @@ import torch
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
-from torchstrategy._core.devices import is_accelerator, place
+from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.torch_internals import HAS_NCCL, are_dense, foreach_add, foreach_add_, foreach_copy_
 from torchstrategy._core.types import Device
 
@@ -36,7 +36,7 @@ def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[
     if originals and _have_primitives([originals[0].device, *devices]):
         copies = comm.broadcast_coalesced(originals, [originals[0].device, *devices])
         return [list(copy) for copy in copies[1:]]
-    return [[tensor.to(place(device), copy=True) for tensor in originals] for device in devices]
+    return [[tensor.to(memory_device(device), copy=True) for tensor in originals] for device in devices]
 
 
 class Write(NamedTuple):
@@ -103,7 +103,7 @@ def _new_stream(device: Device) -> torch.Stream:
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
-    target = place(device)
+    target = memory_device(device)
     if len(tensors) > 1 and _have_primitives([t.device for t in tensors]) and not _any_requires_grad(tensors):
         root = target if target in [t.device for t in tensors] else tensors[0].device  # it has to be one of theirs
         total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
@@ -124,7 +124,7 @@ def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torc
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
         return [added(column, device) for column in columns]
-    first, second, *others = (brought(row, place(device)) for row in rows)
+    first, second, *others = (brought(row, memory_device(device)) for row in rows)
     totals = foreach_add(first, second)
     for row in others:
         foreach_add_(totals, row)
@@ -164,7 +164,7 @@ def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
     """Tensors on any devices, one after the other along `axis`, on `device`. Differentiable."""
-    return torch.cat([tensor.to(place(device)) for tensor in tensors], dim=axis)
+    return torch.cat([tensor.to(memory_device(device)) for tensor in tensors], dim=axis)
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -21,7 +21,7 @@ _TENSORFLOW_PARTS = re.compile(
 )
 
 
-def canonical(name: DeviceLike) -> Device:
+def canonical_device(name: DeviceLike) -> Device:
     """The device that `name` means: `"cuda:1"`, `"/gpu:1"`, `"/job:localhost/replica:0/task:0/device:GPU:1"`, `1` ...
 
     An integer is the index of an accelerator; `None` and `""` are torch's current default device.
@@ -48,7 +48,7 @@ def canonical(name: DeviceLike) -> Device:
     return device
 
 
-def place(device: Device) -> Device:
+def memory_device(device: Device) -> Device:
     """Where tensors of `device` live, as tensors report it: every logical CPU is in the one place `cpu`."""
     return torch.device("cpu") if device.type == "cpu" else device
 
@@ -85,7 +85,7 @@ def needs_device_context(device: Device) -> bool:
     if not count_function_modes():  # a default device is one; to look for it among them takes ten times as long
         return device.type != "cpu"
     default = torch.get_default_device()
-    return default.type != "meta" and place(default) != place(device)
+    return default.type != "meta" and memory_device(default) != memory_device(device)
 
 
 def in_use(device: Device | None) -> AbstractContextManager[object]:

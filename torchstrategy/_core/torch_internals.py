@@ -100,16 +100,16 @@ __all__ = [
     "push_dispatch_mode",
     "push_function_mode",
     "push_saved_tensors_hooks",
+    "raw_grad",
+    "raw_grads",
     "register_hooks_again",
     "register_python_backend",
     "requires_grad_of",
     "saved_tensors_hooks",
     "schema",
-    "set_slot",
-    "set_slots",
+    "set_raw_grad",
+    "set_raw_grads",
     "sizes",
-    "slot",
-    "slots",
     "sparse_indices",
     "sparse_values",
     "swap_tensors",
@@ -155,8 +155,8 @@ privateuse1_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 # The slot of a tensor that autograd itself writes, below whatever a subclass makes of `grad`.
 _of_tensor: Any = torch.Tensor
-slot: Callable[[torch.Tensor], torch.Tensor | None] = _of_tensor.grad.__get__
-set_slot: Callable[[torch.Tensor, torch.Tensor | None], None] = _of_tensor.grad.__set__
+raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _of_tensor.grad.__get__
+set_raw_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _of_tensor.grad.__set__
 
 # How often a tensor was written in place: the autograd engine's own count.
 version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
@@ -174,14 +174,14 @@ _nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
 _shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
 
 
-def slots(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+def raw_grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """What autograd has written for each of some tensors."""
-    return list(map(slot, tensors))
+    return list(map(raw_grad, tensors))
 
 
-def set_slots(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Writes what autograd writes."""
-    deque(map(set_slot, tensors, gradients), maxlen=0)
+    deque(map(set_raw_grad, tensors, gradients), maxlen=0)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -11,7 +11,7 @@ Device: TypeAlias = torch.device
 """A canonical device: its index is always there (`cpu:0`, never `cpu`)."""
 
 DeviceLike: TypeAlias = "str | int | torch.device | None"
-"""What a person may write for a device; see `torchstrategy._core.devices.canonical`."""
+"""What a person may write for a device; see `torchstrategy._core.devices.canonical_device`."""
 
 Tree: TypeAlias = Any
 """A value, or lists, tuples, named tuples and dicts of values to any depth. The only home of `Any` in signatures."""

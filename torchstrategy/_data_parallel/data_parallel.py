@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchstrategy._core.devices import canonical, in_use, is_accelerator, local_accelerators, place
+from torchstrategy._core.devices import canonical_device, in_use, is_accelerator, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, component, select
 from torchstrategy._core.errors import an
 from torchstrategy._core.options import ReduceOp
@@ -25,7 +25,7 @@ from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._data_parallel.scatter_gather import cut, moved, put_together
 from torchstrategy._strategy.central_storage import CentralStorageStrategy
-from torchstrategy._training.graph_parameter import is_in_replica, linked
+from torchstrategy._training.graph_parameter import attach_to_graph, is_in_replica
 
 
 @final
@@ -106,7 +106,7 @@ class DataParallel(nn.Module):
         nn.Module.register_state_dict_post_hook(self, _take_prefix_off)
         nn.Module.register_load_state_dict_pre_hook(self, _put_prefix_on)
         if len(self._devices) == 1:
-            module.to(place(self._devices[0]))
+            module.to(memory_device(self._devices[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_strategy": None}  # its threads are not copied or pickled: the copy will find its own
@@ -172,7 +172,7 @@ def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, c
     """What runs in each replica."""
     inputs, kwargs = arguments
     pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
-    with in_use(callers_device), linked(pairs):
+    with in_use(callers_device), attach_to_graph(pairs):
         return module(*inputs, **kwargs)
 
 
@@ -185,7 +185,7 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
     if isinstance(device_ids, (str, int, torch.device)):
         raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
     try:
-        devices = tuple(map(canonical, list(device_ids)))
+        devices = tuple(map(canonical_device, list(device_ids)))
     except TypeError as error:
         raise TypeError(f"device_ids is a list of devices, one for each replica; got {device_ids!r}. {error}") from None
     if not devices:
@@ -196,7 +196,7 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
 def _output_device(output_device: DeviceLike, devices: Sequence[Device]) -> Device | None:
     if output_device is None:
         return devices[0] if devices else None
-    return canonical(output_device)
+    return canonical_device(output_device)
 
 
 def _require_module(module: Any, replicas: int) -> None:
@@ -237,16 +237,16 @@ def _refuse_in_replica() -> None:
 
 def _require_place(module: nn.Module, device: Device) -> None:
     for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device != place(device):
+        if tensor.device != memory_device(device):
             raise RuntimeError(_misplaced(module, device))
 
 
 def _misplaced(module: nn.Module, device: Device) -> str:
     named = chain(module.named_parameters(type(module).__name__), module.named_buffers(type(module).__name__))
-    name, elsewhere = next((name, tensor.device) for name, tensor in named if tensor.device != place(device))
+    name, elsewhere = next((name, tensor.device) for name, tensor in named if tensor.device != memory_device(device))
     return (
-        f"The module of a DataParallel has to be on the first of its devices, {place(device)}, and {name} is on "
-        f"{elsewhere}. Move it there before the forward: model.to({str(place(device))!r})."
+        f"The module of a DataParallel has to be on the first of its devices, {memory_device(device)}, and {name} is "
+        f"on {elsewhere}. Move it there before the forward: model.to({str(memory_device(device))!r})."
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._communication.operands import check_gatherable
 from torchstrategy._communication.transfer import concatenated
-from torchstrategy._core.devices import is_accelerator, place
+from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.errors import an
 from torchstrategy._core.structured_types import is_record, parts_of, with_parts
@@ -71,7 +71,7 @@ def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = 
 
 def moved(tree: Tree, device: Device) -> Tree:
     """A tree with its tensors on a device. Gradients flow back."""
-    target = place(device)
+    target = memory_device(device)
 
     def move(leaf: Tree) -> Tree:
         is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
@@ -118,7 +118,7 @@ def _refuse_uncuttable(leaf: Tree, name: str) -> None:
 def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
-        return _united_tensors(values, dim, place(device), name)
+        return _united_tensors(values, dim, memory_device(device), name)
     if all(value is None for value in values):
         return None
     if not is_record(first) or any(type(value) is not type(first) for value in values):

@@ -12,10 +12,10 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._communication.buckets import in_packs
+from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.operands import check_addable, check_gatherable
 from torchstrategy._communication.transfer import added, concatenated, sums
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import Replica
@@ -49,7 +49,7 @@ class Collective:
         self._devices = tuple(devices)
         self._bytes_per_pack = bytes_per_pack
 
-    def in_packs(self, bytes_per_pack: int) -> Collective:
+    def in_buckets(self, bytes_per_pack: int) -> Collective:
         """The same, with what is sent in packs of at most so many bytes."""
         if bytes_per_pack == self._bytes_per_pack:
             return self
@@ -128,7 +128,7 @@ class Collective:
         """The sums of what all replicas bring, each contribution scaled by its share over the receiver's."""
 
         def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
-            return in_packs(columns, self._bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
+            return in_buckets(columns, self._bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
 
         return self._exchange("the backward of a collective", grads, sums)[0]
 
@@ -136,7 +136,7 @@ class Collective:
         device = self._devices[r]
         if device is not None and not self._bytes_per_pack:
             return sums(columns, device)
-        return in_packs(columns, self._bytes_per_pack, lambda column: added(column, self._where(r, column)))
+        return in_buckets(columns, self._bytes_per_pack, lambda column: added(column, self._where(r, column)))
 
     def _scaled_sum_for(self, r: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
         if not self._weights[r]:
@@ -153,7 +153,9 @@ class Collective:
     def _sent(self, tensors: Sequence[torch.Tensor], r: int) -> list[torch.Tensor]:
         """The tensors of one replica, on the device of replica `r`."""
         columns = [[tensor] for tensor in tensors]
-        return in_packs(columns, self._bytes_per_pack, lambda column: column[0].to(place(self._where(r, column))))
+        return in_buckets(
+            columns, self._bytes_per_pack, lambda column: column[0].to(memory_device(self._where(r, column)))
+        )
 
     def _exchange(
         self,
@@ -180,7 +182,7 @@ class Collective:
 
         wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         brought = ([tensor.detach() for tensor in tensors], wants_grad, list(names))
-        answer: tuple[list[Any], bool] = self._replica.meet(name, combine, brought)
+        answer: tuple[list[Any], bool] = self._replica.synchronize(name, combine, brought)
         return answer
 
     def _differentiable(
@@ -190,7 +192,7 @@ class Collective:
         axis: int | None = None,
         sizes: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
-        here = place(self._where(self._replica.index, inputs))
+        here = memory_device(self._where(self._replica.index, inputs))
         # Outputs have to require grad also where only another replica's inputs do.
         gate = torch.ones((), device=here, requires_grad=True)
         # The gradients come back to this device; from there each goes to where the step had its tensor.

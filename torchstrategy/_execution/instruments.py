@@ -26,7 +26,7 @@ START = "start"
 END = "end"
 
 
-class Conductor(ABC):
+class Instrument(ABC):
     """Hears what the replicas come to. One that gives turns has them run one at a time, wherever they are."""
 
     def _begins(self, num_replicas: int) -> Turns | None:
@@ -46,13 +46,13 @@ class Conductor(ABC):
         return None
 
 
-_in_force: ContextVar[tuple[Conductor, ...]] = ContextVar("torchstrategy_conductors", default=())
+_in_force: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_conductors", default=())
 
 
 @contextmanager
-def in_force(*conductors: Conductor) -> Iterator[None]:
+def in_force(*instruments: Instrument) -> Iterator[None]:
     """A block for whose runs these conductors are in force, beside those that are already."""
-    token = _in_force.set((*_in_force.get(), *conductors))
+    token = _in_force.set((*_in_force.get(), *instruments))
     try:
         yield
     finally:
@@ -69,9 +69,9 @@ def none_in_force() -> Iterator[None]:
         _in_force.reset(token)
 
 
-def is_in_force(conductor: Conductor) -> bool:
+def is_in_force(instrument: Instrument) -> bool:
     """Whether a conductor hears of what happens here."""
-    return conductor in _in_force.get()
+    return instrument in _in_force.get()
 
 
 def begins(num_replicas: int) -> Turns | None:
@@ -80,7 +80,7 @@ def begins(num_replicas: int) -> Turns | None:
     Raises:
         RuntimeError: If two conductors would.
     """
-    givers = [(conductor, turns) for conductor in _in_force.get() if (turns := conductor._begins(num_replicas))]
+    givers = [(instrument, turns) for instrument in _in_force.get() if (turns := instrument._begins(num_replicas))]
     if len(givers) > 1:
         raise RuntimeError(
             f"{givers[0][0]!r} and {givers[1][0]!r} both say which replica goes next, and only one of them can. Leave "
@@ -91,20 +91,20 @@ def begins(num_replicas: int) -> Turns | None:
 
 def reached(replica: int, where: str) -> None:
     """A replica has come to somewhere."""
-    for conductor in _in_force.get():
-        conductor._reached(replica, where)
+    for instrument in _in_force.get():
+        instrument._reached(replica, where)
 
 
 def held(meeting: str) -> None:
     """A meeting is held."""
-    for conductor in _in_force.get():
-        conductor._held(meeting)
+    for instrument in _in_force.get():
+        instrument._held(meeting)
 
 
 def combined_gradients() -> None:
     """Gradients of several replicas have become one."""
-    for conductor in _in_force.get():
-        conductor._combined_gradients()
+    for instrument in _in_force.get():
+        instrument._combined_gradients()
 
 
 def performed(replica: int, call: Callable[[], T]) -> T:

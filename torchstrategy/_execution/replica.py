@@ -51,7 +51,7 @@ class Replica(ABC):
         self.device = device
         self.was_asked = False  # whether the step asked which replica it is in
 
-    def meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         """Waits until every replica of the run is at a meeting of this name, and returns this replica's share of it.
 
         Args:
@@ -63,15 +63,15 @@ class Replica(ABC):
             RuntimeError: From `run`, if the replicas are at meetings of different names, or some have ended.
         """
         reached(self.index, name)
-        return self._meet(name, combine, brought)
+        return self._synchronize(name, combine, brought)
 
     @abstractmethod
     def pause(self) -> None:
         """Stands still until it is this replica's turn again, which may be at once."""
 
     @abstractmethod
-    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        """See `meet`."""
+    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        """See `synchronize`."""
 
 
 @final
@@ -91,7 +91,7 @@ class InlineReplica(Replica):
     def pause(self) -> None:
         pass  # there is nobody else
 
-    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         held(name)
         with nowhere(), in_use(self._callers_device), traced("meeting {}", name):  # as it is where several meet
             return combine([brought])[0]

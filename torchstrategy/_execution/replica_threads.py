@@ -24,7 +24,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
@@ -57,7 +57,7 @@ class _ThreadReplica(Replica):
     def pause(self) -> None:
         self._stand_still(_Paused(self.index))
 
-    def _meet(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 f"Replica {self.index} came to {name}, where it meets the other replicas, after its run or on another "
@@ -65,7 +65,7 @@ class _ThreadReplica(Replica):
                 "thread of the step; or detach what the step returns."
             )
         with traced("wait at {}", name):
-            return self._stand_still(_Met(self.index, name, combine, brought))
+            return self._stand_still(_Synchronizing(self.index, name, combine, brought))
 
     def _stand_still(self, report: _Report) -> Tree:
         if os.getpid() != self._process:
@@ -85,7 +85,7 @@ _FORKED = (
 )
 
 
-class _Met(NamedTuple):
+class _Synchronizing(NamedTuple):
     replica: int
     name: str
     combine: Combine
@@ -106,7 +106,7 @@ class _Failed(NamedTuple):
     error: BaseException
 
 
-_Report = _Met | _Paused | _Ended | _Failed
+_Report = _Synchronizing | _Paused | _Ended | _Failed
 
 
 class _Answer(NamedTuple):
@@ -158,7 +158,7 @@ def _end_child(outcome: _Report) -> None:
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """The life of a replica's thread: one task after another, until it is sent None."""
-    with suppress(ReplicaStopped):  # sent by `Team.abandon`, too late to reach the step
+    with suppress(ReplicaStopped):  # sent by `ReplicaThreads.abandon`, too late to reach the step
         while (task := inbox.get()) is not None:
             if task is not _STOP:
                 task.run()
@@ -166,7 +166,7 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 
 @final
-class Team:
+class ReplicaThreads:
     """Long-lived threads, one for each of several replicas, for one run at a time.
 
     The threads hold nothing between runs and do not keep the team alive; they end when it is gone.
@@ -283,25 +283,25 @@ class _Run:
 
     def __init__(
         self,
-        team: Team,
+        threads: ReplicaThreads,
         tasks: Mapping[int, _Task],
         reports: SimpleQueue[_Report],
         turns: Turns | None,
         watch: Watch | None,
     ) -> None:
-        self._team = team
+        self._team = threads
         self._tasks = tasks
         self._reports = reports
         self._process = os.getpid()
         self._to_send: dict[int, Any] = dict(tasks)  # what wakes each replica that stands still
         self._running: set[int] = set()
-        self._met: dict[int, _Met] = {}
+        self._met: dict[int, _Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
         # Replicas of one lane run one at a time.
-        self._lanes = {r: place(team.devices[r]) if turns is None else None for r in tasks}
+        self._lanes = {r: memory_device(threads.devices[r]) if turns is None else None for r in tasks}
         self._streams = RandomStreams(
-            team.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
+            threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )
         if watch is not None and watch.take_turns:
             self._lanes = dict.fromkeys(tasks)
@@ -316,7 +316,7 @@ class _Run:
                 with traced("wait for replicas"):
                     self._let_run()
                 if self._met and not self._errors:
-                    self._hold_meeting()
+                    self._hold_synchronization_point()
             if self._errors:
                 raise self._error()
             return self._results
@@ -361,7 +361,7 @@ class _Run:
         report = self._next_report()
         self._look(self._running)
         self._running.discard(report.replica)
-        if isinstance(report, _Met):
+        if isinstance(report, _Synchronizing):
             self._met[report.replica] = report
         elif isinstance(report, _Paused):
             self._to_send[report.replica] = _Answer(None)
@@ -377,14 +377,14 @@ class _Run:
             with suppress(Empty):
                 return self._reports.get(timeout=_LOOK_UP_S)
 
-    def _hold_meeting(self) -> None:
+    def _hold_synchronization_point(self) -> None:
         meetings = [self._met[r] for r in sorted(self._met)]
-        if self._results or any(meeting.name != meetings[0].name for meeting in meetings):
+        if self._results or any(point.name != meetings[0].name for point in meetings):
             raise RuntimeError(self._unequal())
         self._streams.put_callers_in_force()
         held(meetings[0].name)
         with traced("meeting {}", meetings[0].name):
-            answers = meetings[0].combine([meeting.brought for meeting in meetings])
+            answers = meetings[0].combine([point.brought for point in meetings])
         self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
         self._met.clear()
         self._look(())

@@ -10,7 +10,7 @@ import torch
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._execution.replica import InlineReplica, Replica, Watch
-from torchstrategy._execution.replica_threads import Team
+from torchstrategy._execution.replica_threads import ReplicaThreads
 
 
 @final
@@ -26,25 +26,25 @@ class Replicas:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
-        self._idle: list[Team] = []
+        self._idle: list[ReplicaThreads] = []
 
     def run(
         self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
     ) -> dict[int, Tree]:
-        """Calls `call` for each of the replicas `present`, and returns what each returned; see `Team.run`."""
+        """Calls `call` for each of the replicas `present`, and returns what each returned; see `ReplicaThreads.run`."""
         if len(self.devices) == 1:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
             return {0: performed_alone(call, (replica,), {})}
-        team = self._borrow()
+        threads = self._borrow()
         try:
-            return team.run(call, present, watch)
+            return threads.run(call, present, watch)
         finally:
-            if team.is_fit:
-                self._idle.append(team)
+            if threads.is_fit:
+                self._idle.append(threads)
 
-    def _borrow(self) -> Team:
+    def _borrow(self) -> ReplicaThreads:
         while self._idle:
-            team = self._idle.pop()
-            if team.is_fit:
-                return team
-        return Team(self.devices)
+            threads = self._idle.pop()
+            if threads.is_fit:
+                return threads
+        return ReplicaThreads(self.devices)

@@ -138,12 +138,12 @@ def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
             yield f"{name}{path}", kind.rows(value)
 
 
-def cut(leaf: Any, pieces: Sequence[slice]) -> list[Any]:
+def cut(leaf: Any, parts: Sequence[slice]) -> list[Any]:
     """`leaf` with some of the rows of everything in it that has rows, for each of some pieces."""
     kind = kind_of(leaf)
     if kind is None or (kind.rows is None and kind.parts is None):
-        return [leaf] * len(pieces)
-    return [kind.take(leaf, rows) for rows in pieces]
+        return [leaf] * len(parts)
+    return [kind.take(leaf, rows) for rows in parts]
 
 
 def taken(leaf: Any, rows: slice) -> Any:
@@ -301,9 +301,9 @@ def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor])
 
     So it is one piece, for all that share the whole.
     """
-    pieces: dict[tuple[int, int], torch.Tensor] = _pieces_of_sizes.setdefault(sizes, {})
+    parts: dict[tuple[int, int], torch.Tensor] = _pieces_of_sizes.setdefault(sizes, {})
     key = (rows.start, rows.stop)
-    return pieces[key] if key in pieces else pieces.setdefault(key, cut())
+    return parts[key] if key in parts else parts.setdefault(key, cut())
 
 
 def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:

@@ -14,10 +14,10 @@ from torchstrategy._input.iterator import DistributedIterator
 from torchstrategy._input.loader_states import State
 from torchstrategy._input.on_demand import OnDemand
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.prefetcher import Ahead
+from torchstrategy._input.prefetcher import Prefetcher
 from torchstrategy._input.source import Source, is_map_style
 from torchstrategy._input.splitting import in_equal_parts, in_proportion
-from torchstrategy._input.steps import Dealer, InPieces, OneForEach, Steps
+from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
 
 DatasetFn = Callable[[InputContext], Any]
 
@@ -41,22 +41,22 @@ class DistributedDataset:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
     """
 
-    def __init__(self, dealer: Dealer, routes: Sequence[Route], options: InputOptions) -> None:
-        self._dealer = dealer
+    def __init__(self, splitter: Splitter, routes: Sequence[Route], options: InputOptions) -> None:
+        self._splitter = splitter
         self._routes = tuple(routes)
-        has_workers = any(source.has_workers for source in dealer.sources)
+        has_workers = any(source.has_workers for source in splitter.sources)
         self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
         self._depth = options.experimental_per_replica_buffer_size
 
     def __iter__(self) -> DistributedIterator:
         """A new iteration. Loader workers are started here, and seeds drawn, on this thread."""
-        sources = self._dealer.sources
+        sources = self._splitter.sources
         # Workers that persist serve one pass at a time, whichever dataset their loader was distributed as.
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
             _endings.pop(loader, _nothing)()
-        steps = Steps(self._dealer, [source.begin() for source in sources], is_ahead=self._is_ahead)
-        reading = Ahead(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
+        steps = Steps(self._splitter, [source.begin() for source in sources], is_ahead=self._is_ahead)
+        reading = Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
         positions = [source.position for source in sources]
 
@@ -64,10 +64,10 @@ class DistributedDataset:
             for source, position in zip(sources, positions, strict=True):
                 source.is_over(position)
 
-        return DistributedIterator(reading, self._dealer, ended)
+        return DistributedIterator(reading, self._splitter, ended)
 
     def __len__(self) -> int:
-        return len(self._dealer)
+        return len(self._splitter)
 
     def __copy__(self) -> DistributedDataset:
         return self._with(vars(self))
@@ -106,7 +106,7 @@ class DistributedDataset:
         Raises:
             ValueError: If there is no element, or if it would be lost by looking at it.
         """
-        return self._dealer.spec()
+        return self._splitter.spec()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that was begun last stands: at the batches that were handed out, whatever is read ahead.
@@ -130,7 +130,7 @@ class DistributedDataset:
             >>> [len(list(three)), len(list(three))]
             [2, 3]
         """
-        return {"sources": [source.state() for source in self._dealer.sources]}
+        return {"sources": [source.state() for source in self._splitter.sources]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Makes the next iteration go on with the batch after the last that was handed out when the state was taken.
@@ -148,7 +148,7 @@ class DistributedDataset:
             ValueError: If the state is of a dataset of another kind, or ends within a batch of this one.
             TypeError: If it is no such state.
         """
-        sources = self._dealer.sources
+        sources = self._splitter.sources
         states = _checked(state_dict)
         if len(states) != len(sources):
             raise ValueError(
@@ -190,8 +190,8 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
     sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
     routes = _routes(devices, options)
     is_moved = any(route.has_copies for route in routes)
-    dealer = InPieces(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
-    return DistributedDataset(dealer, routes, options)
+    splitter = SplitSteps(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
+    return DistributedDataset(splitter, routes, options)
 
 
 def distributed_from_function(
@@ -214,8 +214,8 @@ def distributed_from_function(
     else:
         contexts = [InputContext(1, 0, replicas)]
     sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
-    dealer = OneForEach(sources, replicas, options.lists_are_rows)
-    return DistributedDataset(dealer, _routes(devices, options), options)
+    splitter = OneForEach(sources, replicas, options.lists_are_rows)
+    return DistributedDataset(splitter, _routes(devices, options), options)
 
 
 def _nothing() -> None:

@@ -18,16 +18,16 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._communication.transfer import copy_stream
-from torchstrategy._core.devices import is_accelerator, place
+from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.distributed_values import Unmade
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.batch_types import applied, applied_within, memory_of, moved
 
 
-class Cargo(NamedTuple):
+class StagedBatch(NamedTuple):
     """Pieces of one replica, on their way or arrived."""
 
-    pieces: list[Tree]
+    parts: list[Tree]
     moved: list[torch.Tensor]  # the tensors that the consumer's stream has to wait for
     events: list[torch.Event]  # when they are there
 
@@ -42,11 +42,11 @@ class Route:
     """
 
     def __init__(self, device: Device | None, *, is_only: bool) -> None:
-        self.device = None if device is None else place(device)
+        self.device = None if device is None else memory_device(device)
         self._applied = applied_within if is_only else applied
         self.has_copies = device is not None and is_accelerator(device)  # that a worker could make ahead
 
-    def depart(self, pieces: Sequence[Tree]) -> Cargo:
+    def stage(self, parts: Sequence[Tree]) -> StagedBatch:
         """Runs on the reading thread, on its current streams."""
         sent: list[torch.Tensor] = []
 
@@ -59,15 +59,15 @@ class Route:
             return there
 
         departed = [
-            self._sent_if_made(piece) if type(piece) is Unmade else self._applied(piece, move) for piece in pieces
+            self._sent_if_made(piece) if type(piece) is Unmade else self._applied(piece, move) for piece in parts
         ]
         events = [torch.accelerator.current_stream(self.device).record_event()] if sent else []
-        return Cargo(departed, sent, events)
+        return StagedBatch(departed, sent, events)
 
     def _sent_if_made(self, piece: Unmade) -> Unmade:
         return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
 
-    def carry(self, cargo: Cargo) -> Cargo:
+    def copy(self, staged: StagedBatch) -> StagedBatch:
         """Runs on the replica's worker, if it has one. Only where `has_copies`."""
         device = self.device
         assert device is not None
@@ -81,20 +81,20 @@ class Route:
             return moved[-1]
 
         with stream:  # which makes its device the current one, too: pinned memory is made for that
-            pieces = [self._applied(piece, copy) for piece in cargo.pieces]
+            parts = [self._applied(piece, copy) for piece in staged.parts]
             events = [stream.record_event()] if moved else []
-        return Cargo(pieces, [*cargo.moved, *moved], [*cargo.events, *events])
+        return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 
-    def arrive(self, cargo: Cargo) -> list[Tree]:
+    def receive(self, staged: StagedBatch) -> list[Tree]:
         """Runs on the consumer's thread; its current stream of the device waits, the thread does not."""
-        if cargo.moved:
+        if staged.moved:
             stream = torch.accelerator.current_stream(self.device)
-            for event in cargo.events:
+            for event in staged.events:
                 stream.wait_event(event)
-            for tensor in cargo.moved:
+            for tensor in staged.moved:
                 for held in memory_of(tensor):
                     held.record_stream(stream)
-        return cargo.pieces
+        return staged.parts
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

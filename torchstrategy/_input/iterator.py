@@ -8,7 +8,7 @@ from typing import Any, final
 from torchstrategy._core.errors import unpicklable
 from torchstrategy._core.types import Tree
 from torchstrategy._input.on_demand import Reading
-from torchstrategy._input.steps import Dealer
+from torchstrategy._input.steps import Splitter
 
 
 @final
@@ -89,16 +89,16 @@ class DistributedIterator:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, reading: Reading, dealer: Dealer, ended: Callable[[], None]) -> None:
+    def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
         self._reading = reading
-        self._dealer = dealer
+        self._splitter = splitter
         self._ended = ended
         self._is_over = False
 
     @property
     def element_spec(self) -> Tree:
         """What its elements are made of; see `DistributedDataset.element_spec`."""
-        return self._dealer.spec()
+        return self._splitter.spec()
 
     def __iter__(self) -> Iterator[Tree]:
         return self

@@ -9,35 +9,35 @@ from typing import NamedTuple, final
 
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Tree
-from torchstrategy._input.device_transfer import Cargo, Route
-from torchstrategy._input.splitting import Dealt, Whole
-from torchstrategy._input.steps import Mark, Steps
+from torchstrategy._input.device_transfer import Route, StagedBatch
+from torchstrategy._input.splitting import SplitBatch, Whole
+from torchstrategy._input.steps import ResumePoint, Steps
 
 
-class Shipment(NamedTuple):
+class BatchTransfer(NamedTuple):
     """A step, and what each replica gets of it, on its way."""
 
-    dealt: Dealt | Whole
-    marks: list[Mark]
-    cargo: list[Cargo]
+    split_batch: SplitBatch | Whole
+    marks: list[ResumePoint]
+    staged: list[StagedBatch]
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, once its pieces are there. Runs on the consumer's thread."""
-        arrived = list(map(Route.arrive, routes, self.cargo))
+        arrived = list(map(Route.receive, routes, self.staged))
         for mark in self.marks:
             mark.reach()
-        return self.dealt.assembled(arrived)
+        return self.split_batch.assembled(arrived)
 
 
-def shipped(steps: Steps, routes: Sequence[Route]) -> Shipment:
+def transferred(steps: Steps, routes: Sequence[Route]) -> BatchTransfer:
     """The next step, departed. Runs on the reading thread.
 
     Raises:
         StopIteration: If there is none.
     """
     with traced("deal a batch"):
-        dealt, marks = next(steps)
-        return Shipment(dealt, marks, list(map(Route.depart, routes, dealt.pieces())))
+        split_batch, marks = next(steps)
+        return BatchTransfer(split_batch, marks, list(map(Route.stage, routes, split_batch.parts())))
 
 
 class Reading(ABC):
@@ -74,11 +74,11 @@ class OnDemand(Reading):
     def next(self) -> Tree:
         if self._steps is None:
             raise StopIteration
-        shipment = shipped(self._steps, self._routes)
+        transfer = transferred(self._steps, self._routes)
         for r, route in enumerate(self._routes):
             if route.has_copies:
-                shipment.cargo[r] = route.carry(shipment.cargo[r])
-        return shipment.received(self._routes)
+                transfer.staged[r] = route.copy(transfer.staged[r])
+        return transfer.received(self._routes)
 
     def close(self) -> None:
         self._steps = None  # and with it the loader's workers

@@ -27,11 +27,11 @@ from typing import final
 
 import torch
 
-from torchstrategy._core.devices import canonical, local_accelerators
+from torchstrategy._core.devices import canonical_device, local_accelerators
 from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.device_transfer import Route
-from torchstrategy._input.on_demand import Reading, Shipment, shipped
+from torchstrategy._input.on_demand import BatchTransfer, Reading, transferred
 from torchstrategy._input.steps import Steps
 
 _PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
@@ -42,8 +42,8 @@ _LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
 class _Item:
     """A step on its way to the consumer; or the error that it will find there, which at the end is StopIteration."""
 
-    def __init__(self, shipment: Shipment | None, error: BaseException | None) -> None:
-        self.shipment = shipment
+    def __init__(self, transfer: BatchTransfer | None, error: BaseException | None) -> None:
+        self.transfer = transfer
         self.error = error  # of the reader or, beside a shipment, of a worker
         self.carried: list[int] = []  # the replicas whose workers are done
 
@@ -54,7 +54,7 @@ class _Item:
 
 
 @final
-class _Belt:
+class _PrefetchQueue:
     """What the threads share with the consumer.
 
     Args:
@@ -75,7 +75,7 @@ class _Belt:
         if self.is_closed:
             item.forget()
         self.tell()
-        if item.shipment is not None:
+        if item.transfer is not None:
             for inbox in self.inboxes.values():
                 inbox.put(item)
 
@@ -86,7 +86,7 @@ class _Belt:
 
     def has_arrived(self, item: _Item) -> bool:
         """Whether the consumer may have a step, with what every worker made of it."""
-        return item.shipment is None or len(item.carried) == len(self.inboxes)
+        return item.transfer is None or len(item.carried) == len(self.inboxes)
 
     def wait(self) -> None:
         """Waits until something has changed, or for a while: a signal that came just before is seen only afterwards."""
@@ -109,41 +109,41 @@ class _Belt:
             inbox.put(None)
 
 
-def _read(steps: Steps, routes: Sequence[Route], belt: _Belt, depth: int) -> None:
+def _read(steps: Steps, routes: Sequence[Route], queue: _PrefetchQueue, depth: int) -> None:
     """The life of the reader."""
     ahead, most, is_over = 0, depth, False
-    while not (is_over or belt.is_closed):
+    while not (is_over or queue.is_closed):
         if ahead >= most:
-            belt.room.get()
+            queue.room.get()
             ahead -= 1
             continue
         item = _next_item(steps, routes)
-        belt.send(item)
+        queue.send(item)
         ahead += 1
-        most = depth if item.shipment is not None else 1  # after an error the loader is asked when the consumer asks
+        most = depth if item.transfer is not None else 1  # after an error the loader is asked when the consumer asks
         is_over = isinstance(item.error, StopIteration)
         del item  # it holds a batch, or an error whose traceback holds this frame
-    belt.send_no_more()
+    queue.send_no_more()
 
 
 def _next_item(steps: Steps, routes: Sequence[Route]) -> _Item:
     try:
-        return _Item(shipped(steps, routes), None)
+        return _Item(transferred(steps, routes), None)
     except BaseException as error:
         return _Item(None, error)  # in no variable: the error's traceback holds this frame, too
 
 
-def _work(replica: int, route: Route, belt: _Belt) -> None:
+def _work(replica: int, route: Route, queue: _PrefetchQueue) -> None:
     """The life of a replica's worker."""
-    inbox = belt.inboxes[replica]
-    while (item := inbox.get()) is not None and not belt.is_closed:
-        assert item.shipment is not None
+    inbox = queue.inboxes[replica]
+    while (item := inbox.get()) is not None and not queue.is_closed:
+        assert item.transfer is not None
         try:
-            item.shipment.cargo[replica] = route.carry(item.shipment.cargo[replica])
+            item.transfer.staged[replica] = route.copy(item.transfer.staged[replica])
         except BaseException as error:
             item.error = error
         item.carried.append(replica)
-        belt.tell()
+        queue.tell()
         del item
 
 
@@ -161,27 +161,27 @@ def _at_the_callers(device: int, streams: Sequence[torch.Stream], life: Callable
     life()
 
 
-def _live(state: CallerState, device: Device, life: Callable[[], None], belt: _Belt) -> None:
+def _live(state: CallerState, device: Device, life: Callable[[], None], queue: _PrefetchQueue) -> None:
     """Runs on a new thread."""
     try:
         state.run_in(device, life)
     except BaseException as error:
-        belt.failure = error
-        belt.tell()
+        queue.failure = error
+        queue.tell()
 
 
-def _end(belt: _Belt, threads: Sequence[threading.Thread], process: int, *, waits: bool = False) -> None:
+def _end(queue: _PrefetchQueue, threads: Sequence[threading.Thread], process: int, *, waits: bool = False) -> None:
     """Ends the threads. Runs on any thread, also on one of theirs, where garbage may be collected."""
     if os.getpid() != process:
         return  # a forked process has none of them
-    belt.close()
+    queue.close()
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(None if waits else _PATIENCE_S)
 
 
 @final
-class Ahead(Reading):
+class Prefetcher(Reading):
     """Reads ahead on a thread of its own, which is started when the first step is asked for.
 
     Args:
@@ -194,12 +194,12 @@ class Ahead(Reading):
         self._steps: Steps | None = steps  # until a thread has them
         self._routes = routes
         self._depth = depth
-        self._belt = _Belt([r for r, route in enumerate(routes) if route.has_copies])
+        self._queue = _PrefetchQueue([r for r, route in enumerate(routes) if route.has_copies])
         self._threads: list[threading.Thread] = []
         self._are_going = False
         self._owes_room = False  # for an error: what comes after it is read when it is asked for
         self._process = os.getpid()
-        weakref.finalize(self, _end, self._belt, self._threads, self._process)
+        weakref.finalize(self, _end, self._queue, self._threads, self._process)
 
     def next(self) -> Tree:
         if os.getpid() != self._process:
@@ -207,28 +207,28 @@ class Ahead(Reading):
                 "This iterator was made in another process, whose threads read its batches; they are not here. "
                 "Iterate over the dataset anew in this process."
             )
-        belt = self._belt
+        queue = self._queue
         if not self._are_going:
             self._set_going()
         if self._owes_room:
-            belt.room.put(None)
+            queue.room.put(None)
             self._owes_room = False
-        while not belt.is_closed:
-            items = belt.items
-            if items and belt.has_arrived(items[0]):
+        while not queue.is_closed:
+            items = queue.items
+            if items and queue.has_arrived(items[0]):
                 return self._handed_over(items)
-            if belt.failure is not None:
+            if queue.failure is not None:
                 self.close()
             else:
-                belt.wait()
-        raise StopIteration if belt.failure is None else belt.failure
+                queue.wait()
+        raise StopIteration if queue.failure is None else queue.failure
 
     def close(self) -> None:
         self._steps = None
-        _end(self._belt, self._threads, self._process)
+        _end(self._queue, self._threads, self._process)
 
     def ending(self) -> Callable[[], None]:
-        return partial(_end, self._belt, self._threads, self._process, waits=True)
+        return partial(_end, self._queue, self._threads, self._process, waits=True)
 
     def _handed_over(self, items: deque[_Item]) -> Tree:
         error = items[0].error
@@ -242,10 +242,10 @@ class Ahead(Reading):
                 raise error
             finally:
                 del error  # whose traceback holds this frame
-        shipment = items[0].shipment
-        assert shipment is not None
-        element = shipment.received(self._routes)
-        self._belt.room.put(None)
+        transfer = items[0].transfer
+        assert transfer is not None
+        element = transfer.received(self._routes)
+        self._queue.room.put(None)
         items.popleft()
         return element
 
@@ -260,22 +260,22 @@ class Ahead(Reading):
         self._are_going = True
 
     def _hired(self, steps: Steps) -> list[threading.Thread]:
-        belt, routes = self._belt, self._routes
+        queue, routes = self._queue, self._routes
         default = torch.get_default_device()
-        here = canonical("cpu" if default.type == "meta" else default)
-        devices = {r: routes[r].device or here for r in belt.inboxes}
+        here = canonical_device("cpu" if default.type == "meta" else default)
+        devices = {r: routes[r].device or here for r in queue.inboxes}
         state = CallerState.take((here, *devices.values()))
 
-        read = partial(_read, steps, routes, belt, self._depth)
+        read = partial(_read, steps, routes, queue, self._depth)
         if devices:
             streams = [torch.accelerator.current_stream(device) for device in local_accelerators()]
             read = partial(_at_the_callers, torch.accelerator.current_device_index(), streams, read)
 
         def thread(name: str, device: Device, life: Callable[[], None]) -> threading.Thread:
-            args = (state, device, life, belt)
+            args = (state, device, life, queue)
             return threading.Thread(target=_live, args=args, name=f"torchstrategy-{name}", daemon=True)
 
         return [
             thread("reader", here, read),
-            *(thread(f"prefetch-{r}", device, partial(_work, r, routes[r], belt)) for r, device in devices.items()),
+            *(thread(f"prefetch-{r}", device, partial(_work, r, routes[r], queue)) for r, device in devices.items()),
         ]

@@ -66,7 +66,7 @@ class Source:
                 f"{an(type(dataset).__name__)}."
             )
         self._dataset = dataset
-        self._once = _Once(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
+        self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
         self._is_spent = False
         self._resumed: State | None = None
         self.position = Position()  # that of the pass that began last
@@ -122,7 +122,7 @@ class Source:
         draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
         return torch.device("cpu") if draws_here else nullcontext()
 
-    def begin(self) -> Pass:
+    def begin(self) -> Epoch:
         """A new pass, from the beginning or from where `load_state` said. The caller's thread draws its seeds.
 
         Raises:
@@ -139,7 +139,7 @@ class Source:
         with self.reading():  # seeds are drawn
             iterator = self._begun(position) if self._resumed is None else self._taken_up(position, self._resumed)
         self.position, self._resumed = position, None
-        return Pass(self, iterator, position)
+        return Epoch(self, iterator, position)
 
     def generators_now(self) -> list[torch.Tensor]:
         """The states of the generators that decide the order."""
@@ -299,7 +299,9 @@ class Source:
                         "is not the one of which the state was taken."
                     )
             return iterator
-        rest = _Rest(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.count)
+        rest = _RemainingIndices(
+            loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.count
+        )
         if asked is None:
             iterator = iter(_with_indices(loader, rest, loader.generator))  # draws the seed
             if self.has_workers:
@@ -333,7 +335,7 @@ class Source:
 
 
 @final
-class Pass:
+class Epoch:
     """One pass over a source, on one thread at a time. After an error it goes on, if its loader does."""
 
     def __init__(self, source: Source, iterator: Iterator[Tree], position: Position) -> None:
@@ -358,7 +360,7 @@ class Pass:
 
 
 @final
-class _Once(Iterator[Tree]):
+class _PeekableIterator(Iterator[Tree]):
     """What is left of an iterator, whose next element may be looked at."""
 
     def __init__(self, iterator: Iterator[Tree]) -> None:
@@ -375,7 +377,7 @@ class _Once(Iterator[Tree]):
 
 
 @final
-class _Rest:
+class _RemainingIndices:
     """What a sampler yields after the first `count`. Whoever iterates over it makes the sampler draw as always."""
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:

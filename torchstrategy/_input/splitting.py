@@ -34,7 +34,7 @@ Sizes = Callable[[int], list[slice]]
 
 
 @final
-class Pieces(list[Tree]):
+class Parts(list[Tree]):
     """What each replica gets of one leaf."""
 
 
@@ -44,7 +44,7 @@ class Whole(NamedTuple):
 
     element: Tree
 
-    def pieces(self) -> list[list[Tree]]:
+    def parts(self) -> list[list[Tree]]:
         """What the replica is given: one piece, in its containers."""
         return [[self.element]]
 
@@ -54,17 +54,17 @@ class Whole(NamedTuple):
 
 
 @final
-class Dealt(NamedTuple):
+class SplitBatch(NamedTuple):
     """An element of a dataset, dealt out."""
 
-    leaves: list[Tree]  # each of them `Pieces`, or one thing for all replicas
+    leaves: list[Tree]  # each of them `Parts`, or one thing for all replicas
     spec: TreeSpec
     rows: tuple[int, ...]  # how many each replica got
     has_rows: bool = False  # whether there are `Rows` in the pieces, which are lists to the user
 
-    def pieces(self) -> list[list[Tree]]:
+    def parts(self) -> list[list[Tree]]:
         """What each replica is given of the leaves that are in pieces."""
-        columns = [leaf for leaf in self.leaves if type(leaf) is Pieces]
+        columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
         return [[column[r] for column in columns] for r in range(len(self.rows))]
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
@@ -72,7 +72,7 @@ class Dealt(NamedTuple):
         columns: Iterator[Sequence[Tree]] = zip(*arrived, strict=True)
         if self.has_rows:
             columns = iter([list(map(rows_as_lists, column)) for column in columns])
-        leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Pieces else leaf for leaf in self.leaves]
+        leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
 
 
@@ -99,7 +99,7 @@ def in_proportion(shares: Sequence[float]) -> Sizes:
     return slices
 
 
-def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
+def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitBatch:
     """A batch, cut into a piece for each replica.
 
     Args:
@@ -123,19 +123,19 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> Dealt:
         )
     slices = sizes(rows)
 
-    def pieces(leaf: Tree, within: list[int] | None) -> Tree:
+    def parts(leaf: Tree, within: list[int] | None) -> Tree:
         if within:
             wanted = [_has_rows(piece) or not is_registered_within(leaf) for piece in slices]
             found = iter(cut(leaf, list(itertools.compress(slices, wanted))))
-            return Pieces([next(found) if is_wanted else _unmade(leaf) for is_wanted in wanted])
+            return Parts([next(found) if is_wanted else _unmade(leaf) for is_wanted in wanted])
         is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in tensors_within(leaf))
-        return Pieces([leaf] * replicas) if is_apart else leaf
+        return Parts([leaf] * replicas) if is_apart else leaf
 
-    leaves = [pieces(leaf, within) for leaf, within in zip(leaves, counts, strict=True)]
-    return Dealt(leaves, spec, tuple(piece.stop - piece.start for piece in slices))
+    leaves = [parts(leaf, within) for leaf, within in zip(leaves, counts, strict=True)]
+    return SplitBatch(leaves, spec, tuple(piece.stop - piece.start for piece in slices))
 
 
-def joined(elements: Sequence[Tree]) -> Dealt:
+def joined(elements: Sequence[Tree]) -> SplitBatch:
     """An element for each replica, as it is; where the data has run out (`ABSENT`), one without rows.
 
     Raises:
@@ -153,7 +153,7 @@ def joined(elements: Sequence[Tree]) -> Dealt:
             f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
             "dataset yields has to be alike."
         ) from None
-    return Dealt([Pieces(column) for column in columns], spec, rows)
+    return SplitBatch([Parts(column) for column in columns], spec, rows)
 
 
 def _is_leaf_or_empty(value: Any) -> bool:

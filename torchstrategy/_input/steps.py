@@ -13,12 +13,12 @@ from torchstrategy._core.tree import map_leaves, unflatten_like
 from torchstrategy._core.types import Tree
 from torchstrategy._core.warnings import warn
 from torchstrategy._input.batch_types import is_leaf, lists_as_rows, rows_as_lists
-from torchstrategy._input.source import Pass, Position, Source
+from torchstrategy._input.source import Epoch, Position, Source
 from torchstrategy._input.spec import PerReplicaSpec, TensorSpec, spec_of
-from torchstrategy._input.splitting import Dealt, Pieces, Sizes, Whole, joined, split
+from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, Whole, joined, split
 
 
-class Mark(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where a consumer stands in a pass when it has consumed a step."""
 
     position: Position
@@ -30,7 +30,7 @@ class Mark(NamedTuple):
         self.position.count, self.position.loader = self.consumed, self.loader
 
 
-class Dealer(ABC):
+class Splitter(ABC):
     """Makes steps of the elements of sources.
 
     Args:
@@ -50,38 +50,38 @@ class Dealer(ABC):
         """What its elements are made of."""
         if self._spec is None:
             with self.sources[0].reading():
-                self._spec = self._spec_of(self.dealt(self.first()))
+                self._spec = self._spec_of(self.split_batch(self.first()))
         return self._spec
 
-    def dealt(self, elements: Sequence[Tree]) -> Dealt | Whole:
+    def split_batch(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
         """Deals out the elements of one step, as they are to be understood."""
         if not self._lists_are_rows or self.replicas == 1:
-            return self.deal(elements)
-        dealt = self.deal([element if element is ABSENT else lists_as_rows(element) for element in elements])
-        assert isinstance(dealt, Dealt)
-        return dealt._replace(has_rows=True)
+            return self.split(elements)
+        split_batch = self.split([element if element is ABSENT else lists_as_rows(element) for element in elements])
+        assert isinstance(split_batch, SplitBatch)
+        return split_batch._replace(has_rows=True)
 
-    def saw(self, dealt: Dealt | Whole) -> None:
+    def saw(self, split_batch: SplitBatch | Whole) -> None:
         """Takes the spec from an element that was read, where it will be too late to look at one."""
         if self._has_to_be_seen and self._spec is None:
-            self._spec = self._spec_of(dealt)
+            self._spec = self._spec_of(split_batch)
 
-    def _spec_of(self, dealt: Dealt | Whole) -> Tree:
+    def _spec_of(self, split_batch: SplitBatch | Whole) -> Tree:
         rows, is_batched = self.rows(), self.sources[0].is_batched
 
         def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
             return spec_of(leaf, count, is_batched=is_batched)
 
         def specs(leaf: Tree) -> Tree:
-            if type(leaf) is not Pieces:
+            if type(leaf) is not Parts:
                 return spec(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            pieces = [rows_as_lists(shown if type(piece) is Unmade else piece) for piece in leaf]
-            return PerReplicaSpec(tuple(map(spec, pieces, rows)))
+            parts = [rows_as_lists(shown if type(piece) is Unmade else piece) for piece in leaf]
+            return PerReplicaSpec(tuple(map(spec, parts, rows)))
 
-        if isinstance(dealt, Whole):
-            return map_leaves(spec, dealt.element, is_leaf)
-        return unflatten_like([specs(leaf) for leaf in dealt.leaves], dealt.spec)
+        if isinstance(split_batch, Whole):
+            return map_leaves(spec, split_batch.element, is_leaf)
+        return unflatten_like([specs(leaf) for leaf in split_batch.leaves], split_batch.spec)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -96,16 +96,16 @@ class Dealer(ABC):
         """Elements to deal out for a step, which no pass loses."""
 
     @abstractmethod
-    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
         """Reads the elements of one step into a list, which holds what was read before an error."""
 
     @abstractmethod
-    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
         """Deals them out."""
 
 
 @final
-class InPieces(Dealer):
+class SplitSteps(Splitter):
     """Each element is cut into a piece for each replica; a lone replica gets it whole.
 
     Args:
@@ -144,10 +144,10 @@ class InPieces(Dealer):
     def first(self) -> Sequence[Tree]:
         return [self.sources[0].first()]
 
-    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
         elements.append(next(passes[0]))
 
-    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
         (element,) = elements
         if self.replicas == 1:
             return Whole(element)
@@ -173,7 +173,7 @@ _A_FEW = 3  # inputs and targets are two
 
 
 @final
-class OneForEach(Dealer):
+class OneForEach(Splitter):
     """Each replica is given an element of its own: of the one source in turn, or of a source for each.
 
     Where the data runs out in the middle of a step, the replicas that are left get none, and no element is lost.
@@ -190,7 +190,7 @@ class OneForEach(Dealer):
         elements = [source.first() for source in self.sources]
         return elements * (self.replicas // len(elements))
 
-    def read(self, passes: Sequence[Pass], elements: list[Tree]) -> None:
+    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
         for r in range(len(elements), self.replicas):
             try:
                 elements.append(next(passes[r % len(passes)]))
@@ -200,7 +200,7 @@ class OneForEach(Dealer):
             elements.clear()
             raise StopIteration
 
-    def deal(self, elements: Sequence[Tree]) -> Dealt | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
         return Whole(elements[0]) if self.replicas == 1 else joined(elements)
 
 
@@ -216,27 +216,27 @@ class Steps:
         is_ahead: Whether they are read before they are wanted.
     """
 
-    def __init__(self, dealer: Dealer, passes: Sequence[Pass], *, is_ahead: bool) -> None:
-        self._dealer = dealer
+    def __init__(self, splitter: Splitter, passes: Sequence[Epoch], *, is_ahead: bool) -> None:
+        self._splitter = splitter
         self._passes = passes
         self._is_ahead = is_ahead
         self._elements: list[Tree] = []
         for mark in self._marks():
             mark.reach()
 
-    def __iter__(self) -> Iterator[tuple[Dealt | Whole, list[Mark]]]:
+    def __iter__(self) -> Iterator[tuple[SplitBatch | Whole, list[ResumePoint]]]:
         return self
 
-    def __next__(self) -> tuple[Dealt | Whole, list[Mark]]:
-        with self._dealer.sources[0].reading():
-            self._dealer.read(self._passes, self._elements)
+    def __next__(self) -> tuple[SplitBatch | Whole, list[ResumePoint]]:
+        with self._splitter.sources[0].reading():
+            self._splitter.read(self._passes, self._elements)
             elements, self._elements = self._elements, []
-            dealt = self._dealer.dealt(elements)
-            self._dealer.saw(dealt)
-            return dealt, self._marks()
+            split_batch = self._splitter.split_batch(elements)
+            self._splitter.saw(split_batch)
+            return split_batch, self._marks()
 
-    def _marks(self) -> list[Mark]:
+    def _marks(self) -> list[ResumePoint]:
         return [
-            Mark(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            ResumePoint(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
             for one in self._passes
         ]

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._binding.tensor_versions import Originals
+from torchstrategy._binding.tensor_versions import TrackedTensors
 from torchstrategy._core.warnings import ReplicaBufferWarning, warn
 
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
@@ -25,7 +25,7 @@ class LostBuffers:
         buffers: The originals.
     """
 
-    def __init__(self, buffers: Originals) -> None:
+    def __init__(self, buffers: TrackedTensors) -> None:
         self._buffers = buffers
         self._runs: dict[int, int] = {}  # that wrote a buffer
         self._differing: set[int] = set()

@@ -19,7 +19,7 @@ import torch
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.torch_internals import version
 from torchstrategy._execution.replica_group import group_here
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_weights import ReplicaWeights
 
 Inside = dict[str, Any]  # what a module has in its `__dict__`
 
@@ -92,17 +92,17 @@ class Metrics:
             state = _on(self._devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
             local[name], self._given[r, position, name] = state, _noted(state)
 
-    def put_together(self, shares: Shares) -> list[State]:
+    def put_together(self, replica_weights: ReplicaWeights) -> list[State]:
         """After a run: what the user's metrics have, with what the replicas have counted.
 
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
         return [
-            State(position, name, self._one(position, name, shares))
+            State(position, name, self._one(position, name, replica_weights))
             for position in self._metrics
             for name in _states(self._originals[position])
-            if any(self._is_touched(position, name, r) for r in shares.present)
+            if any(self._is_touched(position, name, r) for r in replica_weights.present)
         ]
 
     def let_go(self) -> None:
@@ -117,8 +117,8 @@ class Metrics:
         before, now = self._given[r, position, name], _noted(self._local[r][position][name])
         return len(before) != len(now) or not all(map(operator.is_, before, now))
 
-    def _one(self, position: int, name: str, shares: Shares) -> Any:
-        original, present = self._originals[position], shares.present
+    def _one(self, position: int, name: str, replica_weights: ReplicaWeights) -> Any:
+        original, present = self._originals[position], replica_weights.present
         device = _place_of(original, name)
         values = [_on(device, self._local[r][position][name]) for r in present]
         if not any(self._is_touched(position, name, r) for r in present[1:]) and _kind(original, name) != _MEAN:
@@ -126,7 +126,7 @@ class Metrics:
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
         if _kind(original, name) == _MEAN:  # all went on from the same, so that each brings its rows' part
-            parts = [(shares.fractions[r], value) for r, value in zip(present, values, strict=True)]
+            parts = [(replica_weights.fractions[r], value) for r, value in zip(present, values, strict=True)]
             return torch.stack([value * fraction for fraction, value in parts if fraction]).sum(0)
         if _kind(original, name) == "dim_zero_cat":
             return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
@@ -154,7 +154,7 @@ def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """A tensor of each replica; what a metric calls when it is computed in a replica."""
     group = group_here("compute() of a metric")
     assert group is not None, "outside of replicas a metric has counted everything"
-    of_all = group.replica.meet("compute() of a metric", lambda brought: [list(brought)] * len(brought), tensor)
+    of_all = group.replica.synchronize("compute() of a metric", lambda brought: [list(brought)] * len(brought), tensor)
     return [of_one.to(tensor.device) for of_one in of_all]
 
 

@@ -19,23 +19,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in
-from torchstrategy._binding.closure_rebinding import Rebinding
+from torchstrategy._binding.closure_rebinding import ClosureRebinder
 from torchstrategy._binding.deep_copy import deep_copied
-from torchstrategy._binding.module_structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Change, Structure, held_in, same
+from torchstrategy._binding.module_structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Edit, Snapshot, entries_of, same
 from torchstrategy._binding.module_traversal import TORCHS_OWN
-from torchstrategy._binding.tensor_versions import Originals, write_value
+from torchstrategy._binding.tensor_versions import TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._communication.transfer import Write, sent_to
 from torchstrategy._communication.weighted_sums import equal
 from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
-from torchstrategy._replication.replica_variable import LocalVariable
-from torchstrategy._training.replica_gradients import LocalParameter, set_plain_data
+from torchstrategy._replication.replica_variable import ReplicaVariable
+from torchstrategy._training.replica_gradients import ReplicaParameter, set_plain_data
 from torchstrategy._variables.variable import Variable, is_variable
 
 
 @final
-class ReplicaModules:
+class ModuleReplica:
     """The copies of one replica.
 
     Args:
@@ -54,8 +54,8 @@ class ReplicaModules:
         self,
         roots: Sequence[nn.Module],
         modules: Sequence[nn.Module],
-        parameters: Originals,
-        buffers: Originals,
+        parameters: TrackedTensors,
+        buffers: TrackedTensors,
         device: Device,
         may_alias: bool,
     ) -> None:
@@ -103,18 +103,18 @@ class ReplicaModules:
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._writes = writes_on(own)
         self._agree()
-        self._structure = Structure(self.insides, counts_hooks=True)
+        self._structure = Snapshot(self.insides, counts_hooks=True)
 
     def _close_over_own(self) -> None:
         """Functions that the modules hold close over this replica's, where the user's close over the originals."""
-        rebinding = Rebinding(self._memo)
+        rebinding = ClosureRebinder(self._memo)
         for inside in self.insides:
             for name in inside.keys() - TORCHS_OWN:
                 inside[name] = rebinding.of(inside[name])
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 table.update({key: rebinding.of(hook) for key, hook in table.items()})
 
-    def bring_parameters(self, originals: Originals, changed: Sequence[int], moved: set[int]) -> Write:
+    def bring_parameters(self, originals: TrackedTensors, changed: Sequence[int], moved: set[int]) -> Write:
         """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -165,7 +165,7 @@ class ReplicaModules:
         self.trained = requires_grad_of(self.parameters)
         return self.trained
 
-    def bring_buffers(self, indices: Sequence[int], originals: Originals) -> None:
+    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> None:
         """Brings the values of buffers."""
         are_others = False
         for index in indices:
@@ -202,9 +202,9 @@ class ReplicaModules:
         memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}, **own}
         new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
         memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
-        return Rebinding({**self._memo, **own}).of(deep_copied(value, memo))
+        return ClosureRebinder({**self._memo, **own}).of(deep_copied(value, memo))
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[Edit]:
         """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
         found = list(self._structure.changes())
         made = [change for change in found if not change.is_value()]
@@ -226,7 +226,7 @@ class ReplicaModules:
             states: By the position of a module, the attributes that are brought otherwise.
         """
         brought: list[tuple[int, str]] = []
-        if same(self._known_values, held_in(self.insides)):
+        if same(self._known_values, entries_of(self.insides)):
             return brought
         for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
             for name in {**known, **local}:
@@ -243,9 +243,9 @@ class ReplicaModules:
     def _agree(self) -> None:
         """The plain attributes agree with the originals: what is replaced from here on, the step replaces."""
         self._known = [dict(inside) for inside in self.insides]
-        self._known_values = held_in(self.insides)
+        self._known_values = entries_of(self.insides)
 
-    def return_hook(self, change: Change, original: dict[str, Any], originals: Mapping[int, object]) -> None:
+    def return_hook(self, change: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:
         """Registers a hook on an original, or removes it, as the step did on the copy.
 
         It closes over originals, by the id of what this replica has in the place of each.
@@ -254,12 +254,12 @@ class ReplicaModules:
         if change.after is MISSING:
             table.pop(number, None)
             return
-        table[number] = Rebinding(originals).of(change.after)
+        table[number] = ClosureRebinder(originals).of(change.after)
         for flags in HOOK_FLAGS:
             if number in self.insides[change.position][flags]:
                 original[flags][number] = True
 
-    def return_buffer(self, change: Change, original: dict[str, Any], device: Device) -> None:
+    def return_buffer(self, change: Edit, original: dict[str, Any], device: Device) -> None:
         """Makes a buffer in an original, or takes it away, as the step did in the copy."""
         table, name, value = original["_buffers"], change.name, change.after
         if isinstance(value, torch.Tensor):
@@ -278,7 +278,7 @@ class ReplicaModules:
         value = table.get(name)
         return self._agreed[index][0] if value is None else value
 
-    def written_buffers(self, originals: Originals) -> set[int]:
+    def written_buffers(self, originals: TrackedTensors) -> set[int]:
         """The buffers that the step wrote, or put another tensor in the place of."""
         agreed = enumerate(self._agreed)
         counted = {i for i, (own, count) in agreed if self.buffer(i) is not own or version(own) != count}
@@ -295,10 +295,10 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     return not equal(first, second.to(first.device))
 
 
-def _local(owner: torch.Tensor, data: torch.Tensor) -> LocalParameter:
+def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     if isinstance(owner, Variable):
-        return LocalVariable.of(owner, data, owner.requires_grad)
-    return LocalParameter.over(data, owner.requires_grad)
+        return ReplicaVariable.of(owner, data, owner.requires_grad)
+    return ReplicaParameter.over(data, owner.requires_grad)
 
 
 def _slot_of(

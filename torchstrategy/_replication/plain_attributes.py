@@ -20,12 +20,12 @@ from torchstrategy._binding.attribute_contents import (
     places_and_leaves,
     write,
 )
-from torchstrategy._binding.tensor_versions import Original, Originals, write_value
+from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._core.torch_internals import versions
-from torchstrategy._replication.module_replica import ReplicaModules
+from torchstrategy._replication.module_replica import ModuleReplica
 
-Named = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
+NamedAttributes = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
 """Lists attributes: for each the path, the value, and what each replica has in its place."""
 
 
@@ -39,13 +39,13 @@ class Attributes:
         named: Lists the attributes of the originals.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaModules], known: Set[int], named: Named) -> None:
+    def __init__(self, replicas: Sequence[ModuleReplica], known: Set[int], named: NamedAttributes) -> None:
         self._replicas = replicas
         self._known_tensors = known
         self._unbrought: set[int] = set()  # the ids of tensors of which the replicas do not agree with the original
         self.collect(named)
 
-    def collect(self, named: Named) -> None:
+    def collect(self, named: NamedAttributes) -> None:
         """Looks for all that they hold now, in which the copies agree with the originals."""
         places: dict[int, Place] = {}
         leaves: dict[int, Leaf] = {}
@@ -54,11 +54,11 @@ class Attributes:
             places.update((id(place.original), place) for place in found)
             leaves.update((id(leaf.original), leaf) for leaf in tensors if id(leaf.original) not in self._known_tensors)
         self._places, self._leaves = list(places.values()), list(leaves.values())
-        self._tensors = Originals([Original(leaf.path, leaf.original) for leaf in self._leaves])
+        self._tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
         self._tensors.watch(range(len(self._leaves)))
         self._agree()
 
-    def bring(self, named: Named) -> bool:
+    def bring(self, named: NamedAttributes) -> bool:
         """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
         written = unbrought.union(self._tensors.take_changes()[0])
@@ -81,7 +81,7 @@ class Attributes:
             self._agree()
         return True
 
-    def give_back(self, lead: int, named: Named) -> None:
+    def give_back(self, lead: int, named: NamedAttributes) -> None:
         """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
         if self._leaves:

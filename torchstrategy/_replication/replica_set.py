@@ -12,17 +12,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.proxies import own
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.types import Device
-from torchstrategy._replication.replicated_modules import Mirrors
+from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._training.all_reduced_gradients import AllReduce
-from torchstrategy._training.gradient_reducer import Gradients
+from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies, parameters_of
 from torchstrategy._variables.variable import Variable, is_variable
 
 
-class Layout(NamedTuple):
+class Placement(NamedTuple):
     """Where copies are, and how they are kept in step."""
 
     devices: Sequence[Device]  # of each replica
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 @final
-class Copies:
+class ReplicaSet:
     """What the replicas of one run at a time have of the user's modules and optimizers.
 
     Args:
@@ -50,7 +50,7 @@ class Copies:
         roots: Sequence[nn.Module],
         variables: Sequence[Variable],
         optimizers: Sequence[Optimizer],
-        layout: Layout,
+        layout: Placement,
         generation: int,
     ) -> None:
         self.generation = generation
@@ -58,29 +58,29 @@ class Copies:
         self._layout = layout
         self._num_replicas = len(layout.devices)
         with undisturbed():
-            self.mirrors = Mirrors(
+            self.replicated = ReplicatedModules(
                 roots, layout.devices, layout.parameter_device, layout.may_alias, layout.averages_buffers, variables
             )
-        self._index_of = {id(owner): index for index, owner in enumerate(self.mirrors.owners)}
+        self._index_of = {id(owner): index for index, owner in enumerate(self.replicated.owners)}
         self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
         """Brings what the user wrote on the originals to the copies. False if they have to be made anew."""
         with undisturbed():
-            if not self.mirrors.refresh():
+            if not self.replicated.refresh():
                 return False
-        if _signature(optimizers) != self._optimizer_signature or self.mirrors.sharing() != self._sharing:
+        if _signature(optimizers) != self._optimizer_signature or self.replicated.sharing() != self._sharing:
             self._take_optimizers(optimizers)
         return True
 
     def originals(self) -> list[object]:
         """What stand-ins are needed for."""
-        return [*self.mirrors.originals(), *self.optimizers(), *self.plain_owners()]
+        return [*self.replicated.originals(), *self.optimizers(), *self.plain_owners()]
 
     def plain_owners(self) -> list[nn.Parameter]:
         """The user's parameters."""
-        return [o for o in self.mirrors.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
+        return [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
 
     def optimizers(self) -> list[Optimizer]:
         """The user's optimizers."""
@@ -90,18 +90,18 @@ class Copies:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._optimizer_signature = _signature(optimizers)
         loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
-        self.gradients = Gradients(
-            [*self.mirrors.owners, *(p for _, p in loose.values())],
-            [*self.mirrors.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
-            [self.mirrors.parameters(r) for r in range(self._num_replicas)],
-            len({place(device) for device in self._layout.devices}) == 1,
+        self.gradients = GradientReducer(
+            [*self.replicated.owners, *(p for _, p in loose.values())],
+            [*self.replicated.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
+            [self.replicated.parameters(r) for r in range(self._num_replicas)],
+            len({memory_device(device) for device in self._layout.devices}) == 1,
             self._layout.all_reduce,
         )
         indices = {key: index for index, key in enumerate([*self._index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
-        self._sharing = self.mirrors.sharing()
-        local = {r: self.mirrors.own_parameters(r) for r in range(self._num_replicas)}
+        self._sharing = self.replicated.sharing()
+        local = {r: self.replicated.own_parameters(r) for r in range(self._num_replicas)}
         self._local = {r: parameters for r, parameters in local.items() if parameters}
         if self._layout.is_mirrored and self._local and all(self._sharing[0]):
             self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
@@ -120,7 +120,7 @@ class Copies:
             with undisturbed():
                 if _signature([optimizer])[0] not in self._optimizer_signature:
                     copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
-                self.mirrors.refresh_parameters()
+                self.replicated.refresh_parameters()
                 copies.begin(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -129,12 +129,12 @@ class Copies:
         if copies is not None:
             owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._index_of]
             copies.step(optimizer, owners, self.gradients.arrived)
-            self.mirrors.note_updated(owners)
+            self.replicated.note_updated(owners)
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
         copies = self._optimizer_copies.get(id(optimizer))
         # Parameters may have moved in this run: then values are sent until the next.
-        is_usable = copies is not None and can_have_copies(optimizer) and self.mirrors.sharing() == self._sharing
+        is_usable = copies is not None and can_have_copies(optimizer) and self.replicated.sharing() == self._sharing
         return copies if is_usable else None
 
 

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from torchstrategy._core.torch_internals import make_parameter
-from torchstrategy._training.replica_gradients import LocalParameter
+from torchstrategy._training.replica_gradients import ReplicaParameter
 from torchstrategy._variables.variable import Variable
 
 _OF_VARIABLES = frozenset(
@@ -18,16 +18,16 @@ _OF_VARIABLES = frozenset(
 
 
 @final
-class LocalVariable(LocalParameter):
+class ReplicaVariable(ReplicaParameter):
     """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
 
     variable: weakref.ref[Variable]
 
     @staticmethod
-    def of(variable: Variable, data: torch.Tensor, requires_grad: bool) -> LocalVariable:
+    def of(variable: Variable, data: torch.Tensor, requires_grad: bool) -> ReplicaVariable:
         """The copy of `variable` over the memory of `data`."""
-        local = make_parameter(LocalVariable, data, requires_grad)
-        assert isinstance(local, LocalVariable)
+        local = make_parameter(ReplicaVariable, data, requires_grad)
+        assert isinstance(local, ReplicaVariable)
         local.variable = weakref.ref(variable)
         return local
 

@@ -23,28 +23,28 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import PLAIN
-from torchstrategy._binding.module_structure import HOOK_TABLES, MISSING, Change, Structure, held_in, same
+from torchstrategy._binding.module_structure import HOOK_TABLES, MISSING, Edit, Snapshot, entries_of, same
 from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Written
-from torchstrategy._binding.tensor_versions import Original, Originals
+from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import write
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.lost_buffers import LostBuffers
 from torchstrategy._replication.metrics import Metrics
-from torchstrategy._replication.module_replica import ReplicaModules, differ, uncopyable
+from torchstrategy._replication.module_replica import ModuleReplica, differ, uncopyable
 from torchstrategy._replication.plain_attributes import Attributes
-from torchstrategy._training.replica_gradients import LocalParameter, written_in_replica
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
+from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable, is_variable
 
 
 @final
-class Mirrors:
+class ReplicatedModules:
     """The copies of some modules, and all below them, on some devices.
 
     Args:
@@ -68,7 +68,7 @@ class Mirrors:
         averages_buffers: bool,
         variables: Sequence[Variable] = (),
     ) -> None:
-        self._device = place(parameter_device)
+        self._device = memory_device(parameter_device)
         self._averages_buffers = averages_buffers
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
@@ -81,24 +81,24 @@ class Mirrors:
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
-        by_name = [Original(variable.name, variable) for variable in loose]
-        self._parameters = Originals(_originals(modules, paths, "_parameters"), by_name)
-        self._buffers = Originals(_originals(modules, paths, "_buffers"))
+        by_name = [TrackedTensor(variable.name, variable) for variable in loose]
+        self._parameters = TrackedTensors(_originals(modules, paths, "_parameters"), by_name)
+        self._buffers = TrackedTensors(_originals(modules, paths, "_buffers"))
         self.lost_buffers = LostBuffers(self._buffers)
         self._replicas = [
-            ReplicaModules(roots, modules, self._parameters, self._buffers, place(device), aliases)
+            ModuleReplica(roots, modules, self._parameters, self._buffers, memory_device(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
         local = [replica.insides for replica in self._replicas]
-        self._metrics = Metrics(self._insides, self._paths, local, [place(device) for device in devices])
+        self._metrics = Metrics(self._insides, self._paths, local, [memory_device(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
-        self._structure = Structure(self._insides)
+        self._structure = Snapshot(self._insides)
         self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
         self._computed = [computed_by_hooks(module) for module in modules]  # plain attributes, by each replica's hooks
         self._known = [dict(inside) for inside in self._insides]
-        self._known_values = held_in(self._insides)
+        self._known_values = entries_of(self._insides)
         self._unbrought: set[tuple[int, str]] = set()  # attributes that the first replica has given to the originals
         known = self._index_of.keys() | set(map(id, self._buffers.tensors))
         self._attributes = Attributes(self._replicas, known, self._named_attributes)
@@ -113,7 +113,7 @@ class Mirrors:
         """What the user calls each of the owners: `Net.layers.0.weight`."""
         return self._parameters.names
 
-    def parameters(self, replica: int) -> list[LocalParameter]:
+    def parameters(self, replica: int) -> list[ReplicaParameter]:
         """The parameters of one replica, in the order of `owners`."""
         return self._replicas[replica].parameters
 
@@ -131,7 +131,7 @@ class Mirrors:
             return False
         if not self._attributes.bring(self._named_attributes):
             return False
-        values = held_in(self._insides)  # the tables are among them
+        values = entries_of(self._insides)  # the tables are among them
         if self._unbrought or not same(self._known_values, values):
             if not self._bring_attributes():
                 return False
@@ -175,7 +175,7 @@ class Mirrors:
         """For each replica, which of its parameters share the memory of the originals."""
         return [list(replica.aliased) for replica in self._replicas]
 
-    def own_parameters(self, replica: int) -> dict[int, LocalParameter]:
+    def own_parameters(self, replica: int) -> dict[int, ReplicaParameter]:
         """The parameters of one replica that have memory of their own, by the id of the original."""
         local, aliased = self._replicas[replica].parameters, self._replicas[replica].aliased
         return {id(o): p for o, p, is_shared in zip(self.owners, local, aliased, strict=True) if not is_shared}
@@ -201,7 +201,7 @@ class Mirrors:
         if written:
             raise RuntimeError(written_in_replica(self.names[min(written)]))
 
-    def check_structure(self, present: Sequence[int]) -> list[list[Change]]:
+    def check_structure(self, present: Sequence[int]) -> list[list[Edit]]:
         """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
 
         Returns:
@@ -219,24 +219,24 @@ class Mirrors:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
         return changes
 
-    def return_to_originals(self, shares: Shares, changes: Sequence[Sequence[Change]]) -> None:
+    def return_to_originals(self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]]) -> None:
         """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
 
         The running statistics of normalisation layers are averaged by share, if they are to be; all else is that of
         the first replica.
         """
-        lead = self._replicas[shares.present[0]]
-        self._check_flags(shares)
-        values = self._buffer_values(shares)
-        states = self._metrics.put_together(shares)
+        lead = self._replicas[replica_weights.present[0]]
+        self._check_flags(replica_weights)
+        values = self._buffer_values(replica_weights)
+        states = self._metrics.put_together(replica_weights)
         # These may refuse; after them nothing does.
         for position, name in lead.return_attributes(self._insides, self._computed, self._metrics.states):
             Written(self._known[position], name, self._insides[position].get(name, MISSING)).apply()
             self._unbrought.add((position, name))
-        self._known_values = held_in(self._insides) if self._unbrought else self._known_values
-        self._attributes.give_back(shares.present[0], self._named_attributes)
+        self._known_values = entries_of(self._insides) if self._unbrought else self._known_values
+        self._attributes.give_back(replica_weights.present[0], self._named_attributes)
         if any(changes):
-            self._return_changes(shares, changes[0])
+            self._return_changes(replica_weights, changes[0])
         for state in states:
             state.write(self._insides[state.position])
         self._metrics.let_go()
@@ -247,10 +247,10 @@ class Mirrors:
         for index, value in values.items():
             self._buffers.take(index, value)
 
-    def _return_changes(self, shares: Shares, changes: Sequence[Change]) -> None:
+    def _return_changes(self, replica_weights: ReplicaWeights, changes: Sequence[Edit]) -> None:
         """Makes, or takes away, the hooks and buffers of the originals, as the first replica did with its own."""
         self._is_outdated = True
-        lead = self._replicas[shares.present[0]]
+        lead = self._replicas[replica_weights.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
         for change in changes:
@@ -260,24 +260,24 @@ class Mirrors:
             else:
                 lead.return_hook(change, original, back)
 
-    def _check_flags(self, shares: Shares) -> None:
-        flags = [self._replicas[r].noted_requires_grad() for r in shares.present]
-        for r, other in zip(shares.present[1:], flags[1:], strict=True):
+    def _check_flags(self, replica_weights: ReplicaWeights) -> None:
+        flags = [self._replicas[r].noted_requires_grad() for r in replica_weights.present]
+        for r, other in zip(replica_weights.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
                 raise RuntimeError(
-                    f"The replicas disagree whether {name} is trained: replica {shares.present[0]} and replica {r} "
-                    "left its requires_grad at different values. Set it in every replica alike, or outside of "
-                    "strategy.run."
+                    f"The replicas disagree whether {name} is trained: replica {replica_weights.present[0]} and "
+                    f"replica {r} left its requires_grad at different values. Set it in every replica alike, or outside "
+                    "of strategy.run."
                 )
 
-    def _buffer_values(self, shares: Shares) -> dict[int, torch.Tensor]:
+    def _buffer_values(self, replica_weights: ReplicaWeights) -> dict[int, torch.Tensor]:
         """What becomes of the buffers that a replica wrote.
 
         Raises:
             RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
         """
-        present = [self._replicas[r] for r in shares.present]
+        present = [self._replicas[r] for r in replica_weights.present]
         combined = {}
         written = [replica.written_buffers(self._buffers) for replica in present]
         for index in set().union(*written):
@@ -287,7 +287,7 @@ class Mirrors:
                 _check_fits(self._buffers.names[index], original, value)
             combined[index] = values[0]
             if self._buffers.are_running[index] and self._averages_buffers:
-                fractions = [shares.fractions[r] for r in shares.present]
+                fractions = [replica_weights.fractions[r] for r in replica_weights.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
             elif not self._buffers.are_running[index]:
@@ -315,7 +315,7 @@ class Mirrors:
         unbrought, self._unbrought = self._unbrought, set()
         positions = {position for position, _ in unbrought}
         for position, (known, now) in enumerate(zip(self._known, self._insides, strict=True)):
-            if position not in positions and same(held_in([known]), held_in([now])):
+            if position not in positions and same(entries_of([known]), entries_of([now])):
                 continue
             changed = [
                 name
@@ -338,8 +338,8 @@ class Mirrors:
         return True
 
 
-def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[Original]:
-    found: dict[int, Original] = {}
+def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[TrackedTensor]:
+    found: dict[int, TrackedTensor] = {}
     for module in modules:
         for name, tensor in module.__dict__[table].items():
             # A variable in the place of a buffer is a variable; and of some each replica has a value already.
@@ -347,7 +347,7 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
                 continue
             if tensor is not None:
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
-                found.setdefault(id(tensor), Original(f"{paths[id(module)]}.{name}", tensor, is_running))
+                found.setdefault(id(tensor), TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running))
     return list(found.values())
 
 

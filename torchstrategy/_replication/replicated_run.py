@@ -18,28 +18,28 @@ from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch
-from torchstrategy._replication.replica_set import Copies
-from torchstrategy._replication.storage import CrossReplica, Loan
+from torchstrategy._replication.replica_set import ReplicaSet
+from torchstrategy._replication.storage import CrossReplica, RunState
 from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
 from torchstrategy._training.graph_parameter import is_in_replica
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
-from torchstrategy._training.replica_gradients import LocalParameter, written_in_replica
-from torchstrategy._training.replica_optimizer import LocalOptimizer, Owners
-from torchstrategy._training.replica_weights import Shares
-from torchstrategy._training.schedulers import OnceAStep
+from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
+from torchstrategy._training.replica_optimizer import Owners, ReplicaOptimizer
+from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._training.schedulers import SharedStepper
 from torchstrategy._variables.variable import is_variable
 
 
 @final
-class ReplicatedLoan(Loan, Owners):
+class ReplicatedRun(RunState, Owners):
     """One run on one set of copies."""
 
     def __init__(
         self,
-        copies: Copies,
-        shares: Shares,
+        copies: ReplicaSet,
+        replica_weights: ReplicaWeights,
         outsiders: Sequence[tuple[torch.Tensor, str]],
-        counters: Sequence[Any],
+        steppers: Sequence[Any],
         trainers: Trainers,
         cross_replica: CrossReplica,
         as_they_are: Callable[[], AbstractContextManager[None]],
@@ -49,35 +49,35 @@ class ReplicatedLoan(Loan, Owners):
     ) -> None:
         self.watch = watch
         self._warned = warned
-        self._trained = trained(copies.mirrors.owners) if has_plain_rows else None
+        self._trained = trained(copies.replicated.owners) if has_plain_rows else None
         self._lent: list[Replica] = []
         self._copies = copies
         self._as_they_are = as_they_are
-        self._shares = shares
+        self._replica_weights = replica_weights
         # A variable that is not the strategy's may be assigned: by each replica for itself.
         written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
-        self._counters = counters
+        self._counters = steppers
         self._trainers = trainers
         self._cross_replica = cross_replica
         self._threads = {threading.get_ident()}  # those that speak for all replicas
         self._callers_device = torch.get_default_device()
         self._local: dict[int, Mapping[int, object]] = {}
-        self._optimizers: dict[int, list[LocalOptimizer]] = {}  # of each replica
+        self._optimizers: dict[int, list[ReplicaOptimizer]] = {}  # of each replica
         self._on_other_thread: str | None = None  # what is wrong with a step that an optimizer has taken there
         self._shown = ExitStack()  # in which the owners have their gradients
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        copies, leads = self._copies, replica.index == self._shares.present[0]
+        copies, leads = self._copies, replica.index == self._replica_weights.present[0]
         copies.gradients.enter(replica)
         self._lent.append(replica)
-        ledger = copies.gradients.ledgers[replica.index]
+        gradients = copies.gradients.of_replicas[replica.index]
         optimizers = {
-            id(optimizer): LocalOptimizer(
+            id(optimizer): ReplicaOptimizer(
                 optimizer,
                 replica,
-                ledger,
+                gradients,
                 copies.optimized[id(optimizer)],
                 self,
                 leads,
@@ -86,17 +86,17 @@ class ReplicatedLoan(Loan, Owners):
             for optimizer in copies.optimizers()
         }
         self._optimizers[replica.index] = list(optimizers.values())
-        counters = {id(counter): OnceAStep(counter, replica, self.together) for counter in self._counters}
+        steppers = {id(counter): SharedStepper(counter, replica, self.together) for counter in self._counters}
         self._local[replica.index] = local = {
-            **copies.mirrors.local_objects(replica.index),
+            **copies.replicated.local_objects(replica.index),
             **self._trainers.local_objects(replica.index),
             **optimizers,
-            **counters,
+            **steppers,
         }
         return local
 
     def ends(self, replica: Replica) -> None:
-        self._copies.gradients.hand_in(replica.index)
+        self._copies.gradients.accumulate(replica.index)
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -110,7 +110,7 @@ class ReplicatedLoan(Loan, Owners):
         with self._as_they_are(), self._copies.gradients.published():
             yield
         with undisturbed():
-            self._copies.mirrors.refresh_parameters()
+            self._copies.replicated.refresh_parameters()
         self._trainers.refresh()
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
@@ -143,7 +143,7 @@ class ReplicatedLoan(Loan, Owners):
     def loss(self, losses: Sequence[Any]) -> Any:
         if any(loss is None for loss in losses):
             return None
-        weights = [self._shares.weights[r] for r in self._shares.present]
+        weights = [self._replica_weights.weights[r] for r in self._replica_weights.present]
         return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
 
     def results_require_grad(self) -> None:
@@ -152,11 +152,11 @@ class ReplicatedLoan(Loan, Owners):
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects; what may fail comes first."""
         self._check_unwritten()
-        changes = self._copies.mirrors.check_structure(self._shares.present)
+        changes = self._copies.replicated.check_structure(self._replica_weights.present)
         with undisturbed():
-            self._copies.gradients.settle()
+            self._copies.gradients.reduce()
             written = self._trainers.put_together()
-            self._copies.mirrors.return_to_originals(self._shares, changes)
+            self._copies.replicated.return_to_originals(self._replica_weights, changes)
         for change in written:
             change.apply()
         if any(change.requires_grad() for change in written):
@@ -167,11 +167,11 @@ class ReplicatedLoan(Loan, Owners):
     def warn(self) -> None:
         if self.watch is not None:
             self.watch.warn()
-        mirrors = self._copies.mirrors
-        mirrors.lost_buffers.warn(self._warned)
+        replicated = self._copies.replicated
+        replicated.lost_buffers.warn(self._warned)
         if self._trained is None or _PLAIN_BATCH in self._warned or any(replica.was_asked for replica in self._lent):
             return
-        if self._trained != trained(mirrors.owners):
+        if self._trained != trained(replicated.owners):
             self._warned.add(_PLAIN_BATCH)
             warn_of_plain_batch(len(self._lent))
 
@@ -188,7 +188,7 @@ class ReplicatedLoan(Loan, Owners):
         if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
             return  # another run's, or what this run has on the thread of a replica
         known = self._copies.known | self._outsider_ids
-        if not any(isinstance(p, LocalParameter) or id(p) in known for p in parameters_of(optimizer)):
+        if not any(isinstance(p, ReplicaParameter) or id(p) in known for p in parameters_of(optimizer)):
             return  # it trains something of the step's own
         if is_on_other_thread:
             self._on_other_thread = _stepped_on_other_thread(optimizer)
@@ -206,21 +206,21 @@ class ReplicatedLoan(Loan, Owners):
         """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
         if optimizer is not None and not is_torchs(optimizer):
             self._copies.gradients.keep()
-            self._copies.mirrors.note_written(parameters_of(optimizer))
+            self._copies.replicated.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
         self._trainers.check_unwritten()
         if self._copies.gradients.is_alone:  # else another thread may train the same parameters
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
-            self._copies.mirrors.check_unwritten(self._shares.present)
+            self._copies.replicated.check_unwritten(self._replica_weights.present)
             for tensor, name, known in self._outsiders:
                 if version(tensor) != known:
                     raise RuntimeError(written_in_replica(name))
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        self._copies.mirrors.check_structure(self._shares.present)
+        self._copies.replicated.check_structure(self._replica_weights.present)
         self._return_settings()
         with self._published():
             yield
@@ -229,7 +229,7 @@ class ReplicatedLoan(Loan, Owners):
                 optimizer.forget_settings()
 
     def _return_settings(self) -> None:
-        for optimizer in self._optimizers.get(self._shares.present[0], []):
+        for optimizer in self._optimizers.get(self._replica_weights.present[0], []):
             optimizer.return_settings()
 
 

@@ -17,27 +17,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.creation_hooks import Counter
+from torchstrategy._binding.creation_hooks import Stepper
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.object_attributes import Trainers
 from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, tell_before
-from torchstrategy._binding.proxies import own, put_up, resting, take_down
-from torchstrategy._binding.step_references import Named, captured, held_by
+from torchstrategy._binding.proxies import install, own, suspended, uninstall
+from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.uncounted_writes import listen_to_data
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._replication.replica_set import Copies, Layout
-from torchstrategy._replication.replicated_run import ReplicatedLoan
+from torchstrategy._replication.replica_set import Placement, ReplicaSet
+from torchstrategy._replication.replicated_run import ReplicatedRun
 from torchstrategy._replication.shared_writes import SharedTensors
-from torchstrategy._replication.storage import CrossReplica, Loan, Step, Storage
+from torchstrategy._replication.storage import CrossReplica, RunState, Step, Storage
 from torchstrategy._replication.undistributed_batches import has_plain_rows
 from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.graph_parameter import is_in_replica
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import make_ready, refuse_bound_methods
 from torchstrategy._variables.kinds import SharedVariable
 from torchstrategy._variables.variable import Variable
@@ -70,13 +70,13 @@ class ReplicatedStorage(Storage):
         super().__init__(devices, parameter_device)
         self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
         aliases = tuple(may_alias or (is_mirrored and r == 0) for r in range(len(self.devices)))
-        self._layout = Layout(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
+        self._layout = Placement(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._counters: dict[int, weakref.ref[Counter]] = {}  # schedulers and scalers
+        self._counters: dict[int, weakref.ref[Stepper]] = {}  # schedulers and scalers
         self._variables: dict[int, weakref.ref[Variable]] = {}
-        self._idle: list[Copies] = []
-        self._in_use: list[Copies] = []
+        self._idle: list[ReplicaSet] = []
+        self._in_use: list[ReplicaSet] = []
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # modules and variables of which there are no copies yet
@@ -92,49 +92,51 @@ class ReplicatedStorage(Storage):
         return self.devices if self._layout.is_mirrored else (self.parameter_device,)
 
     @contextmanager
-    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> Iterator[Loan]:
-        named = captured(*step)
+    def begin_run(self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica) -> Iterator[RunState]:
+        named = references_of(*step)
         self._take_around(named)
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
-        refuse_bound_methods([*named.counters, *ours])
+        refuse_bound_methods([*named.steppers, *ours])
         variables = _alive(self._variables)  # held for as long as the run has copies of them
         copies = self._borrow(variables)
         originals = copies.originals()
-        run, loan = object(), None
+        run, run_state = object(), None
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
         try:
-            seen = (thing for _, thing in named.counters)
-            counters = list({id(counter): counter for counter in (*_alive(self._counters), *seen)}.values())
+            seen = (thing for _, thing in named.steppers)
+            steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
             with undisturbed():
-                make_ready(counters, self.parameter_device)
-            trainers = Trainers(named.trainers if len(self.devices) > 1 else [], len(self.devices), shares.present)
-            originals += [*counters, *trainers.originals()]
+                make_ready(steppers, self.parameter_device)
+            trainers = Trainers(
+                named.trainers if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
+            )
+            originals += [*steppers, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters: of a subclass, they update one after the other.
-            as_they_are = functools.partial(resting, copies.plain_owners(), run)
-            several, watch = len(shares.present) > 1, None
+            as_they_are = functools.partial(suspended, copies.plain_owners(), run)
+            several, watch = len(replica_weights.present) > 1, None
             if several:
                 watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
-            parts = copies, shares, outsiders, counters, trainers, cross_replica, as_they_are, watch
-            loan = ReplicatedLoan(*parts, self._warned, several and has_plain_rows(step[1]))
-            tell_before(run, loan.before_any_step)
-            copies.mirrors.hand_out(shares.present)
-            copies.gradients.begin(shares, outsiders, loan.together)
-            put_up(originals, run)
-            yield loan
-            take_down(originals, run)
-            loan.end()
+            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, as_they_are, watch
+            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(step[1]))
+            tell_before(run, run_state.before_any_step)
+            copies.replicated.hand_out(replica_weights.present)
+            copies.gradients.begin(replica_weights, outsiders, run_state.together)
+            install(originals, run)
+            yield run_state
+            uninstall(originals, run)
+            run_state.end()
         except BaseException:
             copies.generation = -1  # a step that failed has written who knows what on them
-            take_down(originals, run)
-            if loan is not None:
-                loan.take_back()
+            uninstall(originals, run)
+            if run_state is not None:
+                run_state.take_back()
             copies.gradients.abort()
             raise
         finally:
             stop_telling(run)
-            if loan is not None:
-                loan.let_go()
+            if run_state is not None:
+                run_state.let_go()
             self._return(copies)
             variables.clear()
 
@@ -164,10 +166,10 @@ class ReplicatedStorage(Storage):
         if not is_in_replica():
             self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
 
-    def take_counter(self, counter: Counter) -> None:
+    def take_stepper(self, stepper: Stepper) -> None:
         if not is_in_replica():
             # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
-            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), counter)}
+            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), stepper)}
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
@@ -180,7 +182,7 @@ class ReplicatedStorage(Storage):
                     self._generation += 1
                     self._idle.clear()
 
-    def _borrow(self, variables: Sequence[Variable]) -> Copies:
+    def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
         with self._lock:
             optimizers = _alive(self._optimizers)
             if self._new:
@@ -200,14 +202,14 @@ class ReplicatedStorage(Storage):
             self._in_use.append(copies)
             return copies
 
-    def _standing_still(self) -> list[Copies]:
+    def _standing_still(self) -> list[ReplicaSet]:
         """The copies that this thread may write: those of the run in which it is at a meeting, or of the last run."""
         with self._lock:
             if not self._in_use:
                 return self._idle[-1:]
             return [self._in_use[-1]] if self._in_use[-1].thread == threading.get_ident() else []
 
-    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> Copies:
+    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
         generation = self._generation
         parts = parts_of(_alive(self._modules))
         for part in parts:
@@ -215,11 +217,11 @@ class ReplicatedStorage(Storage):
         self._is_copying = True
         try:
             with traced("copy modules"):
-                return Copies(_roots(parts), variables, optimizers, self._layout, generation)
+                return ReplicaSet(_roots(parts), variables, optimizers, self._layout, generation)
         finally:
             self._is_copying = False
 
-    def _return(self, copies: Copies) -> None:
+    def _return(self, copies: ReplicaSet) -> None:
         with self._lock:
             if copies in self._in_use:
                 self._in_use.remove(copies)
@@ -227,7 +229,7 @@ class ReplicatedStorage(Storage):
             if copies.generation == self._generation:
                 self._idle.append(copies)
 
-    def _take_around(self, named: Named) -> None:
+    def _take_around(self, named: StepReferences) -> None:
         """What is around modules or optimizers of the scope, and has no parameters of its own, is as if made there."""
         for optimizer in named.optimizers:
             is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
@@ -243,7 +245,7 @@ class ReplicatedStorage(Storage):
                     for part in new:
                         self.take_part(part)
 
-    def _outsiders(self, named: Named, copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
+    def _outsiders(self, named: StepReferences, copies: ReplicaSet) -> Iterator[tuple[torch.Tensor, str]]:
         """The parameters and trainable tensors that the step names and no replica has of its own."""
         for name, tensor in named.tensors:
             if id(tensor) not in copies.known:
@@ -266,7 +268,7 @@ class ReplicatedStorage(Storage):
         # Only torch's own are known to write in ways that torch counts, and of those the fused ones do not.
         if not is_torchs(optimizer) or any(group.get("fused") for group in own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
-                copies.mirrors.note_written(parameters_of(optimizer))
+                copies.replicated.note_written(parameters_of(optimizer))
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

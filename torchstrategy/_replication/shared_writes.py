@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.module_traversal import held_plainly
-from torchstrategy._binding.step_references import Named
+from torchstrategy._binding.step_references import StepReferences
 from torchstrategy._core.torch_internals import unseen_by_function_modes, versions
 from torchstrategy._core.warnings import SharedWriteWarning, warn
 from torchstrategy._execution.replica import Watch
@@ -45,7 +45,9 @@ class SharedTensors:
         self._unclear: set[str] = set()  # names of tensors of which it is not known who wrote on them
         self._warned: set[tuple[int, str]] = set()  # by id and name, since no tensor is kept
 
-    def watch(self, named: Named, is_own: Callable[[nn.Module], bool], known: Collection[int]) -> SharedWrites | None:
+    def watch(
+        self, named: StepReferences, is_own: Callable[[nn.Module], bool], known: Collection[int]
+    ) -> SharedWrites | None:
         """Looks at tensors for the length of a run; None: there is nothing to look at. See `shared_tensors`."""
         roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         for root in roots:
@@ -130,7 +132,7 @@ class SharedWrites(Watch):
 
 
 def shared_tensors(
-    named: Named,
+    named: StepReferences,
     is_own: Callable[[nn.Module], bool],
     known: Collection[int],
     is_due: Callable[[str], bool] = lambda name: True,

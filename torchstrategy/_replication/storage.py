@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrategy._binding.creation_hooks import Counter, watched
+from torchstrategy._binding.creation_hooks import Stepper, watched
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import Replica, Watch
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable, is_variable
 
 CrossReplica = Callable[[], AbstractContextManager[None]]
@@ -32,7 +32,7 @@ Step = tuple[Callable[..., Any], Sequence[Any]]
 """What is run, and the leaves of its arguments."""
 
 
-class Loan(ABC):
+class RunState(ABC):
     """The parameters as one run has them: from when it begins until it ends or fails."""
 
     watch: Watch | None = None
@@ -77,7 +77,7 @@ class Storage(ABC):
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in what this thread creates."""
-        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_counter)
+        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_stepper)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all below it.
@@ -145,11 +145,13 @@ class Storage(ABC):
         self.claim(variable)
 
     @abstractmethod
-    def take_counter(self, counter: Counter) -> None:
+    def take_stepper(self, stepper: Stepper) -> None:
         """Takes in a learning-rate scheduler or a `GradScaler`."""
 
     @abstractmethod
-    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
+    def begin_run(
+        self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica
+    ) -> AbstractContextManager[RunState]:
         """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed.
 
         Args:
@@ -213,15 +215,17 @@ class InPlaceStorage(Storage):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         pass  # the replica uses it as it is
 
-    def take_counter(self, counter: Counter) -> None:
+    def take_stepper(self, stepper: Stepper) -> None:
         pass  # the one replica counts each step once
 
-    def lend(self, shares: Shares, step: Step, cross_replica: CrossReplica) -> AbstractContextManager[Loan]:
+    def begin_run(
+        self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica
+    ) -> AbstractContextManager[RunState]:
         return _IN_PLACE
 
 
 @final
-class _InPlaceLoan(Loan):
+class _InPlaceRun(RunState):
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         return {}
 
@@ -235,4 +239,4 @@ class _InPlaceLoan(Loan):
         pass  # their graph ends in the user's own parameters
 
 
-_IN_PLACE: AbstractContextManager[Loan] = nullcontext(_InPlaceLoan())
+_IN_PLACE: AbstractContextManager[RunState] = nullcontext(_InPlaceRun())

@@ -16,7 +16,7 @@ import torch
 
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.structured_types import is_record, parts_of
-from torchstrategy._core.torch_internals import slots, version, versions
+from torchstrategy._core.torch_internals import raw_grads, version, versions
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.warnings import UndistributedBatchWarning, warn
 from torchstrategy._variables.variable import is_variable
@@ -36,7 +36,7 @@ def _within(leaves: Sequence[Any]) -> Iterator[Any]:
 
 def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
     """What is another list after gradients came to some parameters, or an update."""
-    gradients = slots(parameters)
+    gradients = raw_grads(parameters)
     return [*versions(parameters), *((id(g), None if g is None else version(g)) for g in gradients)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy._core.devices import canonical, place
+from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import DeviceLike
 from torchstrategy._execution.replicas import Replicas
@@ -66,8 +66,8 @@ class CentralStorageStrategy(Strategy):
         devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
-        owner = canonical(parameter_device)
-        is_in_place = len(devices) == 1 and place(devices[0]) == place(owner)
+        owner = canonical_device(parameter_device)
+        is_in_place = len(devices) == 1 and memory_device(devices[0]) == memory_device(owner)
         averages_buffers = averages(buffer_aggregation)
         storage: Storage = (
             InPlaceStorage(devices, owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torchstrategy._core.devices import canonical, local_accelerators
+from torchstrategy._core.devices import canonical_device, local_accelerators
 from torchstrategy._core.types import Device, DeviceLike
 
 
@@ -16,12 +16,12 @@ def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list
         TypeError: If a device, or the list of them, is of the wrong kind.
     """
     if devices is None:
-        return local_accelerators() or [canonical("cpu:0")]
+        return local_accelerators() or [canonical_device("cpu:0")]
     if isinstance(devices, str):
         raise ValueError(f"{name} is a list of devices, one for each replica: write [{devices!r}].")
     if not isinstance(devices, Iterable) or isinstance(devices, (bytes, dict, set, frozenset)):
         raise TypeError(f"{name} is a list of devices, one for each replica; got {devices!r}.")
-    found = [canonical(device) for device in devices]
+    found = [canonical_device(device) for device in devices]
     if not found:
         raise ValueError(f"{name}=[] names no device to run on. Leave it out for all devices of this machine.")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from torchstrategy._core.devices import canonical
+from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.types import DeviceLike
 from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.one_machine import SingleExtended
@@ -39,5 +39,5 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: DeviceLike) -> None:
-        one = canonical(device)
+        one = canonical_device(device)
         super().__init__(SingleExtended(one, InPlaceStorage([one], one)))

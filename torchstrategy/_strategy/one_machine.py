@@ -17,7 +17,7 @@ from torchstrategy._communication.options import CommunicationOptions, check_usa
 from torchstrategy._communication.reductions import combined, combined_along, combined_in_packs, gathered
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import Frame, frames_of_this_thread
-from torchstrategy._core.devices import canonical, in_use, needs_device_context, place
+from torchstrategy._core.devices import canonical_device, in_use, memory_device, needs_device_context
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -41,10 +41,10 @@ from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._replication.storage import InPlaceStorage, Loan, Storage, is_nobodys
+from torchstrategy._replication.storage import InPlaceStorage, RunState, Storage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
 
@@ -129,7 +129,7 @@ class SingleExtended(_OnOneMachine):
 
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if options.examples is not None:
-            Shares.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
+            ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
         return _run_alone(self._container_strategy(), self._device, fn, args, kwargs)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
@@ -173,7 +173,7 @@ class SingleExtended(_OnOneMachine):
         if self._storage is None:
             return module
         self._storage.take_module(module)
-        return module.to(place(self._storage.parameter_device))
+        return module.to(memory_device(self._storage.parameter_device))
 
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
         if self._storage is not None:
@@ -183,7 +183,7 @@ class SingleExtended(_OnOneMachine):
         return nullcontext() if self._storage is None else _creating_in(self._storage)
 
     def _device_of(self, replica: int) -> Device:
-        return canonical(None) if self._device is None else self._device
+        return canonical_device(None) if self._device is None else self._device
 
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
         return SingleExtended(self._device, None if self._storage is None else self._storage.like())
@@ -248,36 +248,38 @@ class ReplicatedExtended(_OnOneMachine):
         count = self._num_replicas_in_sync
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
-        shares = Shares.of(leaves, count, options, self._gradient_reduction)
-        with self._storage.lend(shares, (fn, leaves), lambda: Frame(strategy)) as loan:
+        replica_weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
+        with self._storage.begin_run(replica_weights, (fn, leaves), lambda: Frame(strategy)) as run_state:
 
             def call(replica: Replica) -> Tree:
                 local_args, local_kwargs = select((args, kwargs), replica.index)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
-                    self._in_replica(strategy, replica, shares, loan),
+                    self._in_replica(strategy, replica, replica_weights, run_state),
                 ):
                     result = fn(*local_args, **local_kwargs)
-                    loan.ends(replica)
+                    run_state.ends(replica)
                     return result
 
-            results = self._replicas.run(call, shares.present, loan.watch)
+            results = self._replicas.run(call, replica_weights.present, run_state.watch)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
-                loan.results_require_grad()
+                run_state.results_require_grad()
             result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
-        loan.warn()
+        run_state.warn()
         return result
 
     def _in_replica(
-        self, strategy: StrategyLike, replica: Replica, shares: Shares, loan: Loan
+        self, strategy: StrategyLike, replica: Replica, replica_weights: ReplicaWeights, run_state: RunState
     ) -> AbstractContextManager[object]:
         """Makes this thread, for the length of a block, that of the replica."""
-        collective = Collective(replica, shares.present, shares.weights, self._replicas.devices)
-        group = ReplicaGroup(replica, collective, shares.present, self._num_replicas_in_sync, loan.published)
+        collective = Collective(replica, replica_weights.present, replica_weights.weights, self._replicas.devices)
+        group = ReplicaGroup(
+            replica, collective, replica_weights.present, self._num_replicas_in_sync, run_state.published
+        )
         context = running_context(strategy, group)
         stack = ExitStack()
         stack.enter_context(in_use(replica.device))
-        stack.enter_context(Frame(strategy, context, loan.local_objects(replica)))
+        stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
         stack.callback(context._ends)
         return stack
 
@@ -331,7 +333,7 @@ class ReplicatedExtended(_OnOneMachine):
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)
-        return module.to(place(self._storage.parameter_device))
+        return module.to(memory_device(self._storage.parameter_device))
 
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
         self._storage.take_optimizer(optimizer)
@@ -405,7 +407,9 @@ def _sent(value: Tree, destinations: Any) -> Tree:
     """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
     if isinstance(destinations, DistributedValues):
         return _mirrored(value, destinations)
-    device = destinations.device if isinstance(destinations, torch.Tensor) else place(canonical(destinations))
+    device = (
+        destinations.device if isinstance(destinations, torch.Tensor) else memory_device(canonical_device(destinations))
+    )
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 

@@ -125,7 +125,7 @@ class ReplicaContext:
             check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
             return [select(result, r) for r in group.present]
 
-        return group.replica.meet("merge_call", combine, (tuple(args), dict(kwargs)))
+        return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs)))
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
         """Meets the other replicas and returns the sum or mean of their values, of any nesting, each as its own tensor.
@@ -160,7 +160,7 @@ class ReplicaContext:
         names, leaves, put_back = by_name(value)
         if not leaves:
             return value
-        collective = group.collective.in_packs(said.bytes_per_pack)
+        collective = group.collective.in_buckets(said.bytes_per_pack)
         sums = collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / group.collective.size for total in sums]
@@ -194,7 +194,7 @@ class ReplicaContext:
         said = as_options("all_gather", options)
         check_usable("all_gather", said)
         names, leaves, put_back = by_name(value)
-        collective = group.collective.in_packs(said.bytes_per_pack)
+        collective = group.collective.in_buckets(said.bytes_per_pack)
         return put_back(collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchstrategy._communication.options import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._communication.reductions import size_along, summed_along
 from torchstrategy._core.context import require_cross_replica
-from torchstrategy._core.devices import canonical, in_use
+from torchstrategy._core.devices import canonical_device, in_use
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.protocols import StrategyLike
@@ -251,7 +251,7 @@ class StrategyExtended(VariablesOfExtended):
         places = colocate_with if isinstance(colocate_with, (list, tuple)) else [colocate_with]
         if not places:
             raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
-        devices = [canonical(one.device if isinstance(one, torch.Tensor) else one) for one in places]
+        devices = [canonical_device(one.device if isinstance(one, torch.Tensor) else one) for one in places]
         results: list[Tree] = []
         with strategy.scope():
             for i, device in enumerate(devices):

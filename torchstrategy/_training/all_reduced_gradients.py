@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from torchstrategy._core.torch_internals import version
-from torchstrategy._training.replica_gradients import ReplicaLedger
+from torchstrategy._training.replica_gradients import ReplicaGradients
 
 AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
@@ -33,16 +33,16 @@ class AllReducedGradients:
         self,
         weighing: Sequence[int],
         weights: Sequence[float],
-        ledgers: Sequence[ReplicaLedger],
+        of_replicas: Sequence[ReplicaGradients],
         owners: Sequence[torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """The gradients of some replicas, weighed and added up, by parameter, where the owners are."""
-        local = [ledgers[r].take_local()[0] for r in weighing]
+        local = [of_replicas[r].take_local()[0] for r in weighing]
         indices = sorted(set().union(*local))
         sums = self._all_reduce(
             [[gradients.get(index) for index in indices] for gradients in local],
             weights,
-            [[ledger.parameters[index] for index in indices] for ledger in ledgers],
+            [[of_replica.parameters[index] for index in indices] for of_replica in of_replicas],
         )
         self.forget()
         total: dict[int, torch.Tensor] = {}

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._core.context import current_frame, is_default
-from torchstrategy._core.torch_internals import set_slot, slot, swap_tensors
-from torchstrategy._training.replica_gradients import LocalParameter
+from torchstrategy._core.torch_internals import raw_grad, set_raw_grad, swap_tensors
+from torchstrategy._training.replica_gradients import ReplicaParameter
 
 
 @contextmanager
-def linked(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """A block in which parameters of a replica have a history, so that gradients flow on to their owners.
 
     They are the same objects as before, wherever the step has them: in several modules, in a dict, in a closure.
@@ -30,7 +30,7 @@ def linked(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]
     links: list[_Linked] = []
     try:
         for local, owner in pairs:
-            if isinstance(local, LocalParameter) and local.requires_grad:
+            if isinstance(local, ReplicaParameter) and local.requires_grad:
                 leaf: list[torch.Tensor] = [local]
                 links.append(_Linked(local, _link(owner, leaf), leaf))
                 links[-1].begin()
@@ -50,7 +50,7 @@ def is_in_replica() -> bool:
 class _Linked(NamedTuple):
     """A parameter, and the tensor with which it exchanges what they are for the length of a block."""
 
-    local: LocalParameter
+    local: ReplicaParameter
     other: torch.Tensor
     leaf: list[torch.Tensor]  # where the link finds what collects the gradients of a backward in the block
 
@@ -67,9 +67,9 @@ class _Linked(NamedTuple):
 
     def _collects(self, leaf: torch.Tensor) -> None:
         """Says where the replica's own gradient lies."""
-        ledger: Any = self.local.run.ledger
-        if ledger is not None:
-            ledger.parameters[self.local.position] = leaf
+        gradients: Any = self.local.run.gradients
+        if gradients is not None:
+            gradients.parameters[self.local.position] = leaf
 
 
 class _Link(torch.autograd.Function):
@@ -85,8 +85,8 @@ class _Link(torch.autograd.Function):
         if not ctx.leaf:
             return gradient.to(ctx.device), None
         (leaf,) = ctx.leaf  # a forward that runs a backward: its gradients are collected as those of a step
-        before = slot(leaf)
-        set_slot(leaf, gradient if before is None else before + gradient)
+        before = raw_grad(leaf)
+        set_raw_grad(leaf, gradient if before is None else before + gradient)
         return None, None
 
 

@@ -12,28 +12,30 @@ from collections.abc import Sequence
 import torch
 
 from torchstrategy._core.torch_internals import has_gradient_hooks, on_computed, on_gradient
-from torchstrategy._training.replica_gradients import CurrentRun, LocalParameter, ReplicaLedger
+from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter
 
 
-def count_additions(ledgers: Sequence[ReplicaLedger], index: int) -> None:
+def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None:
     """From here on, counts how often backward adds to the gradient of one parameter, in each replica."""
-    for ledger in ledgers:
-        parameter = ledger.parameters[index] if index < len(ledger.parameters) else None
+    for of_replica in of_replicas:
+        parameter = of_replica.parameters[index] if index < len(of_replica.parameters) else None
         if parameter is not None and parameter.requires_grad and not parameter.counts:
             parameter.counts = True
             on_computed(parameter, functools.partial(_computed, parameter.run, index))
             on_gradient(parameter, _counted)
 
 
-def seen_by_hooks(ledgers: Sequence[ReplicaLedger], owners: Sequence[torch.Tensor], names: Sequence[str]) -> set[int]:
+def seen_by_hooks(
+    of_replicas: Sequence[ReplicaGradients], owners: Sequence[torch.Tensor], names: Sequence[str]
+) -> set[int]:
     """The owners whose hooks see what backward has added. What a step puts there itself, no hook sees.
 
     Raises:
         RuntimeError: If a hook would see something else than in plain PyTorch; the parameter is named.
     """
     seen: set[int] = set()
-    for ledger in ledgers:
-        for index, times in ledger.added.items():
+    for of_replica in of_replicas:
+        for index, times in of_replica.added.items():
             owner = owners[index]
             if times > 1 and has_gradient_hooks(owner):
                 raise RuntimeError(
@@ -43,25 +45,25 @@ def seen_by_hooks(ledgers: Sequence[ReplicaLedger], owners: Sequence[torch.Tenso
                 )
             if has_gradient_hooks(owner):
                 seen.add(index)
-        for index, times in ledger.computed.items():
-            if times > ledger.added.get(index, 0) and owners[index]._backward_hooks:
+        for index, times in of_replica.computed.items():
+            if times > of_replica.added.get(index, 0) and owners[index]._backward_hooks:
                 raise RuntimeError(
                     f"{names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
                     "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
                     "replica has that of its own rows. Remove the hook, or call backward() and use .grad."
                 )
-        ledger.added.clear()
-        ledger.computed.clear()
+        of_replica.added.clear()
+        of_replica.computed.clear()
     return seen
 
 
 def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
-    if run.ledger is not None:
-        run.ledger.computed[index] = run.ledger.computed.get(index, 0) + 1
+    if run.gradients is not None:
+        run.gradients.computed[index] = run.gradients.computed.get(index, 0) + 1
 
 
 def _counted(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, LocalParameter)
-    if parameter.run.ledger is not None:
-        added = parameter.run.ledger.added
+    assert isinstance(parameter, ReplicaParameter)
+    if parameter.run.gradients is not None:
+        added = parameter.run.gradients.added
         added[parameter.position] = added.get(parameter.position, 0) + 1

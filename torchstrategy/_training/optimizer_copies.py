@@ -22,12 +22,12 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._binding.proxies import own, plain_class
-from torchstrategy._binding.tensor_versions import Original, Originals
+from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import brought
 from torchstrategy._core.thread_state import undisturbed
-from torchstrategy._core.torch_internals import slot
+from torchstrategy._core.torch_internals import raw_grad
 from torchstrategy._core.trace import traced
-from torchstrategy._training.replica_gradients import LocalParameter
+from torchstrategy._training.replica_gradients import ReplicaParameter
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
@@ -61,7 +61,7 @@ class OptimizerCopies:
         local: Of each replica that has parameters with memory of their own: those, by the id of the owner.
     """
 
-    def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, LocalParameter]]) -> None:
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]) -> None:
         self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         self._known: _State | None = None  # the state that the copies agree with
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class OptimizerCopies:
             owners: The parameters.
             arrived: What a replica has got of a gradient already, if it has.
         """
-        with_gradient = [owner for owner in owners if slot(owner) is not None]
+        with_gradient = [owner for owner in owners if raw_grad(owner) is not None]
         for replica, copied in self._copies.items():
             trained = [owner for owner in with_gradient if copied.has(owner)]
             with traced("update [{}] [replica {}]", optimizer, replica):
@@ -112,7 +112,7 @@ class _State:
     def __init__(self, optimizer: Optimizer) -> None:
         self._values = _values(optimizer)
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._tensors = Originals([Original("", tensor) for tensor in tensors])
+        self._tensors = TrackedTensors([TrackedTensor("", tensor) for tensor in tensors])
         self._tensors.watch(range(len(tensors)))
 
     def is_that_of(self, optimizer: Optimizer) -> bool:
@@ -129,7 +129,7 @@ class _State:
 class _Copy:
     """The copy for one replica. It has plain parameters: torch chooses other loops for subclasses, and other bits."""
 
-    def __init__(self, optimizer: Optimizer, local: Mapping[int, LocalParameter]) -> None:
+    def __init__(self, optimizer: Optimizer, local: Mapping[int, ReplicaParameter]) -> None:
         cls, inside = plain_class(type(optimizer)), vars(optimizer)
         self._local = local
         self._plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
@@ -185,7 +185,7 @@ def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Ten
 
 
 def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
-    gradient = slot(owner)
+    gradient = raw_grad(owner)
     assert gradient is not None
     return gradient
 

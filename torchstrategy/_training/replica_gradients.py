@@ -20,12 +20,12 @@ from torchstrategy._core.torch_internals import (
     is_compiling,
     make_parameter,
     num_nodes,
+    raw_grad,
+    raw_grads,
     requires_grad_of,
-    set_slot,
-    set_slots,
+    set_raw_grad,
+    set_raw_grads,
     sizes,
-    slot,
-    slots,
     version,
 )
 from torchstrategy._execution.replica import Replica
@@ -40,17 +40,17 @@ set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
 
 
 class GradientTotals(Protocol):
-    """The gradients of all replicas together, as one replica uses them: `Gradients`, of the file above."""
+    """The gradients of all replicas together, as one replica uses them: `GradientReducer`, of the file above."""
 
     owners: list[torch.Tensor]
     names: list[str]
-    so_far: list[torch.Tensor | None]
+    accumulated: list[torch.Tensor | None]
     hooked: set[int]
 
-    def hand_in(self, replica: int) -> None:
+    def accumulate(self, replica: int) -> None:
         """The replica has come to what settles gradients."""
 
-    def settle_in_step(self) -> None:
+    def reduce_in_step(self) -> None:
         """Settles at a meeting after which the step goes on."""
 
     def check_reads(self, reads: Sequence[Reads]) -> None:
@@ -66,10 +66,10 @@ class CurrentRun:
     """
 
     def __init__(self) -> None:
-        self.ledger: ReplicaLedger | None = None
+        self.gradients: ReplicaGradients | None = None
 
 
-class LocalParameter(torch.nn.Parameter):
+class ReplicaParameter(torch.nn.Parameter):
     """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole step.
 
     Autograd writes the replica's own gradient into the slot below `grad`, and operations on the parameter cost what
@@ -83,24 +83,24 @@ class LocalParameter(torch.nn.Parameter):
     counts = False  # whether its gradients are counted
 
     @staticmethod
-    def over(data: torch.Tensor, requires_grad: bool) -> LocalParameter:
+    def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
         """A local parameter over the memory of `data`."""
-        parameter = make_parameter(LocalParameter, data, requires_grad)
-        assert isinstance(parameter, LocalParameter)
+        parameter = make_parameter(ReplicaParameter, data, requires_grad)
+        assert isinstance(parameter, ReplicaParameter)
         return parameter
 
     @property
     def grad(self) -> torch.Tensor | None:
-        ledger = self.run.ledger
+        gradients = self.run.gradients
         # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
-        return slot(self) if ledger is None or is_compiling() else ledger.read(self.position)
+        return raw_grad(self) if gradients is None or is_compiling() else gradients.read(self.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self.run.ledger is None:
-            set_slot(self, value)
+        if self.run.gradients is None:
+            set_raw_grad(self, value)
         else:
-            self.run.ledger.write(self.position, value)
+            self.run.gradients.write(self.position, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -109,12 +109,12 @@ class LocalParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         # In a step: the same memory, but what is written there is counted, and so noticed.
-        return _plain_data(self) if self.run.ledger is None else self.detach()
+        return _plain_data(self) if self.run.gradients is None else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if self.run.ledger is not None:
-            raise RuntimeError(written_in_replica(self.run.ledger.name(self.position)))
+        if self.run.gradients is not None:
+            raise RuntimeError(written_in_replica(self.run.gradients.name(self.position)))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -125,7 +125,7 @@ class LocalParameter(torch.nn.Parameter):
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class View(NamedTuple):
+class VisibleGradient(NamedTuple):
     """What a step was shown of a gradient, or put in its place; None: it cleared it."""
 
     gradient: torch.Tensor | None
@@ -133,19 +133,19 @@ class View(NamedTuple):
     version: int | None = None  # of what it was shown
     are_zeros: bool = False  # it cleared it, and left zeros that count what is written on them
 
-    def is_as_shown(self, so_far: torch.Tensor | None) -> bool:
+    def is_as_shown(self, accumulated: torch.Tensor | None) -> bool:
         """Whether the step has done nothing to what it was shown.
 
         Torch does not count what is written through `.data`, or by NumPy. In host memory the numbers tell, of which no
         more are looked at than cost nothing.
         """
         shown = self.gradient
-        if shown is None or so_far is None or _version(shown) != self.version:
+        if shown is None or accumulated is None or _version(shown) != self.version:
             return False
-        if shown.device.type != "cpu" or so_far.device.type != "cpu" or not are_dense([shown, so_far]):
+        if shown.device.type != "cpu" or accumulated.device.type != "cpu" or not are_dense([shown, accumulated]):
             return True
         some = slice(None, None, max(1, shown.numel() // _SAMPLE))
-        return torch.equal(shown.detach().flatten()[some], so_far.detach().flatten()[some])
+        return torch.equal(shown.detach().flatten()[some], accumulated.detach().flatten()[some])
 
 
 class Reads(NamedTuple):
@@ -155,8 +155,8 @@ class Reads(NamedTuple):
     doubtful: set[int]  # since backward may have run before
 
 
-CLEARED = View(None)
-CLEARED_NOTHING = View(None, had_none=True)
+CLEARED = VisibleGradient(None)
+CLEARED_NOTHING = VisibleGradient(None, had_none=True)
 
 
 # The C library gives what is free at the end of a thread's heap back to the kernel, which makes it anew, page by page,
@@ -169,27 +169,27 @@ _SMALL = 1 << 25  # bytes of all gradients of a replica
 
 
 @final
-class ReplicaLedger:
-    """The gradients of one replica. Used on that replica's thread, and by `Gradients` while it stands still.
+class ReplicaGradients:
+    """The gradients of one replica. Used on that replica's thread, and by `GradientReducer` while it stands still.
 
     Args:
         gradients: What it shares with the other replicas.
         parameters: This replica's parameters, in the order of their owners.
     """
 
-    def __init__(self, gradients: GradientTotals, parameters: Sequence[LocalParameter]) -> None:
-        self._gradients = weakref.ref(gradients)  # which holds this
+    def __init__(self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]) -> None:
+        self._totals = weakref.ref(gradients)  # which holds this
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
-        self.views: dict[int, View] = {}
-        self.handed_in: set[int] = set()  # of which a gradient was handed in, to be settled next
+        self.visible: dict[int, VisibleGradient] = {}
+        self.accumulated_here: set[int] = set()  # of which a gradient was handed in, to be settled next
         self.put: set[int] = set()  # of which the step put a gradient there itself
         self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
         # Since gradients were settled, of parameters whose owners have hooks: how often one was computed, and added.
         self.computed: dict[int, int] = {}
         self.added: dict[int, int] = {}
         self._held_back: torch.Tensor | None = None  # see `_FEW`
-        known = (parameter.run for parameter in parameters if parameter.run is not LocalParameter.run)
+        known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
         self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
             parameter.run, parameter.position = self._run, index
@@ -200,15 +200,15 @@ class ReplicaLedger:
         self._num_looks = _MANY  # for how many slots there is time
 
     @property
-    def gradients(self) -> GradientTotals:
-        gradients = self._gradients()
+    def totals(self) -> GradientTotals:
+        gradients = self._totals()
         assert gradients is not None
         return gradients
 
     def enter(self, replica: Replica) -> None:
         """The step begins: what it does with gradients is noted here."""
         self.replica = replica
-        self._run.ledger = self
+        self._run.gradients = self
 
     def read(self, index: int) -> torch.Tensor | None:
         """The gradient of one parameter, of the whole step: a meeting, unless it is settled as far as is known here.
@@ -216,9 +216,9 @@ class ReplicaLedger:
         It is not if this replica ran backward since, of whichever parameters: it may have added to this one in another
         replica. Nor if the step has cleared, replaced or changed what it was shown, which may be with its own rows.
         """
-        view = self.views.get(index)
-        if (view is not None and not view.is_as_shown(self.gradients.so_far[index])) or self._ran_backward(index):
-            self._settle(READING)
+        view = self.visible.get(index)
+        if (view is not None and not view.is_as_shown(self.totals.accumulated[index])) or self._ran_backward(index):
+            self._reduce(READING)
         else:
             self._reads.add(index)
         self._last_read = index
@@ -229,7 +229,7 @@ class ReplicaLedger:
 
         All are looked at as long as that costs little; when the graph has grown since the last look, since most
         backwards come after a forward; and when a parameter is read again, which begins a new pass over them.
-        `Gradients.check_reads` finds what that misses.
+        `GradientReducer.check_reads` finds what that misses.
         """
         if self._has_local(index):
             return True
@@ -238,82 +238,82 @@ class ReplicaLedger:
             self._num_looks -= len(self.parameters)
             self._num_nodes = nodes
             self._unlooked.clear()
-            return not {type(None)}.issuperset(map(type, slots(self.parameters)))
+            return not {type(None)}.issuperset(map(type, raw_grads(self.parameters)))
         self._unlooked.add(index)
         return False
 
-    def _settle(self, meeting: str) -> None:
+    def _reduce(self, point: str) -> None:
         assert self.replica is not None
-        gradients = self.gradients
+        gradients = self.totals
 
         def combine(brought: Sequence[Reads]) -> list[None]:
             gradients.check_reads(brought)
-            gradients.settle_in_step()
+            gradients.reduce_in_step()
             return [None] * len(brought)
 
-        self.hand_in()
+        self.accumulate()
         # Between what was read without a look, and a forward, there was no backward.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
-        self.replica.meet(meeting, combine, Reads(self._reads, unlooked))
+        self.replica.synchronize(point, combine, Reads(self._reads, unlooked))
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
         """What backward has made, hooks see before the step clears it: in plain PyTorch they saw it in backward."""
-        if not self.gradients.hooked.isdisjoint(indices) and self.local_indices():
-            self._settle(CLEARING)
+        if not self.totals.hooked.isdisjoint(indices) and self.local_indices():
+            self._reduce(CLEARING)
 
     def write(self, index: int, value: torch.Tensor | None) -> None:
         """What `parameter.grad = value` means for the gradient of the whole step."""
-        view = self.views.get(index)
+        view = self.visible.get(index)
         if value is not None and view is not None and view.gradient is value:
             return  # `p.grad += x` has already changed the view in place
-        is_hooked = index in self.gradients.hooked
+        is_hooked = index in self.totals.hooked
         if is_hooked:
             self._let_hooks_see([index])
-            view = self.views.get(index)
+            view = self.visible.get(index)
         was_shown = view is not None and view.gradient is not None
         if view is not None and view.are_zeros and view.gradient is not None:
             was_shown = _version(view.gradient) > 0
         if value is not None and was_shown:
             self.with_graph.discard(index)
-            self.views[index] = View(value)
-            set_slot(self.parameters[index], None)
+            self.visible[index] = VisibleGradient(value)
+            set_raw_grad(self.parameters[index], None)
         else:
-            self.views[index] = self._cleared(index)
-            set_slot(self.parameters[index], value)
+            self.visible[index] = self._cleared(index)
+            set_raw_grad(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
                 if is_hooked:  # no hook sees it, and it must not become one with what a backward adds
-                    self._settle(PUTTING)
+                    self._reduce(PUTTING)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
-        if set_to_none and not self.views and not self.local_indices():  # as at the beginning of most steps
-            so_far = self.gradients.so_far
-            self.views = {index: CLEARED_NOTHING if so_far[index] is None else CLEARED for index in indices}
+        if set_to_none and not self.visible and not self.local_indices():  # as at the beginning of most steps
+            accumulated = self.totals.accumulated
+            self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
             return
         shown = [index for index in indices if self._has_local(index) or self._shows(index)]
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
             zeros = {i: torch.zeros_like(self.own(i)) for i in shown}
-            cleared.update((index, View(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
-        self.views.update(cleared)
+            cleared.update((index, VisibleGradient(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
+        self.visible.update(cleared)
         for index in indices:
             if self._has_local(index):
-                set_slot(self.parameters[index], None)
+                set_raw_grad(self.parameters[index], None)
 
-    def hand_in(self) -> None:
+    def accumulate(self) -> None:
         """The replica has come to a meeting that settles gradients: what it has collected can be added up."""
         assert self.replica is not None
-        self.gradients.hand_in(self.replica.index)
+        self.totals.accumulate(self.replica.index)
 
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
         """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
         are_ours = not self.put
-        taken = {index: local for index, local in enumerate(slots(self.parameters)) if local is not None}
+        taken = {index: local for index, local in enumerate(raw_grads(self.parameters)) if local is not None}
         if taken:
-            set_slots(self.parameters, repeat(None))
+            set_raw_grads(self.parameters, repeat(None))
         if any(requires_grad_of(taken.values())):  # of a backward with create_graph=True
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
@@ -324,28 +324,28 @@ class ReplicaLedger:
 
     def own(self, index: int) -> torch.Tensor:
         """This replica's parameter; or the owner, if only an optimizer has it: that of a layer that is gone."""
-        return self.parameters[index] if index < len(self.parameters) else self.gradients.owners[index]
+        return self.parameters[index] if index < len(self.parameters) else self.totals.owners[index]
 
     def name(self, index: int) -> str:
         """What the user calls a parameter."""
-        return self.gradients.names[index]
+        return self.totals.names[index]
 
     def leave(self) -> None:
         """The run has ended."""
-        self._run.ledger = self.replica = None
-        self.settled()
+        self._run.gradients = self.replica = None
+        self.reduced()
         self._shown.clear()
         self.with_graph.clear()
         self.added.clear()
         self.computed.clear()
 
-    def settled(self) -> None:
+    def reduced(self) -> None:
         """Gradients were settled: from here on, the step is shown them as they are now."""
-        for index, view in self.views.items():
+        for index, view in self.visible.items():
             if view.gradient is not None and view.version is not None:
                 self._shown[index] = weakref.ref(view.gradient)
-        self.views.clear()
-        self.handed_in = set()
+        self.visible.clear()
+        self.accumulated_here = set()
         self.put.clear()
         self._reads, self._unlooked = set(), set()
         self._last_read = self._num_nodes = -1
@@ -355,47 +355,49 @@ class ReplicaLedger:
         """What the step was shown and has kept, it has as the gradient of now: in plain PyTorch it is one tensor."""
         shown, self._shown = self._shown, {}
         for index, reference in shown.items():
-            so_far, tensor = self.gradients.so_far[index], reference()
-            if so_far is not None and tensor is not None and _fits(tensor, so_far):
-                if tensor.data_ptr() == so_far.data_ptr():  # of the first replica, whose it was
-                    self.gradients.so_far[index] = so_far.clone()
+            accumulated, tensor = self.totals.accumulated[index], reference()
+            if accumulated is not None and tensor is not None and _fits(tensor, accumulated):
+                if tensor.data_ptr() == accumulated.data_ptr():  # of the first replica, whose it was
+                    self.totals.accumulated[index] = accumulated.clone()
                 with torch.no_grad():
-                    tensor.copy_(so_far)
-                self.views[index] = View(tensor, version=_version(tensor))
+                    tensor.copy_(accumulated)
+                self.visible[index] = VisibleGradient(tensor, version=_version(tensor))
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
-        return {index for index, local in enumerate(slots(self.parameters)) if local is not None} | self.handed_in
+        return {
+            index for index, local in enumerate(raw_grads(self.parameters)) if local is not None
+        } | self.accumulated_here
 
     def _has_local(self, index: int) -> bool:
-        return index < len(self.parameters) and slot(self.parameters[index]) is not None
+        return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
 
     def _shows(self, index: int) -> bool:
         """Whether the step would be shown a gradient of what was settled."""
-        view = self.views.get(index)
-        return (self.gradients.so_far[index] if view is None else view.gradient) is not None
+        view = self.visible.get(index)
+        return (self.totals.accumulated[index] if view is None else view.gradient) is not None
 
-    def _cleared(self, index: int) -> View:
+    def _cleared(self, index: int) -> VisibleGradient:
         """What clearing a gradient makes of the view of it."""
         self.with_graph.discard(index)
-        view = self.views.get(index)
+        view = self.visible.get(index)
         if self._has_local(index):
             return CLEARED
         if view is None:
-            return CLEARED_NOTHING if self.gradients.so_far[index] is None else CLEARED
+            return CLEARED_NOTHING if self.totals.accumulated[index] is None else CLEARED
         return view if view.gradient is None else CLEARED
 
     def _view(self, index: int) -> torch.Tensor | None:
-        view = self.views.get(index)
+        view = self.visible.get(index)
         if view is not None:
             return view.gradient
-        so_far = self.gradients.so_far[index]
-        if so_far is None:
+        accumulated = self.totals.accumulated[index]
+        if accumulated is None:
             return None
-        shown = so_far.to(self.parameters[index].device, copy=True)
+        shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             shown = _made_together(shown, self.name(index))
-        self.views[index] = View(shown, version=_version(shown))
+        self.visible[index] = VisibleGradient(shown, version=_version(shown))
         return shown
 
 
@@ -445,7 +447,7 @@ def written_in_replica(name: str) -> str:
 
 
 # A step that is compiled comes here where it reads, writes and clears gradients.
-hide_from_compiler(ReplicaLedger.read)
-hide_from_compiler(ReplicaLedger.write)
-hide_from_compiler(ReplicaLedger.clear)
-hide_from_compiler(ReplicaLedger.hand_in)
+hide_from_compiler(ReplicaGradients.read)
+hide_from_compiler(ReplicaGradients.write)
+hide_from_compiler(ReplicaGradients.clear)
+hide_from_compiler(ReplicaGradients.accumulate)

@@ -23,7 +23,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica
-from torchstrategy._training.replica_gradients import ReplicaLedger
+from torchstrategy._training.replica_gradients import ReplicaGradients
 from torchstrategy._training.schedulers import refuse_different
 
 
@@ -57,7 +57,7 @@ class Owners(ABC):
 
 
 @final
-class LocalOptimizer:
+class ReplicaOptimizer:
     """One optimizer in one replica, for one run.
 
     Args:
@@ -74,7 +74,7 @@ class LocalOptimizer:
         self,
         optimizer: Optimizer,
         replica: Replica,
-        ledger: ReplicaLedger,
+        gradients: ReplicaGradients,
         index_of: Mapping[int, int],
         owners: Owners,
         leads: bool,
@@ -82,7 +82,7 @@ class LocalOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._replica = replica
-        self._ledger = ledger
+        self._ledger = gradients
         self._index_of = index_of
         self._owners = owners
         self._leads = leads
@@ -140,8 +140,8 @@ class LocalOptimizer:
             result = self._owners.together(lambda: self._update(method, *args, **kwargs), self._optimizer)
             return [result] * len(brought)
 
-        self._ledger.hand_in()
-        return self._replica.meet(name, combine, (args, kwargs))
+        self._ledger.accumulate()
+        return self._replica.synchronize(name, combine, (args, kwargs))
 
     def _call_with(
         self, name: str, method: str, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,7 +158,7 @@ class LocalOptimizer:
             with torch.enable_grad():
                 loss = closure()
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            return self._replica.meet(name, shown, value)
+            return self._replica.synchronize(name, shown, value)
 
         def shown(losses: Sequence[Any]) -> list[Any]:
             owners.show()
@@ -169,7 +169,7 @@ class LocalOptimizer:
             return [brought[0]] * len(brought)
 
         def asked() -> Any:
-            self._replica.meet(name, taken_back, _EVALUATE)
+            self._replica.synchronize(name, taken_back, _EVALUATE)
             with frame, in_use(self._replica.device):
                 return evaluate()
 
@@ -182,13 +182,13 @@ class LocalOptimizer:
             own = [ask if value is closure else value for value in args]
             return tuple(own), {key: ask if value is closure else value for key, value in kwargs.items()}
 
-        self._replica.meet(name, begun, given(None))
+        self._replica.synchronize(name, begun, given(None))
         if self._leads:
             asking, by_name = given(asked)
             with owners.cross_replica():
                 result = self._update(method, *asking, **by_name)
-            return self._replica.meet(name, taken_back, result)
-        while (result := self._replica.meet(name, taken_back, None)) is _EVALUATE:
+            return self._replica.synchronize(name, taken_back, result)
+        while (result := self._replica.synchronize(name, taken_back, None)) is _EVALUATE:
             evaluate()
         return result
 
@@ -307,6 +307,6 @@ def refuse_once_per_step_callers() -> None:
 
 # A compiler that followed a step to the meeting would find locks and threads, and to the gradients graphs of nothing.
 hide_from_compiler(refuse_once_per_step_callers)
-hide_from_compiler(LocalOptimizer._step)
-hide_from_compiler(LocalOptimizer.call)
-hide_from_compiler(LocalOptimizer.zero_grad)
+hide_from_compiler(ReplicaOptimizer._step)
+hide_from_compiler(ReplicaOptimizer.call)
+hide_from_compiler(ReplicaOptimizer.zero_grad)

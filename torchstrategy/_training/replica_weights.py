@@ -18,7 +18,7 @@ from torchstrategy._core.types import Tree
 
 @final
 @dataclass(frozen=True)
-class Shares:
+class ReplicaWeights:
     """The replicas that take part in one run, and how much each counts.
 
     Args:
@@ -39,7 +39,7 @@ class Shares:
         return tuple(1.0 if fraction else 0.0 for fraction in self.fractions)
 
     @classmethod
-    def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> Shares:
+    def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> ReplicaWeights:
         """The shares for one run whose arguments have these leaves.
 
         Raises:

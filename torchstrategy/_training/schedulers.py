@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.replica import Replica
 
@@ -23,7 +23,7 @@ Together = Callable[[Callable[[], Tree]], Tree]
 
 
 @final
-class OnceAStep:
+class SharedStepper:
     """A scheduler or scaler in one replica, for one run.
 
     Args:
@@ -39,17 +39,17 @@ class OnceAStep:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """A meeting, at which the scheduler or the scaler takes its step."""
-        return self._meet("step", args, kwargs)
+        return self._synchronize("step", args, kwargs)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """A meeting, at which the scaler chooses its next scale."""
-        return self._meet("update", args, kwargs)
+        return self._synchronize("update", args, kwargs)
 
     def unscale_(self, *args: Any, **kwargs: Any) -> Any:
         """A meeting, at which the gradients of the whole batch are divided by the scale."""
-        return self._meet("unscale_", args, kwargs)
+        return self._synchronize("unscale_", args, kwargs)
 
-    def _meet(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _synchronize(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
 
         def combine(brought: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
@@ -58,17 +58,17 @@ class OnceAStep:
             result = self._together(lambda: getattr(counter, method)(*args, **kwargs))
             return [result] * len(brought)
 
-        return self._replica.meet(name, combine, (args, kwargs))
+        return self._replica.synchronize(name, combine, (args, kwargs))
 
 
 _ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
-def make_ready(counters: Iterable[object], device: Device) -> None:
+def make_ready(steppers: Iterable[object], device: Device) -> None:
     """Has scalers make their scale, which they do at the first loss that they see: that of several replicas at once."""
-    for counter in counters:
+    for counter in steppers:
         if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
-            counter.scale(torch.zeros((), device=place(device)))
+            counter.scale(torch.zeros((), device=memory_device(device)))
             _ready.add(counter)
 
 

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from torchstrategy._communication.transfer import added
 from torchstrategy._core.context import local_object
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.thread_state import undisturbed
@@ -36,7 +36,7 @@ class SharedVariable(Variable):
     def _stand_in(self) -> torch.Tensor:
         local: torch.Tensor = local_object(self)
         if local is self and (context := self._replica()) is not None:
-            return moved(self, place(context.devices[0]))  # made in this very run: the replica has no copy yet
+            return moved(self, memory_device(context.devices[0]))  # made in this very run: the replica has no copy yet
         return local
 
     def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
@@ -90,7 +90,7 @@ class MirroredVariable(SharedVariable):
         if not self._held:
             with undisturbed():
                 first = plain_alias(self)
-                others = [torch.empty_like(first, device=place(device)) for device in self._devices[1:]]
+                others = [torch.empty_like(first, device=memory_device(device)) for device in self._devices[1:]]
                 self._held = tuple(Component.of(self, memory) for memory in (first, *others))
         return self._held
 
@@ -310,7 +310,7 @@ DistributedValues.register(SyncOnReadVariable)
 
 def _make(wanted: Wanted, value: torch.Tensor, devices: Sequence[Device]) -> Variable:
     is_trained = wanted.is_trained(value.dtype)
-    first = place(devices[0]) if devices else None
+    first = memory_device(devices[0]) if devices else None
     if len(devices) < 2:
         made: Variable = make_data(CentralVariable, value, first, is_trained)
         return made
@@ -320,7 +320,7 @@ def _make(wanted: Wanted, value: torch.Tensor, devices: Sequence[Device]) -> Var
         mirrored._devices = tuple(devices)
         return mirrored
     on_read: SyncOnReadVariable = make_data(SyncOnReadVariable, value, first, False)
-    on_read._take_parts([value.detach().to(place(device), copy=True) for device in devices], is_trained)
+    on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
     return on_read
 
 

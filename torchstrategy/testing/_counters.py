@@ -11,7 +11,7 @@ import torch
 
 from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy._core.types import Device
-from torchstrategy._execution.instruments import Conductor, in_force
+from torchstrategy._execution.instruments import Instrument, in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 
 
@@ -143,7 +143,7 @@ def _copied(source: torch.Tensor, target: torch.Tensor, is_write: bool) -> Copy:
 
 
 @final
-class _Meetings(Conductor):
+class _Meetings(Instrument):
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
 

@@ -57,7 +57,7 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         group = group_here("assert_replicas_agree")
         assert group is not None
         # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
-        group.replica.meet("assert_replicas_agree", lambda brought: _compared(group.present, brought), _taken())
+        group.replica.synchronize("assert_replicas_agree", lambda brought: _compared(group.present, brought), _taken())
 
     def _taken() -> dict[str, torch.Tensor]:
         return dict(_tensors([local_object(thing) for thing in things]))
@@ -93,7 +93,7 @@ def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimize
 def _tensors(things: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """By the name that they have in each replica; of an optimizer, in what it is there."""
     for position, thing in enumerate(things):
-        kind = type(thing).__name__.removeprefix("Local")
+        kind = type(thing).__name__.removeprefix("Replica")
         prefix = kind if len(things) == 1 else f"{kind} {position}"
         if not isinstance(thing, nn.Module):
             yield from _state_of(thing, prefix)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchstrategy._core.context import current_frame
 from torchstrategy._core.errors import plural
-from torchstrategy._execution.instruments import START, Conductor, Turns, in_force
+from torchstrategy._execution.instruments import START, Instrument, Turns, in_force
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
 
@@ -91,7 +91,7 @@ def slow_replica(replica: int) -> Iterator[None]:
 
 
 @final
-class _Slow(Conductor):
+class _Slow(Instrument):
     def __init__(self, replica: int) -> None:
         refuse_bad_replica("slow_replica", replica)
         self._replica = replica
@@ -111,7 +111,7 @@ class _Slow(Conductor):
 
 
 @final
-class _Fault(Conductor):
+class _Fault(Instrument):
     """Which replica fails, where, and how often it still has to. Used on that replica's thread."""
 
     def __init__(

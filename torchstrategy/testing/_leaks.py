@@ -20,7 +20,7 @@ from torchstrategy._core.context import Frame, current_frame
 from torchstrategy._core.errors import add_note
 from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import global_hooks
-from torchstrategy._execution.replica_threads import Team
+from torchstrategy._execution.replica_threads import ReplicaThreads
 
 _Look: TypeAlias = Callable[[], list[str]]
 """Says what is there now and was not there when the look was prepared, a line for each thing."""
@@ -154,8 +154,8 @@ def _threads(timeout: float) -> _Look:
 
 def _threads_in_use() -> set[threading.Thread]:
     """The threads of replicas whose strategy is still there."""
-    teams = [thing for thing in gc.get_objects() if type(thing) is Team]
-    return {thread for team in teams if team.is_fit for thread in team._threads}
+    teams = [thing for thing in gc.get_objects() if type(thing) is ReplicaThreads]
+    return {thread for threads in teams if threads.is_fit for thread in threads._threads}
 
 
 def _still_running(thread: threading.Thread) -> str:

@@ -10,13 +10,13 @@ from typing_extensions import Self
 
 from torchstrategy._core.context import current_frame
 from torchstrategy._core.errors import an
-from torchstrategy._execution.instruments import Conductor, Turns, in_force, is_in_force, reached
+from torchstrategy._execution.instruments import Instrument, Turns, in_force, is_in_force, reached
 from torchstrategy._strategy.replica_context import ReplicaContext
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
 
 @final
-class Lockstep(Conductor):
+class Lockstep(Instrument):
     """A context manager in which replicas run one block at a time, in a chosen order.
 
     A block is what a replica runs between two stops: its start, each meeting, each `point`, its end. This is how a test

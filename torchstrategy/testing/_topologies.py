@@ -8,7 +8,7 @@ from itertools import cycle, islice
 from typing import Literal, NamedTuple, final
 
 from torchstrategy._core.context import has_strategy
-from torchstrategy._core.devices import canonical, local_accelerators
+from torchstrategy._core.devices import canonical_device, local_accelerators
 from torchstrategy._core.errors import an
 from torchstrategy._core.types import Device
 from torchstrategy._strategy.central_storage import CentralStorageStrategy
@@ -74,7 +74,7 @@ def accelerators() -> list[Device]:
 
 def devices_here(real: list[Device]) -> dict[str, Sequence[Device]]:
     """The devices of each place, of which those that are `real` were found before any were simulated."""
-    return {"cpu": [canonical("cpu:0")], "sim": simulated_devices(), "real": real}
+    return {"cpu": [canonical_device("cpu:0")], "sim": simulated_devices(), "real": real}
 
 
 def topologies(

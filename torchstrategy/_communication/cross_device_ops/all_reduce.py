@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.buckets import Column, Packing
+from torchstrategy._communication.buckets import Bucketing, Column
 from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
 from torchstrategy._communication.cross_device_ops.destinations import Destinations, as_meant, devices_of
 from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice, mean
@@ -86,10 +86,10 @@ class _AllReduce(CrossDeviceOps):
         copies = zip(*by_replica, strict=True)
         return [as_meant(list(column), where) for column, (_, where) in zip(copies, pairs, strict=True)]
 
-    def _packing(self, columns: Sequence[Column], options: CommunicationOptions) -> Packing:
+    def _packing(self, columns: Sequence[Column], options: CommunicationOptions) -> Bucketing:
         if options.bytes_per_pack:
-            return Packing.by_size(columns, options.bytes_per_pack)
-        return Packing.by_number(columns, self._num_packs)
+            return Bucketing.by_size(columns, options.bytes_per_pack)
+        return Bucketing.by_number(columns, self._num_packs)
 
     @abstractmethod
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from torchstrategy._core.devices import canonical, place
+from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored
 from torchstrategy._core.types import Device, Tree
 
@@ -39,7 +39,7 @@ def devices_of(where: Destinations) -> list[Device]:
     """
     if isinstance(where, DistributedValues):
         return [_device_of_component(component) for component in where.values]
-    return [where.device if isinstance(where, torch.Tensor) else place(canonical(where))]
+    return [where.device if isinstance(where, torch.Tensor) else memory_device(canonical_device(where))]
 
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:

@@ -7,13 +7,13 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.buckets import in_packs
+from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
 from torchstrategy._communication.cross_device_ops.destinations import Destinations, as_meant, copied_to, devices_of
 from torchstrategy._communication.operands import check_addable
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.transfer import added, sums
-from torchstrategy._core.devices import canonical, place
+from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike, Tree
@@ -51,7 +51,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             raise TypeError(
                 f"accumulation_fn makes one tensor of a list of tensors; {accumulation_fn!r} is no function."
             )
-        self._device = None if reduce_to_device is None else place(canonical(reduce_to_device))
+        self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
         self._accumulation_fn = accumulation_fn
 
     def reduce_implementation(
@@ -94,7 +94,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 check_addable(column)
             if not options.bytes_per_pack:
                 return sums(columns, device)
-            return in_packs(columns, options.bytes_per_pack, lambda column: added(column, device))
+            return in_buckets(columns, options.bytes_per_pack, lambda column: added(column, device))
         if options.bytes_per_pack:
             raise ValueError(
                 f"CommunicationOptions(bytes_per_pack={options.bytes_per_pack}) and an accumulation_fn, which is given "

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy.testing._same_as_plain.record import Numbers, Record
 
 SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")
@@ -153,7 +153,9 @@ def _names(*tables: Numbers) -> list[str]:
     return list(dict.fromkeys(name for table in tables for name in table))
 
 
-def _as_one(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, shares: Shares) -> torch.Tensor | None:
+def _as_one(
+    parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, shares: ReplicaWeights
+) -> torch.Tensor | None:
     """What the replicas returned, as plain PyTorch would have returned it for the whole batch."""
     tensors = [part for part in parts if part is not None]
     if expected is None or len(tensors) < len(parts) or not tensors:

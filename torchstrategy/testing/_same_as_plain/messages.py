@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from torchstrategy._core.devices import place
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import described, plural
 from torchstrategy._core.types import Device
 from torchstrategy.testing._same_as_plain.causes import causes
@@ -70,7 +70,7 @@ def failure_text(problem: Problem, failure: StepFailed) -> str | None:
 
 def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
     replica = replica_of(failure.error)
-    device, first_device = (place(problem.strategy.extended._device_of(r)) for r in (replica or 0, 0))
+    device, first_device = (memory_device(problem.strategy.extended._device_of(r)) for r in (replica or 0, 0))
     who = "the step" if replica is None else f"replica {replica} of {problem.num_replicas} on {device}"
     plain = f"plain PyTorch on {first_device} {'did as well' if failure.is_everywhere else 'did not'}"
     found = (
@@ -95,9 +95,9 @@ def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str
     """What the step holds that is not on `device`, and what to do about it."""
     for fn in (problem.step, problem.model_fn):
         for name, value in held_by(fn):
-            if isinstance(value, torch.Tensor) and place(value.device) != device:
+            if isinstance(value, torch.Tensor) and memory_device(value.device) != device:
                 yield f"{name}, is a tensor on {value.device}", _MOVE_TENSOR
-            if isinstance(value, torch.Generator) and place(value.device) != device:
+            if isinstance(value, torch.Generator) and memory_device(value.device) != device:
                 yield f"{name}, is a generator of {value.device}", _DRAW_ELSEWHERE
 
 

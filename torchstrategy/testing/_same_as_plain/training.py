@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._core.context import is_default
-from torchstrategy._core.devices import in_use, place
+from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.errors import an
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
@@ -25,7 +25,7 @@ from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarnin
 from torchstrategy._execution.instruments import none_in_force
 from torchstrategy._input.batch_types import moved
 from torchstrategy._strategy.strategy_base import StrategyBase
-from torchstrategy._training.replica_weights import Shares
+from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain.difference import Tolerance, updates_agree
 from torchstrategy.testing._same_as_plain.randomness import Source, Stream
@@ -121,17 +121,17 @@ class Training(ABC):
 
     def look(self) -> Record:
         """A record of now, before any step."""
-        return self._record([Sighting.of((), self.models)], Shares((0,), (1.0,), ReduceOp.MEAN), [])
+        return self._record([Sighting.of((), self.models)], ReplicaWeights((0,), (1.0,), ReduceOp.MEAN), [])
 
     @abstractmethod
     def _build(self) -> tuple[Tree, Tree]:
         """A new model, and an optimizer of it."""
 
     @abstractmethod
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Shares]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
         """Calls the step."""
 
-    def _record(self, sightings: Sequence[Sighting], shares: Shares, updates: Sequence[Numbers]) -> Record:
+    def _record(self, sightings: Sequence[Sighting], shares: ReplicaWeights, updates: Sequence[Numbers]) -> Record:
         parameters = named_parameters(self.models)
         return Record(
             seen=tuple(sightings),
@@ -182,12 +182,12 @@ class PlainTraining(Training):
         with in_use(self._problem.device):
             return _optimizers(self._problem.optimizer_fn, models)
 
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Shares]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
         device = self._problem.device
         with in_use(device):
-            batch = batch if device is None else moved(batch, place(device))
+            batch = batch if device is None else moved(batch, memory_device(device))
             sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
-        return [sighting], Shares((0,), (1.0,), self._problem.reduction)
+        return [sighting], ReplicaWeights((0,), (1.0,), self._problem.reduction)
 
 
 @final
@@ -209,11 +209,11 @@ class ReplicaTraining(Training):
             models = _built(self._problem.model_fn)
             return models, _optimizers(self._problem.optimizer_fn, models)
 
-    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], Shares]:
+    def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
         problem = self._problem
         (dealt,) = problem.strategy.experimental_distribute_dataset([batch])
         leaves = tree_flatten(dealt)[0]
-        shares = Shares.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
+        shares = ReplicaWeights.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
         step = partial(_observed, problem.step, self.models, self.optimizers)
         with self._in_order(), warnings.catch_warnings():
             for compared in (SharedWriteWarning, ReplicaBufferWarning):
@@ -257,7 +257,7 @@ def _only(what: str, tree: Tree, name: str, kind: type) -> Tree:
 
 
 def _moved(models: Tree, device: Device | None) -> Tree:
-    return models if device is None else map_leaves(lambda model: model.to(place(device)), models)
+    return models if device is None else map_leaves(lambda model: model.to(memory_device(device)), models)
 
 
 def _put_gradients(parameters: dict[str, torch.Tensor], gradients: Numbers) -> None:
