@@ -93,7 +93,7 @@ def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimize
 def _tensors(things: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """By the name that they have in each replica; of an optimizer, in what it is there."""
     for position, thing in enumerate(things):
-        kind = type(thing).__name__.removeprefix("Local")
+        kind = type(thing).__name__.removeprefix("Replica")
         prefix = kind if len(things) == 1 else f"{kind} {position}"
         if not isinstance(thing, nn.Module):
             yield from _state_of(thing, prefix)
