@@ -230,6 +230,6 @@ def test_what_is_missing_is_named_when_it_is_needed(name: str) -> None:
 
 
 def test_the_page_lists_all_that_can_be_missing() -> None:
-    source = Path(torchstrategy.__file__).with_name("_strategy_extended.py").read_text()
+    source = Path(torchstrategy.__file__).parent.joinpath("_strategy", "strategy_extended.py").read_text()
     assert re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE) == list(NEEDS)
     assert set(NEEDS) == set(re.findall(r'self\._missing\("(\w+)"\)', source))

@@ -188,7 +188,7 @@ def test_any_order_of_any_program_is_kept(case: tuple[list[int], list[list[str]]
     def step() -> int:
         for stop in programs[replica_id()]:
             if stop == "m":
-                context()._meetings.replica.meet("m", lambda brought: brought, None)
+                context()._group.replica.meet("m", lambda brought: brought, None)
             else:
                 lockstep.point(stop)
         return replica_id()

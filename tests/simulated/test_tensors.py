@@ -578,6 +578,19 @@ def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
     assert twice.coalesce().values().device == copy.deepcopy(twice).device == ONE
 
 
+def test_the_gradient_of_a_sparse_embedding_can_be_zeroed_and_added_to() -> None:
+    """A random program: the CPU would not give other indices to memory of the device."""
+    embeddings = [torch.nn.Embedding(4, 2, sparse=True)]
+    embeddings.append(copy.deepcopy(embeddings[0]).to(ONE))
+    for rows in ([0, 1], [1, 3, 3], [2]):
+        for embedding in embeddings:
+            embedding.zero_grad(set_to_none=False)
+            embedding(torch.tensor(rows, device=embedding.weight.device)).square().sum().backward()
+            embedding(torch.tensor([0], device=embedding.weight.device)).sum().backward()
+        here, there = (embedding.weight.grad for embedding in embeddings)
+        assert_close(there.to_dense().cpu(), here.to_dense())
+
+
 def test_a_loop_over_lists_leaves_tensors_of_the_cpu_there() -> None:
     here, there = torch.ones(2), torch.ones(2, device=ONE)
     doubled = torch._foreach_mul([here, there], 2.0)

@@ -74,4 +74,4 @@ def warn(message: str, kind: type[Warning]) -> None:
 
 
 # A DataParallel is called by way of torch, and some of what is here by way of `contextlib`.
-_NOT_THE_USERS = (str(Path(__file__).parent), contextlib.__file__, inspect.getfile(nn.Module))
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), contextlib.__file__, inspect.getfile(nn.Module))

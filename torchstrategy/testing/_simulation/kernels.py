@@ -196,6 +196,10 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
         _give_generator(arguments, operator.generator, device)
     if recorder() is not None:
         launched(operator.name, device, arguments.tensors(), arguments.written())
+    for position in operator.written:
+        written = arguments[position]
+        if isinstance(written, torch.Tensor) and written.layout is not torch.strided:
+            arguments[position] = written.clone()  # with other indices it may need memory of another size
     if is_autocast_enabled("cpu"):  # the caller's, for tensors of the CPU; these are ours
         with without_keys(_AUTOCAST_CPU):
             results = _called(op, operator, arguments)
