@@ -44,6 +44,7 @@ from batches import (
 from problems import assert_close, built, data, gradients, mlp, mse, parameters, replica_id, sgd, shown
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
+from torchstrategy._core.devices import memory_device
 from torchstrategy._input.batch_types import memory_of
 from torchstrategy._input.splitting import in_proportion
 

@@ -267,8 +267,8 @@ class ReplicatedModules:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
                 raise RuntimeError(
                     f"The replicas disagree whether {name} is trained: replica {replica_weights.present[0]} and "
-                    f"replica {r} left its requires_grad at different values. Set it in every replica alike, or outside "
-                    "of strategy.run."
+                    f"replica {r} left its requires_grad at different values. Set it in every replica alike, or "
+                    "outside of strategy.run."
                 )
 
     def _buffer_values(self, replica_weights: ReplicaWeights) -> dict[int, torch.Tensor]:
