@@ -1,7 +1,8 @@
-"""Where am I? Each thread is outside any scope, in the cross-replica context, or in a replica.
+"""The stack of each thread: in which strategy and in which replica it is.
 
-A thread keeps a stack of frames; its top answers. Entering `Strategy.scope` or a merge function pushes a cross-replica
-frame, `Strategy.run` pushes a replica's frame on whichever thread the replica runs. A new thread starts outside.
+A thread is outside any scope, in the cross-replica context, or in a replica. It keeps a stack of frames, and the frame
+on top says which of these holds. Entering `Strategy.scope` or a merge function pushes a cross-replica frame;
+`Strategy.run` pushes a replica's frame on the thread on which the replica runs. A new thread starts outside any scope.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _NOTHING: Mapping[int, object] = {}
 
 
 class Frame:
-    """One entry of a thread's stack. It is a block, for whose length it is on top.
+    """One entry of a thread's stack. It is a context manager: the frame is on top of the stack while its block runs.
 
     Args:
-        strategy: Whose.
-        replica_context: None: cross-replica.
-        local_objects: What a distributed object, by id, is in this replica.
+        strategy: The strategy that the thread has entered.
+        replica_context: The context of the replica that runs. None: this is a cross-replica frame.
+        local_objects: By the id of an object of the user's, the object that this replica uses in its place.
     """
 
     __slots__ = ("_replica_context", "local_objects", "strategy")
@@ -39,7 +40,7 @@ class Frame:
 
     @property
     def replica_context(self) -> ReplicaContextLike | None:
-        """The replica that runs; None: cross-replica."""
+        """The context of the replica that runs; None in a cross-replica frame."""
         return self._replica_context
 
     def __enter__(self) -> None:
@@ -55,7 +56,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.set_frame: Frame | None = None
-        self.set_scope = ExitStack()  # what that strategy watches is created
+        self.set_scope = ExitStack()  # the block in which that strategy sees what this thread creates
 
 
 _here = _Here()
@@ -63,24 +64,24 @@ _default: list[Any] = []  # the default strategy and its replica context; filled
 
 
 def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
-    """Says what holds where nothing was entered."""
+    """Sets the strategy and the replica context of code that has entered no strategy."""
     _default[:] = [strategy, replica_context]
 
 
 def frames_of_this_thread() -> list[Frame]:
-    """This thread's stack, for those who put a frame on it in another way than as a block."""
+    """This thread's stack of frames, for callers that push and pop a frame by hand."""
     return _here.frames
 
 
 def current_frame() -> Frame | None:
-    """The top of this thread's stack; None outside everything."""
+    """The top of this thread's stack; None if the thread has entered no strategy."""
     frames = _here.frames
     return frames[-1] if frames else _here.set_frame
 
 
 @contextmanager
 def nowhere() -> Iterator[None]:
-    """Runs a block as on a thread that has entered nothing."""
+    """Runs a block as if this thread had entered no strategy."""
     frames, _here.frames = _here.frames, []
     try:
         yield
@@ -89,20 +90,20 @@ def nowhere() -> Iterator[None]:
 
 
 def local_object(central: Any) -> Any:
-    """What `central` is in the replica that this thread is in: its local counterpart, or itself."""
+    """The object that the replica of this thread uses in place of `central`: its own copy, or `central` itself."""
     frames = _here.frames
     return frames[-1].local_objects.get(id(central), central) if frames else central
 
 
 def current_strategy() -> StrategyLike:
-    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy."""
+    """The strategy in whose scope or replica the caller is; outside of every scope, the default strategy."""
     frame = current_frame()
     strategy: StrategyLike = frame.strategy if frame else _default[0]
     return strategy
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is one that somebody chose, and not the default one.
+    """Whether the current strategy is one that the program entered, and not the default strategy.
 
     Example:
         >>> torchstrategy.has_strategy()
@@ -114,7 +115,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller speaks for all replicas: in a scope or a merge function, and not in a replica.
+    """Whether the caller acts for all replicas: it is in a scope or a merge function, and not in a replica.
 
     Example:
         >>> with torchstrategy.OneDeviceStrategy("cpu").scope():
@@ -128,19 +129,19 @@ def in_cross_replica_context() -> bool:
 
 
 def current_replica_context() -> ReplicaContextLike | None:
-    """The replica that the caller is in; None exactly when `in_cross_replica_context()`."""
+    """The context of the replica that the caller is in; None exactly when `in_cross_replica_context()` is true."""
     frame = current_frame()
     context: ReplicaContextLike | None = frame.replica_context if frame else _default[1]
     return context
 
 
 def can_set_strategy(strategy: StrategyLike | None) -> bool:
-    """Whether this thread is outside of every block, or in the strategy that is now to be taken away."""
+    """Whether this thread is outside of every block, or is in the strategy that `set_strategy(None)` would remove."""
     return not _here.frames or (strategy is None and _here.set_frame is not None and in_cross_replica_context())
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
-    """Makes a strategy the current one of this thread where no block was entered; None: the default strategy."""
+    """Makes a strategy the current one of this thread outside of every block; None: the default strategy."""
     _here.set_scope.close()
     _here.set_frame = None
     if strategy is not None and strategy is not _default[0]:
@@ -149,17 +150,20 @@ def set_strategy(strategy: StrategyLike | None) -> None:
 
 
 def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
-    """Refuses to go on unless the caller may speak for all replicas of `strategy`.
+    """Raises an error unless the caller may act for all replicas of `strategy`.
 
-    `what` was called; `instead` is what a replica context has for it.
+    The caller may do so in the strategy's own cross-replica context, and where it has entered no strategy or only the
+    default strategy.
 
-    That is so in the strategy's own cross-replica context, and where nothing, or only the default strategy, was
-    entered.
+    Args:
+        strategy: The strategy whose method was called.
+        what: The name of that method.
+        instead: The method of a replica context that does the same inside a replica.
 
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
-    if not _here.frames and _here.set_frame is None:  # as a rule
+    if not _here.frames and _here.set_frame is None:  # the usual case
         return
     frame = current_frame()
     assert frame is not None
@@ -175,7 +179,7 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
 
 
 def mixing(strategy: StrategyLike, current: StrategyLike, what: str) -> str:
-    """The message for `what`, of `strategy`, in the context of `current`."""
+    """The error message for a call of `what`, a method of `strategy`, in the context of the strategy `current`."""
     return (
         f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was called in the context of "
         f"{current!r}. Leave that strategy's scope, or use the strategy that torchstrategy.get_strategy() returns."
@@ -183,5 +187,5 @@ def mixing(strategy: StrategyLike, current: StrategyLike, what: str) -> str:
 
 
 def is_default(strategy: StrategyLike) -> bool:
-    """Whether `strategy` is the default one."""
+    """Whether `strategy` is the default strategy."""
     return bool(_default) and strategy is _default[0]

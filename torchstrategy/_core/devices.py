@@ -1,8 +1,8 @@
-"""Which device does a name mean, and is it there?
+"""Which device a name means, and whether it is there.
 
-Names are made canonical once, where they enter the library: every device inside it has an index, and is on this
-machine. Two logical CPUs (`cpu:0`, `cpu:1`) are two devices in one place, ordinary CPU memory: `place` says where a
-tensor really lives, and replicas are never told apart by either.
+Names are made canonical once, where they enter the library: every device inside the library has an index, and is on
+this machine. Two logical CPUs (`cpu:0`, `cpu:1`) are two devices that share ordinary CPU memory: `memory_device` says
+where a tensor really lives. Code never identifies a replica by its device, since several replicas may have the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Device, DeviceLike
 
-_KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # whose absence is worth another answer than "no such device"
+_KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # if one is missing, the error says so, and not "no such device"
 _TENSORFLOW_PARTS = re.compile(
     r"(?i)^(?:job:(?P<job>\w+)|replica:(?P<replica>\d+)|task:(?P<task>\d+)|device:(?P<device>.+))$"
 )
 
 
 def canonical_device(name: DeviceLike) -> Device:
-    """The device that `name` means: `"cuda:1"`, `"/gpu:1"`, `"/job:localhost/replica:0/task:0/device:GPU:1"`, `1` ...
+    """The device of a name: `"cuda:1"`, `"/gpu:1"`, `"/job:localhost/replica:0/task:0/device:GPU:1"`, `1` and so on.
 
     An integer is the index of an accelerator; `None` and `""` are torch's current default device.
 
@@ -49,22 +49,22 @@ def canonical_device(name: DeviceLike) -> Device:
 
 
 def memory_device(device: Device) -> Device:
-    """Where tensors of `device` live, as tensors report it: every logical CPU is in the one place `cpu`."""
+    """The device that tensors on `device` report: for every logical CPU, this is `cpu`."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def device_count(device_type: str) -> int | None:
-    """How many devices of a type there are; None where there is no end to them, as with logical CPUs."""
+    """How many devices of a type there are; None for logical CPUs, of which there are as many as the user names."""
     if device_type == "cpu":
         return None
     try:
         return int(torch.get_device_module(device_type).device_count())
-    except (RuntimeError, AttributeError):  # the type is one that torch knows and this build cannot use
+    except (RuntimeError, AttributeError):  # torch knows the type, but this build of torch cannot use it
         return 0
 
 
 def local_accelerators() -> list[Device]:
-    """The accelerators of this machine, in order."""
+    """The accelerators of this machine, in the order of their indices."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
@@ -77,19 +77,19 @@ def is_accelerator(device: Device) -> bool:
 
 
 def needs_device_context(device: Device) -> bool:
-    """Whether tensors that name no device would land elsewhere than on `device`.
+    """Whether tensors that are created without a device would be elsewhere than on `device`.
 
-    A `torch.device` context costs about 2 us on every torch call, so it is entered only when this is so. A caller who
-    builds on `meta` keeps doing so.
+    A `torch.device` context costs about 2 us on every torch call, so the library enters one only when it is needed. A
+    caller whose default device is `meta` keeps creating tensors on `meta`.
     """
-    if not count_function_modes():  # a default device is one; to look for it among them takes ten times as long
+    if not count_function_modes():  # a default device is a function mode; to ask for it takes ten times as long
         return device.type != "cpu"
     default = torch.get_default_device()
     return default.type != "meta" and memory_device(default) != memory_device(device)
 
 
 def in_use(device: Device | None) -> AbstractContextManager[object]:
-    """A block in which tensors that name no device land on `device`. Nothing is entered where that is so anyway."""
+    """A block in which tensors that are created without a device are on `device`; a null context if they are anyway."""
     if device is None or not needs_device_context(device):
         return nullcontext()
     stack = ExitStack()

@@ -1,7 +1,7 @@
 """One value per replica: how such values are made, taken apart and printed.
 
-A replica that was dealt no rows sits a step out, and then has no value: its place holds `ABSENT`, and everything here
-deals with the replicas that are present.
+A replica that gets no rows of a batch takes no part in the step, and then has no value: `ABSENT` is in its place. All
+functions in this file work on the values of the other replicas, which are called present.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from torchstrategy._core.types import Tree
 
 @final
 class _Absent:
-    """The class of `ABSENT`. `None` would not do: it is a value that a step may return."""
+    """The class of `ABSENT`. It is not `None`, since a step may return `None`."""
 
     def __repr__(self) -> str:
         return "ABSENT"
 
     def __reduce__(self) -> str:
-        return "ABSENT"  # there is one, also after copying and pickling
+        return "ABSENT"  # the name of the one object, so that copying and pickling make no second one
 
 
 ABSENT = _Absent()
-"""Stands in for the value of a replica that sat the step out."""
+"""The placeholder for the value of a replica that took no part in the step."""
 
 
 @final
 class Unmade:
-    """Stands in for a piece without rows, which is made when somebody asks for it.
+    """A placeholder for a part of a batch without rows, which is made only when somebody reads it.
 
     Args:
-        make: Makes it.
+        make: Makes the part.
     """
 
     def __init__(self, make: Callable[[], Tree]) -> None:
@@ -61,12 +61,12 @@ class Unmade:
         return "a piece without rows"
 
 
-class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, count as such
-    """Values of several replicas, held together: what `Strategy.run` returns and takes, one component a replica.
+class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, can be registered
+    """The values of several replicas in one container, which `Strategy.run` returns and takes: a component per replica.
 
-    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that is run with it sees its
-    own replica's component; outside, `Strategy.reduce`, `Strategy.gather` and `Strategy.experimental_local_results`
-    take it apart.
+    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that gets one as an argument
+    sees its own replica's component. Outside of replicas, `Strategy.reduce`, `Strategy.gather` and
+    `Strategy.experimental_local_results` read the components.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -82,7 +82,7 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
         (10, 11)
 
     Differs from tf.distribute:
-        A replica that was dealt no rows sits the step out and has no component; see `RunOptions`.
+        A replica that gets no rows of a batch takes no part in the step and has no component; see `RunOptions`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
     """
@@ -120,16 +120,16 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
         )
 
     def _with(self, components: Sequence[Tree]) -> Self:
-        """A value of this kind that has other components."""
+        """A value of the same class with other components."""
         return type(self)(components)
 
     def _in_replica(self, replica: int) -> Tree:
-        """What a step that is given this has of it."""
+        """The component that a step sees in a replica."""
         return self._components[replica]
 
 
 def listed(kind: str, components: Sequence[Tree]) -> str:
-    """What is printed of a value of several replicas, one line for each that is present."""
+    """The printed form of a value of several replicas: one line for each replica that is present."""
     lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
     return f"{kind}:{{\n{lines}\n}}"
 
@@ -142,8 +142,9 @@ def _made(value: Tree) -> Tree:
 class PerReplica(DistributedValues):
     """Components that may differ from replica to replica.
 
-    `rows` is the record of the distributor that dealt the value: how many rows of the global batch each replica got. It
-    is what makes the gradient of an uneven batch exact. None: nobody dealt it, and every replica weighs the same.
+    `rows` says how many rows of the global batch each replica got; the distributed dataset that split the batch sets
+    it. The gradients of the replicas are weighted by it, so that they are exact for an uneven batch. None: the value
+    was not split from a batch, and every replica has the same weight.
     """
 
     __slots__ = ("rows",)
@@ -160,8 +161,8 @@ class PerReplica(DistributedValues):
 class Mirrored(DistributedValues):
     """Components that are known to be equal, such as a reduction sent to several devices.
 
-    Unlike a per-replica value it can be used as the tensor that it is on every replica: it stands for the component of
-    the first one.
+    Unlike a per-replica value, it can be used as a tensor: in a replica as that replica's component, elsewhere as the
+    component of the first replica.
     """
 
     __slots__ = ()
@@ -187,7 +188,7 @@ def _forward(name: str, operation: Callable[..., Any]) -> None:
 
 
 def _here(value: Any) -> Any:
-    """What a mirrored value is where the caller is: in a replica its own component, else that of the first."""
+    """The component of a mirrored value that the caller uses: in a replica its own, elsewhere that of the first."""
     if not isinstance(value, Mirrored):
         return value
     context = current_replica_context()
@@ -206,7 +207,7 @@ _forward("__float__", float)
 
 
 def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
-    """The components of `value` that are present; of a container, one container a replica; else `(value,)`."""
+    """The present components of `value`; for a container, one container per replica; for anything else, `(value,)`."""
     if isinstance(value, DistributedValues):
         return value.values
     leaves, spec = tree_flatten(value)
@@ -223,7 +224,10 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
 
 
 def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
-    """The distributed values in a tree. To find none in lists, tuples and dicts is quicker than to flatten them."""
+    """The distributed values in a tree.
+
+    Most trees have none. It is quicker to walk over their lists, tuples and dicts than to flatten them.
+    """
     kind = type(tree)
     if kind is dict:
         tree = tree.values()
@@ -239,13 +243,13 @@ def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
 
 
 def component(value: Tree, replica: int) -> Tree:
-    """What replica `replica` has of one leaf."""
+    """The component of replica `replica` if a leaf is a distributed value; else the leaf itself."""
     return value._in_replica(replica) if isinstance(value, DistributedValues) else value
 
 
 def select(tree: Tree, replica: int) -> Tree:
-    """`tree` as replica `replica` sees it, in new containers: with its component of every distributed value."""
-    kind = type(tree)  # what arguments are as a rule is quicker to walk than to flatten
+    """`tree` as replica `replica` sees it: new containers, with its component in place of every distributed value."""
+    kind = type(tree)  # lists, tuples and dicts, as most arguments are, are quicker to walk than to flatten
     if kind is list or kind is tuple:
         return kind([item if type(item) in _LEAVES else select(item, replica) for item in tree])
     if kind is dict:
@@ -262,7 +266,7 @@ _NUMBERS = frozenset({int, float, complex})
 
 
 def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
-    """Refuses values that were made for another number of replicas.
+    """Raises an error for values that were made for another number of replicas.
 
     Raises:
         ValueError: If one has more or fewer components than there are replicas.
@@ -277,17 +281,18 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
 
 
 def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False) -> Tree:
-    """One tree out of the trees of all replicas, with a `PerReplica` at every leaf.
+    """Puts the trees of all replicas together to one tree, with a `PerReplica` at every leaf.
 
-    A leaf that is one and the same object on every replica is that object, and a lone replica's leaf is bare, unless
-    `always_wrap`. Equal is not the same: two equal tensors stay two components. `None` is bare even when only one
-    replica is present.
+    If a leaf is the very same object in every replica, the result has this object without a `PerReplica`; so it does
+    with the leaves of a strategy's only replica. Two equal tensors are different objects and stay two components.
+    `None` gets no `PerReplica` even when only one replica is present.
 
     Args:
-        by_replica: One tree a replica; `ABSENT` for those that sat the step out.
-        always_wrap: Keep a `PerReplica` at every leaf.
-        are_results: They are what replicas computed. Then lists of different lengths are one component each, as a list
-            with an item for each row is; and so are numbers, since Python has one object for many small ones.
+        by_replica: One tree per replica; `ABSENT` for a replica that took no part in the step.
+        always_wrap: Whether every leaf gets a `PerReplica`.
+        are_results: Whether the trees are what replicas computed. Then lists of different lengths, such as lists with
+            an item for each row, are one component each. So are numbers: Python has only one object for each small
+            integer, so that the same object says nothing about where a number comes from.
 
     Raises:
         ValueError: If the containers of two replicas differ in type, length or keys.
@@ -309,7 +314,7 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
 
 
 def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
-    """The leaves of the trees of some replicas side by side, and the shape that the trees have."""
+    """The leaves of the trees of some replicas side by side, and the common structure of the trees."""
     try:
         return zip_leaves(trees)
     except ValueError:

@@ -1,11 +1,14 @@
-"""The errors of the library are Python's own families, so `except ValueError` works without importing us.
+"""Words for messages, and what an exception of a replica says about where it was raised.
 
-    RuntimeError    called on the wrong side of `Strategy.run`, in another strategy's scope, or replicas that disagree
-    ValueError      something the caller can change: a size, a device, an option
-    TypeError       a thing of the wrong kind
+The library raises Python's own kinds of exceptions, so `except ValueError` works without importing the library:
 
-An exception of the user's own, raised in a replica, comes out of `Strategy.run` as the same object; `add_note` writes
-on it where it came from.
+    RuntimeError    a call inside instead of outside of `Strategy.run`, or the reverse; a call in another strategy's
+                    scope; replicas that disagree
+    ValueError      something that the caller can change: a size, a device, an option
+    TypeError       an object of the wrong type
+
+An exception that the user's code raises in a replica comes out of `Strategy.run` as the same object; `add_note` adds
+to this object in which replica it was raised.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ def an(noun: str) -> str:
 
 
 def unpicklable(thing: object, why: str) -> TypeError:
-    """What is raised when a user saves, or sends to another process, what is of use in this one only."""
+    """The error for a user who saves, or sends to another process, an object that is of use in this process only."""
     return TypeError(f"This {type(thing).__name__} cannot be pickled: {why}")
 
 
 def described(error: BaseException) -> str:
-    """The type and text of an error; some errors have no text that can be had."""
+    """The type and text of an error; the `__str__` of some errors raises, and then the text says so."""
     text = "its text cannot be had"
     with suppress(Exception):
         text = str(error)
@@ -37,10 +40,10 @@ def described(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds `note` to what a traceback prints below `error`, once however often the same object is raised."""
+    """Adds `note` to what a traceback prints below `error`: once, even if the same object is raised several times."""
     notes = getattr(error, "__notes__", [])
     if note in notes:
         return  # a module that raises one prepared exception object would collect a note at every step
-    with suppress(AttributeError, TypeError):  # an exception class that refuses attributes goes without
+    with suppress(AttributeError, TypeError):  # an exception whose class refuses attributes gets no note
         # On Python 3.10 tracebacks do not print notes, but debuggers and loggers can read them.
         error.__notes__ = [*notes, note]

@@ -1,4 +1,4 @@
-"""What a person may say about one `run` and about a variable, and what a value function is told."""
+"""What a person says about one run, one variable or one value function."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 
 @final
 class VariableSynchronization(enum.Enum):
-    """When the components of a `Variable` become one.
+    """When the components of a `Variable` become one value.
 
-    `ON_WRITE`, which `AUTO` means: whenever it is assigned, so that all replicas have the same value. `ON_READ`: when
-    it is read outside of the replicas; until then each replica has a value of its own. `NONE`: never.
+    `ON_WRITE`: whenever the variable is assigned, so that all replicas have the same value. `AUTO` means `ON_WRITE`.
+    `ON_READ`: when the variable is read outside of the replicas; until then each replica has a value of its own.
+    `NONE`: never.
 
     Example:
         >>> torchstrategy.VariableSynchronization.ON_READ
@@ -33,9 +34,9 @@ class VariableSynchronization(enum.Enum):
 
 @final
 class VariableAggregation(enum.Enum):
-    """How the values that replicas assign to a `Variable`, or have of one that is read, become one.
+    """How the values of several replicas become the one value of a `Variable`, when it is assigned or read.
 
-    `NONE`: they cannot; assigning in a replica is an error.
+    `NONE`: they cannot become one; assigning the variable in a replica is an error.
 
     Example:
         >>> torchstrategy.VariableAggregation.SUM
@@ -52,7 +53,7 @@ class VariableAggregation(enum.Enum):
 
 @final
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one. Wherever one is taken, its name in any case will do: `"sum"`.
+    """How values of several replicas become one. Arguments that take a member take its name, too, in any case: `"sum"`.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -87,7 +88,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The member that `op` is or names.
+        """The member `op`, or the member whose name `op` is.
 
         Raises:
             ValueError: If it is a string that names none.
@@ -111,16 +112,16 @@ class RunOptions:
     """Options of one `Strategy.run`.
 
     Args:
-        experimental_enable_dynamic_batch_size: Of TPUs. Only its default is accepted.
-        experimental_bucketizing_dynamic_shape: Of TPUs. Only its default is accepted.
-        experimental_xla_options: Of TPUs. Only its default is accepted.
-        run_empty_replicas: Call the step also on replicas that were dealt no rows, with zero-row tensors. By default
-            they sit the step out. The gradient of such a replica is dropped.
-        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighing as many examples as it
-            has, which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for a
-            loss that was already divided by the global batch size. None: what the strategy was made with.
-        examples: How many examples each replica has, for `MEAN`: one number a replica. None: the rows that the
-            distributed dataset dealt, and without such a record the same for each.
+        experimental_enable_dynamic_batch_size: An option of TPUs. Only its default is accepted.
+        experimental_bucketizing_dynamic_shape: An option of TPUs. Only its default is accepted.
+        experimental_xla_options: An option of TPUs. Only its default is accepted.
+        run_empty_replicas: Whether the step is called also in replicas that got no rows of the batch, with tensors of
+            zero rows. By default such replicas take no part in the step. The gradient of such a replica is dropped.
+        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighted by its number of
+            examples, which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for
+            a loss that the step has divided by the global batch size. None: the reduction of the strategy.
+        examples: How many examples each replica has, for `MEAN`: one number for each replica. None: the numbers of
+            rows that the distributed dataset gave them; without a distributed dataset, the same number for each.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -128,7 +129,8 @@ class RunOptions:
         >>> strategy.run(lambda: None, options=options)
 
     Differs from tf.distribute:
-        TensorFlow ignores the TPU options on other strategies; here they are refused. The last three are ours.
+        TensorFlow ignores the TPU options on other strategies; here they are refused. TensorFlow does not have the last
+        three options.
 
     Raises:
         ValueError: If a TPU option is set, or an example count is negative.
@@ -183,7 +185,7 @@ NO_OPTIONS = RunOptions()
 @final
 @dataclass(frozen=True)
 class ValueContext:
-    """What `Strategy.experimental_distribute_values_from_function` tells its function: for which replica it is asked.
+    """The argument of the function of `Strategy.experimental_distribute_values_from_function`: which replica it is for.
 
     Example:
         >>> context = torchstrategy.experimental.ValueContext(1, 4)

@@ -1,4 +1,4 @@
-"""What lower rooms know of a strategy and of a replica's context, which are classes of the highest room."""
+"""What the lower rooms know of a strategy and of a replica's context, which are classes of a higher room."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torchstrategy._core.types import Device, Tree
 
 
 class ExtendedLike(Protocol):
-    """Of `Strategy.extended`, what the lower rooms call."""
+    """The part of `Strategy.extended` that the lower rooms call."""
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        """Where parameters are."""
+        """The devices on which the strategy keeps parameters."""
 
     def _creation_scope(self) -> AbstractContextManager[Any]:
-        """A block in which the strategy takes in what this thread creates."""
+        """A block in which the strategy registers the models and optimizers that this thread creates."""
 
     def _device_of(self, replica: int) -> Device:
         """The device of one replica."""
 
     def _take_variable(self, variable: Any) -> None:
-        """Takes in a variable that was created in the scope."""
+        """Registers a variable that was created in the scope."""
 
     def _reduce(self, reduce_op: ReduceOp, value: Tree) -> Tree:
-        """One value of what the replicas have."""
+        """Reduces the values of the replicas to one."""
 
 
 class StrategyLike(Protocol):
-    """Of a strategy, what the lower rooms call."""
+    """The part of a strategy that the lower rooms call."""
 
     @property
     def extended(self) -> ExtendedLike:
-        """What the strategy offers to libraries."""
+        """The methods that the strategy offers to libraries."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -45,18 +45,18 @@ class StrategyLike(Protocol):
         """A block in which the strategy is the current one."""
 
     def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
-        """One value of what the replicas have, reduced along an axis, too, unless it is None."""
+        """Reduces the values of the replicas to one, and along `axis`, too, unless this is None."""
 
     def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
         """The components of a distributed value."""
 
 
 class ReplicaContextLike(Protocol):
-    """Of a replica's context, what the lower rooms call."""
+    """The part of a replica's context that the lower rooms call."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Which replica it is, from 0."""
+        """The number of the replica, from 0."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -70,7 +70,7 @@ class ReplicaContextLike(Protocol):
         """Calls a function once for all replicas."""
 
     def _ends(self) -> None:
-        """The call of the step is over: from here on the context synchronizes with nobody."""
+        """Says that the call of the step is over: from here on the context cannot synchronize with other replicas."""
 
     def _require_active(self, what: str) -> Any:
-        """The `ReplicaGroup` of the replica, in which it may synchronize; refuses a caller that is elsewhere."""
+        """The `ReplicaGroup` with which the replica synchronizes; an error if the caller is not in the replica."""

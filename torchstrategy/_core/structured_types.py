@@ -1,4 +1,7 @@
-"""Records: objects with parts that are known, dataclasses and mappings, which `_core/tree` does not look into."""
+"""Objects with known parts, such as dataclasses, which are no containers for torch.
+
+Dataclasses and mutable mappings are such objects; this file calls them records. `_core/tree` does not look into them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from torchstrategy._core.types import Tree
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value has parts of which a copy can have others."""
+    """Whether a value is a dataclass instance or a mutable mapping: an object that can be copied with other parts."""
     return _has_fields(value) or isinstance(value, MutableMapping)
 
 
 def parts_of(record: Any) -> dict[str, Tree]:
-    """The parts by what is written after the record's name: `".x"`, `"['x']"`. Not all fields need be set."""
+    """The parts of a record, by the code that reads them from it: `".x"`, `"['x']"`. Unset fields are left out."""
     if _has_fields(record):
         names = [field.name for field in fields(record)]
         return {f".{name}": getattr(record, name) for name in names if hasattr(record, name)}
@@ -26,7 +29,7 @@ def parts_of(record: Any) -> dict[str, Tree]:
 
 
 def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
-    """A copy with `change(name, part)` in the place of each part. What it has computed of the whole is left out.
+    """A copy of a record with `change(name, part)` in place of each part, and without its cached properties.
 
     Raises:
         TypeError: If a copy of a mapping shares its items with the original, which has to stay as it is.
@@ -35,7 +38,7 @@ def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
 
 
 def _has_fields(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)  # though it may be a mapping of them, too
+    return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
 
 
 def _with_fields(record: Any, change: Callable[[str, Tree], Tree]) -> Any:

@@ -1,7 +1,7 @@
-"""What a thread wears: torch's thread-local state, taken from the caller of `run` and put on in its replicas' threads.
+"""torch's thread-local state, which a replica's thread takes over from the caller of `run`.
 
-A new thread has none of it: no grad mode, no autocast, no modes, no default device, no context variables. Default dtype
-and the deterministic flag belong to the process and need nothing.
+A new thread has none of the caller's state: neither its grad mode nor its autocast, modes, default device or context
+variables. The default dtype and the deterministic flag belong to the whole process, so nobody has to copy them.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from torchstrategy._core.types import Device, Tree
 @final
 @dataclass(frozen=True)
 class CallerState:
-    """The state of one thread at one moment. Take it on the caller's thread, `run_in` it on the replica's."""
+    """The state of one thread at one moment. Call `take` on the caller's thread, `run_in` on the replica's thread."""
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # a device type, on or off, and to which dtype
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # a device type, whether autocast is on, and its dtype
     autocast_cache: bool
     saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
     function_modes: tuple[Any, ...]  # the default device is one of them
     dispatch_modes: tuple[Any, ...]
-    num_threads: int  # of one operation on the CPU; the libraries below torch count them for each thread
+    num_threads: int  # for one operation on the CPU; the libraries below torch keep it for each thread
     streams: dict[Device, torch.Stream]  # the caller's current stream of each accelerator in use
     variables: contextvars.Context
 
     @classmethod
     def take(cls, devices: tuple[Device, ...]) -> CallerState:
-        """The state of the current thread, as far as replicas on `devices` are concerned."""
-        warn_of_unseen_threads()  # of what a thread wears, the one thing that cannot be put on in another
+        """The state of the current thread that replicas on `devices` need."""
+        warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -69,7 +69,7 @@ class CallerState:
     def run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         """Calls `fn` on this thread, for a replica on `device`, in the state that was taken.
 
-        Each call gets context variables of its own: what a replica sets, no other sees.
+        Each call gets its own copy of the context variables, so that no replica sees what another one sets.
         """
         return self.variables.copy().run(self._run_in, device, fn)
 
@@ -90,7 +90,8 @@ class CallerState:
                 push_function_mode(mode)
             for mode in self.dispatch_modes:
                 push_dispatch_mode(mode)
-            # The backward of this replica runs on this thread, where its context is, also on an accelerator.
+            # Autograd would run the backward of an accelerator on a thread of its own, where no replica is entered.
+            # Without multithreading, it runs on this thread, which has the replica's context.
             with (
                 torch.inference_mode(self.inference),
                 torch.set_grad_enabled(self.grad),
@@ -103,9 +104,9 @@ class CallerState:
 
 
 def _take_everything_off() -> None:
-    """Leaves a replica's thread bare, as it is between runs, whatever the step left on."""
+    """Removes all state from a replica's thread, as it is between runs, also what the step has left behind."""
     torch.set_default_device(None)
-    left = dispatch_modes()  # held while they go: popping a mode that nobody else refers to crashes torch 2.10
+    left = dispatch_modes()  # keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10
     for _ in left:
         pop_dispatch_mode()
     while function_modes():
@@ -123,19 +124,26 @@ def _take_everything_off() -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block whose tensors are ordinary ones, and whose operations no graph records, whatever the caller wears."""
+    """A block whose tensors are no inference tensors, and whose operations autograd does not record.
+
+    It does not depend on the modes of the caller.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _usual_autocast() -> dict[str, torch.dtype]:
-    """The device types that have autocast, and to which dtype if nobody says."""
+    """The device types that have autocast, and the default dtype of autocast on each."""
     return _read_usual_autocast(privateuse1_name())
 
 
 @functools.cache
 def _read_usual_autocast(own_type: str) -> dict[str, torch.dtype]:
-    """Reads it on a thread that wears nothing, with the name that a device type of one's own has now."""
+    """Reads the defaults on a new thread, on which nobody has changed them.
+
+    Args:
+        own_type: The name that torch's type for backends of others, `PrivateUse1`, has now.
+    """
     usual: dict[str, torch.dtype] = {}
 
     def read() -> None:

@@ -13,29 +13,31 @@ from typing import Any
 
 import torch
 
-# Who decides what `torch.compile` makes of a function that is called.
+# The frame evaluator, which decides whether `torch.compile` compiles a function that is called.
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext
 from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
 
-# `with mode:` would run the mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero).
-# A replica thread has to wear the very mode that the caller has on. No public way to push without entering.
+# A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
+# mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero), and there is no public way to
+# push a mode without entering it.
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils import backend_registration
 
-# What a default device acts on, by function. torch lists it once; it has to be listed again where names change hands.
+# The functions that a default device acts on. torch makes the list once, and a simulation that replaces some of these
+# functions has to make it again.
 from torch.utils._device import _device_constructors as list_device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
-# The walker over nested containers. torch's own tracing, export and DataLoader code stand on it, and libraries
-# register their containers with it; `torch.utils.pytree` is not public yet.
+# The functions that walk nested containers. torch's own tracing and export use them, and libraries register
+# their containers with them; `torch.utils.pytree` is not public yet.
 from torch.utils._pytree import SUPPORTED_NODES as kinds_of_nodes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves_with_path, tree_map_only
 from torch.utils._pytree import _get_node_type as kind_of_node
@@ -128,43 +130,44 @@ __all__ = [
     "without_keys",
 ]
 
-# The fused loops that torch's optimizers run on. `torch.optim` is their only public user.
+# The fused loops over many tensors that torch's optimizers use. `torch.optim` is their only public user.
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 
-# Whether `torch.cuda.nccl` can do anything; its own `is_available` asks this, too, and warns.
+# Whether this build of torch has NCCL; `torch.cuda.nccl.is_available` checks the same, and also warns.
 HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
 
-# The default saved-tensor hooks of a thread: `torch.autograd.graph.saved_tensors_hooks` sets them and cannot tell
-# which are set.
+# The default saved-tensor hooks of a thread. The public `torch.autograd.graph.saved_tensors_hooks` sets them, but
+# cannot tell which ones are set.
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-# For the length of a block, no function mode sees what is called: those of the user are for what the user calls.
+# A block in which no function mode sees the calls: the user's modes are for the user's calls, not for the library's.
 unseen_by_function_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
-# How many function modes there are, without a list of them: asked in every run.
+# How many function modes this thread is in. It makes no list of the modes, since every run calls it.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
-# What a device type of one's own is called.
+# The name of torch's device type for backends of others, `PrivateUse1`.
 privateuse1_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
-# The slot of a tensor that autograd itself writes, below whatever a subclass makes of `grad`.
+# The `grad` that autograd itself reads and writes, whatever `grad` of a subclass does.
 _of_tensor: Any = torch.Tensor
 raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _of_tensor.grad.__get__
 set_raw_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _of_tensor.grad.__set__
 
-# How often a tensor was written in place: the autograd engine's own count.
+# How often a tensor was written in place, as autograd counts it.
 version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
 
-# How many operations this thread has noted for a backward: what is read between two of the same number lies in between.
+# How many operations autograd has recorded on this thread. If the number is the same at two moments, autograd has
+# recorded nothing in between.
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-# A run looks at all parameters several times. What follows does so without a call of ours for each of them.
+# A run looks at all parameters several times. `map` reads these attributes without a Python call for each tensor.
 _requires_grad: Callable[[torch.Tensor], bool] = _of_tensor.requires_grad.__get__
 _hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
 _late_hooks: Callable[[torch.Tensor], object] = _of_tensor._post_accumulate_grad_hooks.__get__
@@ -175,17 +178,17 @@ _shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
 
 
 def raw_grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """What autograd has written for each of some tensors."""
+    """The gradient that autograd has written for each of some tensors."""
     return list(map(raw_grad, tensors))
 
 
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
-    """Writes what autograd writes."""
+    """Writes the gradient of each of some tensors, as autograd does."""
     deque(map(set_raw_grad, tensors, gradients), maxlen=0)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each of some tensors was written in place; what was made in inference mode does not count it."""
+    """How often each of some tensors was written in place; 0 for inference tensors, which do not count their writes."""
     try:
         return list(map(version, tensors))
     except RuntimeError:
@@ -193,7 +196,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How many bytes the numbers of each of some tensors take."""
+    """How many bytes the elements of each of some tensors take."""
     return list(map(_nbytes, tensors))
 
 
@@ -203,19 +206,19 @@ def requires_grad_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
 
 
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether each of some tensors is in one piece of memory, and not sparse."""
+    """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
     return {torch.strided}.issuperset(map(_layout, tensors))
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each of some tensors begins in memory; of what is sparse, its id."""
+    """The address at which each of some tensors begins in memory; for a sparse tensor, its id."""
     if are_dense(tensors):
         return list(map(torch.Tensor.data_ptr, tensors))
     return [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in tensors]
 
 
 def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """What each of some tensors makes of its memory."""
+    """How each of some tensors reads its memory: its dtype, shape and strides, and whether it is conjugate."""
     if are_dense(tensors):
         strides, are_conjugate = map(torch.Tensor.stride, tensors), map(torch.Tensor.is_conj, tensors)
         return list(zip(map(_dtype, tensors), map(_shape, tensors), strides, are_conjugate, strict=True))
@@ -223,7 +226,7 @@ def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether hooks of the user wait for the gradient of any of some leaves."""
+    """Whether the user has registered hooks for the gradient of any of some leaves."""
     return any(map(_hooks, leaves)) or any(map(_late_hooks, leaves))
 
 
@@ -233,63 +236,65 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 
 def make_parameter(cls: type[torch.nn.Parameter], data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """A leaf of the class `cls` over the memory of `data`.
+    """A leaf of the class `cls` that shares the memory of `data`.
 
-    `torch.nn.Parameter.__new__` asks for a type's `__torch_function__` in ways that differ between classes of data;
-    this is the constructor that it ends in.
+    `torch.nn.Parameter.__new__` behaves differently for different classes of `data`; this is the constructor that it
+    calls in the end.
     """
     return torch.Tensor._make_subclass(cls, data, requires_grad)
 
 
-# For the length of a block, writing on a tensor is not counted, as torch's own kernels do not count some of it.
+# A block in which writes on a tensor do not change its version, as some writes of torch's own kernels do not.
 _autograd: Any = torch.autograd
 keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
 
 
-# Public, but without annotations.
+# These are public, but torch has no type annotations for them.
 on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks of the user wait for this leaf's gradient. Registered publicly, readable only here."""
+    """Whether the user has registered hooks for this leaf's gradient. torch has no public function that tells this."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def will_be_reached(leaf: torch.Tensor) -> bool:
-    """Whether the backward that is under way on this thread comes to a leaf, or has come to it already.
+    """Whether the backward that is under way on this thread reaches a leaf, or has reached it already.
 
-    `register_multi_grad_hook` asks the same, and keeps all its leaves alive, in a cycle that no collector sees.
+    `register_multi_grad_hook` uses the same function, but keeps all its leaves alive in a reference cycle that the
+    garbage collector cannot find.
     """
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def register_hooks_again(tensor: Any) -> None:
-    """Tells autograd of a tensor's hooks, which it knows by the implementation that the tensor had before."""
+    """Registers a tensor's hooks with autograd again, after the tensor was given another C++ implementation."""
     if tensor._backward_hooks is not None:
         tensor._backward_hooks = tensor._backward_hooks
     if tensor._post_accumulate_grad_hooks is not None:
         tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
-# What a simulated device needs, which torch offers to backends of C++ only. Nothing here acts when it is imported.
-# DLPack capsules, the one way from a tensor to another over the same memory on another device.
+# A simulated device needs what follows, which torch offers only to backends that are written in C++. Importing these
+# names has no effect.
+# DLPack capsules are the only way to a second tensor that has the same memory and reports another device.
 to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
 from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 conjugate_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
-# Dispatch: what kernels there are, and how to go on below a key.
+# Dispatch: which kernels there are, and how to call an operator without some dispatch keys.
 DispatchKey: Any = torch._C.DispatchKey
 DispatchKeySet: Any = torch._C.DispatchKeySet
 without_keys: Any = torch._C._ExcludeDispatchKeyGuard
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-# The two parts of a sparse tensor as they are, also of one that is not coalesced; and one made of its parts.
+# The indices and values of a sparse tensor, also of one that is not coalesced; and a sparse tensor made of these.
 sparse_indices: Any = torch.ops.aten._indices
 sparse_values: Any = torch.ops.aten._values
 make_sparse: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
-# A tensor takes the place of another one, under every reference to it.
+# Swaps the contents of two tensors, so that every reference to one of them now shows the other.
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 tensor_data: Any = torch._C.TensorBase.data
 tensor_to: Any = torch._C.TensorBase.to
@@ -297,12 +302,12 @@ tensor_cuda: Any = torch._C.TensorBase.cuda
 _privateuse1: Any = torch._C._autograd.DeviceType.PrivateUse1
 PRIVATEUSE1_ID = int(_privateuse1)
 _AS_IT_IS = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-# Lets Python stand in for a backend; since torch 2.10, "might change without notice".
+# Lets Python code be a backend. torch has it since 2.10, and says that it "might change without notice".
 register_python_backend: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-# What may be asked of a parameter of a lazy module.
+# The methods that a parameter of a lazy module allows before its shape is known.
 _uninitialized: Any = torch.nn.UninitializedParameter
 ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
-# What a simulated device puts in the place of, as (owner, name), where torch asks its C++ and no Python.
+# C++ functions of torch that a simulated device replaces, as pairs of owner and name.
 ENGINE = (torch.autograd.Variable, "_execution_engine")
 MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
 SCATTER, GATHER = (torch._C, "_scatter"), (torch._C, "_gather")
@@ -310,9 +315,9 @@ BROADCAST, BROADCAST_COALESCED = (torch._C, "_broadcast"), (torch._C, "_broadcas
 
 
 def hide_from_compiler(function: Any) -> None:
-    """Says that `torch.compile` is to run a function, and all that it calls, as it is.
+    """Makes `torch.compile` run a function, and all that it calls, without compiling them.
 
-    `torch.compiler.disable` would do so by a wrapper, and import the compiler, which takes seconds.
+    `torch.compiler.disable` would wrap the function, and would import the compiler, which takes seconds.
     """
     function._torchdynamo_disable = True
     eval_frame.set_code_exec_strategy(function.__code__, _AS_IT_IS)
@@ -321,7 +326,7 @@ def hide_from_compiler(function: Any) -> None:
 def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
     """Compiles a copy of a module in place, with the same settings, if `module.compile()` has compiled the module.
 
-    Copying loses that, and only what `torch.compile` returned knows the settings.
+    The copy is not compiled by itself, and only the function that `torch.compile` returned has the settings.
     """
     compiled: Any = module._compiled_call_impl
     if compiled is not None:
@@ -330,65 +335,68 @@ def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
 
 
 def keep_what_stands_in_for_gpus() -> None:
-    """Makes this thread the owner of what a torch for GPUs asks in their place, on a machine without any.
+    """Creates, on this thread, the substitute for a CUDA device guard that torch uses on a machine without GPUs.
 
-    In torch 2.10 and 2.11 it belongs to the thread that is the first to trace for `torch.compile`; when that thread
-    ends it is freed, and the next to trace crashes.
+    A build of torch for CUDA needs it when it traces for `torch.compile`. In torch 2.10 and 2.11 it belongs to the
+    first thread that traces; when that thread ends, torch frees it, and the next thread that traces crashes.
     """
     if torch.version.cuda is not None and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 
 
 def is_compiling() -> bool:
-    """Whether this thread is compiling for `torch.compile`; what is being traced it does not tell, and need not."""
+    """Whether `torch.compile` is compiling on this thread. It does not say which function; no caller needs that."""
     return CompileContext.try_get() is not None
 
 
-# Whether a profiler is on, on whichever thread: `record_function` does not ask, and costs as much where there is none.
-# This costs 50 ns, since no frame of Python is made.
+# Whether a profiler is on, on any thread. `record_function` does not check this, and costs as much without a profiler
+# as with one. This check costs 50 ns, since it creates no Python frame.
 is_profiling: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled")
-# Whether one is on that was started on this thread and sees no other.
+# Whether a profiler is on that was started on this thread and sees no other thread.
 is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
 
 def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
-    """What torch's C++ asks of which kind a device of a backend written in Python is.
+    """The object that tells torch's C++ code the device type of a backend written in Python.
 
-    It asks where an exception ends the process: `answering` makes of the answer a function that cannot raise.
+    An exception in its method would end the process: `answering` makes, of the answer, a function that cannot raise.
     """
     return type("DeviceGuard", (torch._C._acc.DeviceGuard,), {"type_": answering(_privateuse1)})()
 
 
 def schema(operator: Any) -> Any:
-    """The declared arguments and results of an operator, with what it writes and what aliases what."""
+    """The declared arguments and results of an operator, which say what it writes and which results are views."""
     return operator._schema
 
 
 def is_alone_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor, and nobody else such as numpy, has a part of the memory of this one, as it is."""
+    """Whether a tensor shares its memory with no other tensor and no other library, such as numpy.
+
+    A tensor that reads its memory as conjugate or negative counts as one that shares.
+    """
     storage = tensor.untyped_storage()
     return storage.resizable() and not tensor.is_conj() and not tensor.is_neg() and has_one_tensor(storage)
 
 
 def has_one_tensor(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is that of one tensor only."""
-    return num_users(storage) <= 2  # the tensor, and the Python object by which it is asked
+    """Whether a storage belongs to one tensor only."""
+    return num_users(storage) <= 2  # the tensor, and the Python object `storage`
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors a storage is that of, and Python objects."""
+    """How many tensors and Python objects use a storage."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users
 
 
 def generator_id(generator: Any) -> int:
-    """The same for every Python object that stands for one generator: a kernel is handed a new one each time."""
+    """A number that identifies a generator: torch makes a new Python object for the same generator at each kernel."""
     identity: int = generator._cdata
     return identity
 
 
 def global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
-    """The hooks that all modules and all optimizers have, by kind. Registered publicly, readable only here."""
+    """The global hooks of all modules and all optimizers, by kind. torch has no public function that lists them."""
     kinds = {**vars(_modules), **vars(_optimizers)}
     found = {name: hooks for name, hooks in kinds.items() if name.startswith("_global_") and name.endswith("_hooks")}
     return {name.strip("_").replace("_", " "): tuple(hooks.values()) for name, hooks in found.items()}

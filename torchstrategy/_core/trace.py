@@ -1,18 +1,18 @@
-"""What a trace of torch's profilers shows of a run, in the words of the user.
+"""The ranges that torch's profilers show of a run.
 
     torchstrategy.run train_step                a call of `Strategy.run`, on the thread that made it
-    torchstrategy.wait for replicas             that thread, while they run on theirs
+    torchstrategy.wait for replicas             that thread waits while the replicas run on their threads
     torchstrategy.run train_step [replica 1]    the step in one replica
-    torchstrategy.hand in gradients             it adds what it has collected to the total, if it is its turn
-    torchstrategy.wait at optimizer.step()      that replica has come to a meeting, and has to go on after it
-    torchstrategy.meeting optimizer.step()      all replicas are there
-    torchstrategy.settle gradients              the gradients of the replicas become one
+    torchstrategy.hand in gradients             a replica adds its gradients to the total, if it is its turn
+    torchstrategy.wait at optimizer.step()      a replica has come to a synchronization point and waits to go on
+    torchstrategy.meeting optimizer.step()      all replicas are at this synchronization point
+    torchstrategy.settle gradients              the gradients of the replicas are reduced to one
     torchstrategy.update [Adam]                 the optimizer's own step
-    torchstrategy.bring parameters              what has changed goes to the replicas' copies
-    torchstrategy.copy modules                  each replica is given modules of its own, once
-    torchstrategy.deal a batch                  a batch is read, cut into pieces, and sent
+    torchstrategy.bring parameters              changed parameters are copied to the replicas
+    torchstrategy.copy modules                  each replica gets its own copies of the modules, once
+    torchstrategy.deal a batch                  a batch is read, split, and sent to the devices
 
-Where no profiler is on, no name is made and nothing is recorded.
+Without a profiler, the library makes no names and records nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _UNSEEN: AbstractContextManager[None] = nullcontext()
 
 
 def traced(words: str, *things: object) -> AbstractContextManager[object]:
-    """A block that a profiler shows as `torchstrategy.` and some words, with the names of things for each `{}`."""
+    """A block that a profiler shows as `torchstrategy.` and `words`, with the name of one of `things` for each `{}`."""
     if not is_profiling():
         return _UNSEEN
     return record_function(f"torchstrategy.{words.format(*map(_name, things))}")
 
 
 def warn_of_unseen_threads() -> None:
-    """Says that a profiler is on which sees nothing of other threads: by default, those of torch do not."""
+    """Warns if a profiler is on that does not see other threads, as is the default of torch's profilers."""
     if is_profiling_this_thread_only():
         warnings.warn(
             "A profiler is on that sees this thread only, and replicas run on threads of their own: the operators that "

@@ -1,6 +1,7 @@
-"""Walking nested containers: lists, tuples, named tuples, dicts, and whatever else is registered with torch's pytree.
+"""Nested containers: taking them apart, and putting them together again.
 
-Anything else, a tensor, a string, a set, an object of one's own, is a leaf.
+Containers are lists, tuples, named tuples, dicts, and all types that are registered with torch's pytree. Anything else
+is a leaf: a tensor, a string, a set, an object of the user's own class.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from torchstrategy._core.types import Tree
 
 
 def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
-    """The leaves of `tree`, and its shape; `is_leaf` says which containers not to look into.
+    """The leaves of `tree`, and its structure; `is_leaf` says which containers not to look into.
 
-    torch's own leaves a function that refers to itself behind, which waits for the collector of cycles.
+    torch's own `tree_flatten` creates, at each call, a function that refers to itself: the memory of this reference
+    cycle is freed only by the garbage collector.
     """
     leaves: list[Tree] = []
     return leaves, _flatten(tree, is_leaf or is_one_thing, leaves)
 
 
 def is_container(value: Tree) -> bool:
-    """Whether there are leaves in a value, or could be."""
+    """Whether a value is a container, also an empty one."""
     return not torch_internals.tree_is_leaf(value, is_leaf=is_one_thing)
 
 
@@ -35,7 +37,7 @@ def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree],
     is_leaf = is_leaf or is_one_thing
     if is_leaf(tree):
         return fn(tree)
-    kind = type(tree)  # what batches are as a rule is quicker to walk than to flatten
+    kind = type(tree)  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
     if kind is list or kind is tuple:
         return kind([map_leaves(fn, item, is_leaf) for item in tree])
     if kind is dict:
@@ -45,7 +47,7 @@ def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree],
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
-    """The names and leaves of `tree` in the order of the names, and what puts other leaves in their place."""
+    """The names and leaves of `tree` in the order of the names, and a function that builds the tree of other leaves."""
     named = leaves_with_names(tree)
     order = sorted(range(len(named)), key=lambda i: named[i][0])
     spec = tree_flatten(tree)[1]
@@ -60,12 +62,12 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
 
 
 def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
-    """The tree of the shape `spec` that holds `leaves`."""
+    """The tree of the structure `spec` that holds `leaves`."""
     return spec.unflatten(leaves)
 
 
 def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
-    """Every leaf with its path as one would write it: `"['mask'][0]"`; the path of a bare leaf is `""`.
+    """Every leaf with its path as in Python code: `"['mask'][0]"`; the path of a tree that is one leaf is `""`.
 
     Args:
         tree: Any tree.
@@ -78,9 +80,9 @@ def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None)
 def zip_leaves(
     trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None
 ) -> tuple[list[list[Tree]], TreeSpec]:
-    """The leaves of several trees of one shape, side by side, and that shape.
+    """The leaves of several trees of one structure, side by side, and that structure.
 
-    Dicts with the same keys in another order have the same shape. `is_leaf` says which containers not to look into.
+    Dicts with the same keys in another order have the same structure. `is_leaf` says which containers not to look into.
 
     Raises:
         ValueError: If the shapes differ; `first_unlike` says where.
@@ -96,9 +98,9 @@ def zip_leaves(
 
 
 def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None) -> tuple[int, str]:
-    """Which of several trees is the first that differs in shape from the first one, and the path at which they part.
+    """The index of the first tree whose structure differs from that of `trees[0]`, and the path at which they differ.
 
-    The path says how: `"['a']: a list of 2 and a list of 3"`.
+    The path says how they differ: `"['a']: a list of 2 and a list of 3"`.
     """
     for index, tree in enumerate(trees[1:], start=1):
         try:
@@ -121,7 +123,7 @@ _LEAF = torch_internals.tree_flatten(None)[1]
 
 
 def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
-    """The ids of the lists that stand at one place in several trees of one shape, and have different lengths."""
+    """The ids of the lists that have the same path in several trees of one structure, and different lengths."""
     first = trees[0]
     if all(type(tree) is list for tree in trees) and any(len(tree) != len(first) for tree in trees):
         return frozenset(map(id, trees))
@@ -130,12 +132,12 @@ def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
     try:
         columns, _ = zip_leaves(trees, lambda value: all(value is not tree for tree in trees))
     except ValueError:
-        return frozenset()  # they differ in shape
+        return frozenset()  # the trees differ in structure
     return frozenset().union(*map(uneven_lists, columns))
 
 
 def is_one_thing(value: Tree) -> bool:
-    """Whether a value is a tuple to Python, and one thing to everybody else."""
+    """Whether a value is a subclass of tuple that the library treats as a leaf."""
     return isinstance(value, (torch.Size, PackedSequence))
 
 

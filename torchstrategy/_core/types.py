@@ -1,4 +1,4 @@
-"""Every type alias of the package, once."""
+"""The type aliases of the package."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import torch
 
 Device: TypeAlias = torch.device
-"""A canonical device: its index is always there (`cpu:0`, never `cpu`)."""
+"""A canonical device, which always has an index: `cpu:0`, never `cpu`."""
 
 DeviceLike: TypeAlias = "str | int | torch.device | None"
-"""What a person may write for a device; see `torchstrategy._core.devices.canonical_device`."""
+"""What a user may write for a device; see `torchstrategy._core.devices.canonical_device`."""
 
 Tree: TypeAlias = Any
-"""A value, or lists, tuples, named tuples and dicts of values to any depth. The only home of `Any` in signatures."""
+"""A value, or lists, tuples, named tuples and dicts of values to any depth."""
 
 ReplicaFn: TypeAlias = Callable[..., Tree]
-"""The step: what `Strategy.run` calls once for each replica."""
+"""The step function, which `Strategy.run` calls once in each replica."""

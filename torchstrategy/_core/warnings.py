@@ -1,7 +1,7 @@
-"""What a run warns of: numbers that are not those of one device, where nobody but the user can tell whether it matters.
+"""The warnings that a run gives about numbers that one device would not have.
 
-Each thing is warned of once, at the line of the user's that called `run`. Each kind has a class, so that it can be
-silenced, or made an error, by itself.
+Only the user can tell whether such a difference matters. A run warns once of each cause, at the user's line that called
+`run`. Each kind of warning has a class, so that a user can silence it, or make it an error, without the others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import nn
 
 @final
 class SharedWriteWarning(UserWarning):
-    """Several replicas wrote in place, in one run, on one tensor that no replica has of its own.
+    """Several replicas wrote in place, in one run, on one tensor that they share.
 
     All replicas share a tensor that is neither in a module of the strategy nor in a `Variable`, and that the step
-    reaches by a name, an attribute or a container. `total.add_(loss)` adds one loss in plain PyTorch, and n in n
-    replicas. `hits.add_(hits_in_these_rows)` and `bank[indices] = outputs` are right: silence those.
+    reaches by a name, an attribute or a container. `total.add_(loss)` adds one loss in plain PyTorch, and n losses in n
+    replicas. `hits.add_(hits_in_these_rows)` and `bank[indices] = outputs` are right: silence the warning for those.
 
     Example:
         >>> import warnings
@@ -40,10 +40,11 @@ class SharedWriteWarning(UserWarning):
 
 @final
 class ReplicaBufferWarning(UserWarning):
-    """Replicas wrote different numbers on a buffer of which only those of the first replica are kept.
+    """Replicas wrote different numbers on a buffer, of which the library keeps only the numbers of the first replica.
 
-    The running statistics of normalisation layers are averaged. A queue, a codebook or a count of rows, which `forward`
-    writes from the rows that it sees, needs the rows of all replicas: see "Other buffers" in docs/features.md.
+    The running statistics of normalisation layers are averaged instead. A queue, a codebook or a count of rows, which
+    `forward` computes from the rows that it sees, needs the rows of all replicas: see "Other buffers" in
+    docs/features.md.
 
     Example:
         >>> import warnings
@@ -55,7 +56,7 @@ class ReplicaBufferWarning(UserWarning):
 
 @final
 class UndistributedBatchWarning(UserWarning):
-    """A step was trained on tensors of which nothing was dealt out, so that each replica computed with all rows.
+    """A step was trained on tensors that were not split among the replicas, so each replica computed with all rows.
 
     Example:
         >>> import warnings
@@ -66,12 +67,13 @@ class UndistributedBatchWarning(UserWarning):
 
 
 def warn(message: str, kind: type[Warning]) -> None:
-    """Warns at the line from which the user called into this package."""
+    """Gives a warning for the line at which the user's code called into this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, kind, stacklevel=level)
 
 
-# A DataParallel is called by way of torch, and some of what is here by way of `contextlib`.
+# torch's `Module.__call__` calls a DataParallel, and `contextlib` calls some functions of this package; so frames of
+# these files are not the user's, either.
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), contextlib.__file__, inspect.getfile(nn.Module))
