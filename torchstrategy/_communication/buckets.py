@@ -1,7 +1,8 @@
-"""Many tensors sent as few: flattened, put one after the other, cut into packs, and taken apart again.
+"""Many small tensors sent as a few large ones: the buckets.
 
-A *column* is what each replica has of one value: tensors of one shape. Columns of one dtype and on the same devices
-share packs; what is sparse or empty goes as it is.
+The tensors are flattened, put one after the other and cut into buckets; after the transfer they are taken apart again.
+A *column* has the tensors of one shape that the replicas have of one value, a tensor for each replica. Columns of one
+dtype and on the same devices share buckets; a sparse or empty tensor is sent as it is.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class _Piece(NamedTuple):
 
 @final
 class Bucketing:
-    """Which part of which column is in which pack.
+    """Which part of which column is in which bucket.
 
     Args:
-        columns: What is packed.
-        packs: The pieces of each pack. Every element of every column is in one of them, in order.
+        columns: The columns that are sent.
+        packs: The parts of columns that each bucket has. Every element of every column is in one of them, in order.
     """
 
     def __init__(self, columns: Sequence[Column], packs: Sequence[Sequence[_Piece]]) -> None:
@@ -37,7 +38,7 @@ class Bucketing:
 
     @classmethod
     def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
-        """Equal packs, `count` for each kind of column, the last with the rest. 0: every column by itself."""
+        """`count` buckets of equal size for each kind of column; the last one also has the rest. 0: one per column."""
         packs: list[list[_Piece]] = []
         for kind in _kinds(columns):
             packs += _cut(columns, kind, count) if count and _is_packable(columns[kind[0]]) else _alone(columns, kind)
@@ -45,18 +46,18 @@ class Bucketing:
 
     @classmethod
     def by_size(cls, columns: Sequence[Column], limit: int) -> Bucketing:
-        """Packs of whole columns, of `limit` bytes at most; a larger column by itself. 0: every column by itself."""
+        """Buckets of whole columns, of `limit` bytes at most; a larger column has its own. 0: one for each column."""
         return cls(columns, [pack for kind in _kinds(columns) for pack in _filled(columns, kind, limit)])
 
     def packed(self) -> list[list[torch.Tensor]]:
-        """For each pack what each replica has of it. What is alone in a pack is not copied."""
+        """For each bucket, a tensor for each replica. A column that has a bucket of its own is not copied."""
         return [
             [self._joined(pieces, replica) for replica in range(len(self._columns[pieces[0].column]))]
             for pieces in self._packs
         ]
 
     def unpacked(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A tensor for each column, out of one for each pack. No two share memory."""
+        """A tensor for each column, made of a tensor for each bucket. No two of them share memory."""
         whole: dict[int, torch.Tensor] = {}
         parts: dict[int, list[torch.Tensor]] = {}
         for pieces, pack in zip(self._packs, packs, strict=True):
@@ -77,14 +78,17 @@ class Bucketing:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _is_whole(self, pieces: Sequence[_Piece]) -> bool:
-        """Whether a pack is one column, as it is."""
+        """Whether a bucket is exactly one column."""
         return len(pieces) == 1 and pieces[0] == _whole(self._columns, pieces[0].column)
 
 
 def in_buckets(
     columns: Sequence[Column], limit: int, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What `combine` makes of each column, element by element; in packs of `limit` bytes at most, or 0: one by one."""
+    """Calls `combine`, which works element by element, on columns in buckets, and returns its result for each column.
+
+    A bucket has `limit` bytes at most; 0: `combine` is called on each column by itself.
+    """
     if not limit:
         return [combine(column) for column in columns]
     packing = Bucketing.by_size(columns, limit)
@@ -92,7 +96,7 @@ def in_buckets(
 
 
 def _kinds(columns: Sequence[Column]) -> list[list[int]]:
-    """The columns that can share packs, by position."""
+    """The columns that can share buckets, by position."""
     kinds: dict[Hashable, list[int]] = {}
     for index, column in enumerate(columns):
         key = (column[0].dtype, tuple(t.device for t in column)) if _is_packable(column) else index
@@ -127,7 +131,7 @@ def _filled(columns: Sequence[Column], kind: Sequence[int], limit: int) -> list[
 
 def _cut(columns: Sequence[Column], kind: Sequence[int], count: int) -> list[list[_Piece]]:
     sizes = [columns[index][0].numel() for index in kind]
-    size = sum(sizes) // count  # of a pack; fewer elements than packs are one pack
+    size = sum(sizes) // count  # of a bucket; if there are fewer elements than buckets, they are one bucket
     ends = [*(size * k for k in range(1, count) if size), sum(sizes)]
     packs: list[list[_Piece]] = [[] for _ in ends]
     done = pack = 0

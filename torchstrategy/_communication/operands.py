@@ -1,4 +1,4 @@
-"""What replicas may add up or put together: which values are tensors, and which tensors fit each other."""
+"""Which values can be added up or put together, and what does not fit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchstrategy._core.types import Tree
 
 
 def as_tensor(value: Tree) -> torch.Tensor:
-    """A leaf of a reduction as a tensor: numbers and arrays are converted.
+    """A leaf of a reduction as a tensor; numbers and arrays are converted.
 
     Raises:
         TypeError: If it has no numbers.
         ValueError: If it is None.
     """
     if isinstance(value, torch.Tensor):
-        # A variable is what it is where the caller is: elsewhere it is something else.
+        # A variable has another value in each replica, so it is read here, in the caller's replica.
         return value.read_value() if hasattr(value, "read_value") else value
     if value is None:
         raise ValueError("Only tensors, arrays and numbers can be combined across replicas; got None.")
@@ -29,7 +29,7 @@ def as_tensor(value: Tree) -> torch.Tensor:
 
 
 def check_addable(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses to add tensors that only broadcasting could.
+    """Raises an error for tensors that could be added only with broadcasting or a conversion.
 
     Raises:
         ValueError: If their shapes or dtypes differ.
@@ -59,7 +59,7 @@ def as_axis(axis: object) -> int:
 
 
 def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
-    """Refuses to put together what does not fit along `axis`.
+    """Raises an error for tensors that cannot be concatenated along `axis`.
 
     Raises:
         ValueError: If the values are scalars, or differ in rank, dtype or another dimension; or have no such axis.

@@ -1,4 +1,4 @@
-"""What a person may say about how values go from replica to replica, and whether it can be done here."""
+"""What a person says about how values travel between replicas, and whether this machine can do it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchstrategy._core.types import Device
 
 @final
 class CommunicationImplementation(enum.Enum):
-    """By what values are combined across devices. Wherever one is taken, its name in any case will do: `"nccl"`.
+    """How values are combined across devices. Arguments that take a member take its name, too, in any case: `"nccl"`.
 
-    `AUTO`: NCCL where it can, and copies elsewhere.
-    `RING`: TensorFlow's own rings, which are not here.
-    `NCCL`: NVIDIA's library, among CUDA devices.
+    `AUTO`: NCCL on devices that NCCL supports, and copies elsewhere.
+    `RING`: TensorFlow's own rings, which this library does not have.
+    `NCCL`: NVIDIA's library, for CUDA devices.
 
     Example:
         >>> torchstrategy.experimental.CommunicationImplementation("NCCL").name
@@ -38,11 +38,12 @@ class CommunicationOptions:
     """Options of one reduction or gather, such as `ReplicaContext.all_reduce`.
 
     Args:
-        bytes_per_pack: How many bytes are sent together at most: smaller tensors are flattened into packs of this
-            size, and a larger one goes alone. It changes no number. 0: what is best for each way of sending.
-        timeout_seconds: Only None and 0 are of use on one machine: there is no network to wait for, and replicas that
-            wait for one that failed, or that will not come, are told so at once.
-        implementation: By what values are combined. `NCCL` is refused where it cannot be used, `RING` always.
+        bytes_per_pack: How many bytes are sent together at most: small tensors are flattened into buckets of at most
+            this size, and a larger tensor is sent alone. It does not change the results. 0: the size that is best for
+            each way of sending.
+        timeout_seconds: Only None and 0 are allowed, since the replicas are in one process. There is no network to wait
+            for, and a replica that waits for one that failed, or that will not come, is told so at once.
+        implementation: How values are combined. `NCCL` is refused where it cannot be used, `RING` always.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -57,8 +58,8 @@ class CommunicationOptions:
         }
 
     Differs from tf.distribute:
-        TensorFlow calls them hints, and many strategies ignore them; here what cannot be done is refused, by the method
-        that they are given to.
+        TensorFlow calls them hints, and many of its strategies ignore them. Here, the method that gets an option which
+        it cannot follow raises an error.
 
     Raises:
         ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` is or names none.
@@ -81,8 +82,8 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
     """The older name of `CommunicationOptions`, which it returns.
 
     Args:
-        bytes_per_pack: As there.
-        timeout_seconds: As there.
+        bytes_per_pack: As in `CommunicationOptions`.
+        timeout_seconds: As in `CommunicationOptions`.
 
     Example:
         >>> torchstrategy.experimental.CollectiveHints(bytes_per_pack=1024).bytes_per_pack
@@ -98,7 +99,7 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
 
 
 def as_options(method: str, options: CommunicationOptions | None) -> CommunicationOptions:
-    """The options that were given to `method`; None: nothing was said.
+    """The options that the caller gave to `method`, or the default options for None.
 
     Raises:
         ValueError: If they are no options.
@@ -113,12 +114,12 @@ def as_options(method: str, options: CommunicationOptions | None) -> Communicati
 def check_usable(
     method: str, options: CommunicationOptions, devices: Callable[[], Sequence[Device]] | None = None
 ) -> None:
-    """Refuses options that ask for what cannot be done among the replicas of one process.
+    """Raises an error for options that the replicas of one process cannot follow.
 
     Args:
-        method: The name of what was called.
-        options: What was said.
-        devices: Says the device of each replica that takes part. None: there is nothing to do for NCCL.
+        method: The name of the method that was called.
+        options: The options of this call.
+        devices: Returns the device of each replica that takes part. None: the method does not use NCCL.
 
     Raises:
         ValueError: If they do.

@@ -1,4 +1,4 @@
-"""How per-replica values become one: the arithmetic of `Strategy.reduce` and `Strategy.gather`."""
+"""The arithmetic of `Strategy.reduce` and `Strategy.gather`, which make one value of per-replica values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def combined(op: ReduceOp, values: Sequence[Tree], device: Device) -> torch.Tens
 def combined_in_packs(
     op: ReduceOp, columns: Sequence[Sequence[Tree]], device: Device, bytes_per_pack: int
 ) -> list[torch.Tensor]:
-    """What `combined` makes of each of several columns of values, which are sent in packs of so many bytes at most."""
+    """The result of `combined` for each of several columns, which are sent in buckets of at most `bytes_per_pack`."""
     tensors = [[as_tensor(value) for value in values] for values in columns]
     for column in tensors:
         check_addable(column)
@@ -38,9 +38,10 @@ def combined_in_packs(
 
 
 def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, ...], device: Device) -> torch.Tensor:
-    """Values whose sizes along `axis` may differ, each summed along it, and then all of them, on `device`.
+    """The sum or mean, on `device`, of values whose sizes along `axis` may differ.
 
-    The mean divides by the sizes of all of them: it is the mean over all rows.
+    Each value is summed along the axis, and then the sums are added. The mean divides by the total size along the axis:
+    it is the mean over all rows.
 
     Raises:
         ValueError: If there is no such axis, or the sums differ in shape.
@@ -55,7 +56,7 @@ def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, 
 
 
 def summed_along(value: Tree, axis: int | tuple[int, ...]) -> torch.Tensor:
-    """The sum of one value along an axis, or several.
+    """The sum of one value along one axis or several axes.
 
     Raises:
         ValueError: If there is no such axis.
@@ -79,7 +80,7 @@ def size_along(value: Tree, axis: int | tuple[int, ...]) -> int:
 
 
 def gathered(values: Sequence[Tree], axis: int, device: Device) -> torch.Tensor:
-    """Values one after the other along `axis`, on `device`.
+    """The values, concatenated along `axis`, on `device`.
 
     Raises:
         ValueError: If they are scalars, there is no such axis, or they differ elsewhere than along it.

@@ -1,7 +1,7 @@
 """Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
 
-Its primitives know only CUDA devices, each at most once; there they move many tensors in few transfers. Everywhere
-else, the CPU included, plain copies do the same.
+The primitives of `torch.nn.parallel` move many tensors in few transfers, but only between CUDA devices that are all
+different. For all other devices, the CPU included, plain copies do the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.torch_internals import HAS_NCCL, are_dense, foreach_add, foreach_add_, foreach_copy_
 from torchstrategy._core.types import Device
 
-_KNOWN = frozenset({"cuda"})  # the types of devices that the primitives know
-_SMALL = 1 << 18  # bytes of a tensor that is sent together with others: larger ones fill the bus alone
-_TOGETHER = 1 << 24  # bytes that are sent together: as much again is needed for a while on either side
+_KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
+_SMALL = 1 << 18  # bytes: tensors up to this size are sent together, since larger ones fill the bus alone
+_TOGETHER = 1 << 24  # bytes that are sent together: for a while, both devices need as much extra memory
 
 
 def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
@@ -30,7 +30,7 @@ def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[
 
     Args:
         tensors: Tensors of one device. No gradient flows through the copies.
-        devices: Where to; one and the same device may stand there several times.
+        devices: The devices of the copies; the same device may occur several times.
     """
     originals = [tensor.detach() for tensor in tensors]
     if originals and _have_primitives([originals[0].device, *devices]):
@@ -40,16 +40,16 @@ def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[
 
 
 class Write(NamedTuple):
-    """Values to be written over tensors of one device. Of several writes, those with the same sources go together."""
+    """Values to write on tensors of one device. Several writes that have the same sources are sent together."""
 
     targets: list[torch.Tensor]
-    sources: list[torch.Tensor]  # of one device, which may be another
+    sources: list[torch.Tensor]  # all on one device, which may be another one than that of the targets
 
 
 def write(writes: Sequence[Write]) -> None:
-    """Writes them all, in few transfers: small tensors go together. No gradient flows.
+    """Does all `writes` in few transfers, in which small tensors are sent together. No gradient flows.
 
-    Transfers to accelerators are on their copy streams, so that those to several devices overlap.
+    Transfers to an accelerator are on its copy stream, so that transfers to several devices overlap.
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
@@ -65,7 +65,7 @@ def write(writes: Sequence[Write]) -> None:
         alone = [index for group in groups if len(group) == 1 for index in group]
         together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
-            if alone:  # straight to where they belong
+            if alone:  # a large tensor is copied without a temporary tensor on the target device
                 foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
             if together:
                 arrived = brought([sources[index] for index in together], device)
@@ -73,7 +73,7 @@ def write(writes: Sequence[Write]) -> None:
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
-    """Tensors of one device, on another one or as they are; the small ones went together and share memory."""
+    """Tensors of one device, on `device`; not copied if they are there. Small ones are sent together and share memory."""
     if not tensors or tensors[0].device == device:
         return list(tensors)
     arrived: dict[int, torch.Tensor] = {}
@@ -91,7 +91,7 @@ _one_at_a_time = threading.Lock()  # two threads may be the first on one device
 
 
 def copy_stream(device: Device) -> torch.Stream:
-    """The one stream on which values are copied to an accelerator. It lives as long as the process."""
+    """The stream on which all values are copied to an accelerator. It lives as long as the process."""
     with _one_at_a_time:
         return _new_stream(device)
 
@@ -105,7 +105,8 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
     target = memory_device(device)
     if len(tensors) > 1 and _have_primitives([t.device for t in tensors]) and not _any_requires_grad(tensors):
-        root = target if target in [t.device for t in tensors] else tensors[0].device  # it has to be one of theirs
+        # `reduce_add` can only sum on a device that has one of the tensors.
+        root = target if target in [t.device for t in tensors] else tensors[0].device
         total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
         return total.to(target)
     total = tensors[0].to(target)
@@ -120,7 +121,7 @@ def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
 
 
 def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
-    """What `added` makes of each of several columns of tensors of one dtype, in fused loops where that can be."""
+    """The result of `added` for each of several columns of tensors of one dtype, in fused loops where possible."""
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
         return [added(column, device) for column in columns]
@@ -132,7 +133,11 @@ def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torc
 
 
 def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether columns are of several dense tensors each, every row on one device, and no primitive does better."""
+    """Whether fused loops can add the columns, and are the best way.
+
+    Every column must have several dense tensors, and every row must be on one device. The primitives, where they work,
+    are better.
+    """
     if len(rows) < 2 or any(len(column) != len(rows) for column in columns):
         return False
     devices = [{tensor.device for tensor in row} for row in rows]
@@ -142,7 +147,7 @@ def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Seque
 
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
-    """Why NCCL cannot sum what is on these devices; None if it can."""
+    """Why NCCL cannot sum tensors on these devices; None if it can."""
     if not all(device.type == "cuda" for device in devices):
         return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
     if len(set(devices)) < len(devices):
@@ -154,7 +159,7 @@ def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The sum of tensors of one shape, on the device of each of them. No gradient flows.
 
     Args:
-        tensors: Tensors on devices that NCCL can join.
+        tensors: Tensors on devices between which NCCL can send.
     """
     inputs = [tensor.detach().contiguous() for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
@@ -163,12 +168,12 @@ def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
-    """Tensors on any devices, one after the other along `axis`, on `device`. Differentiable."""
+    """Tensors on any devices, concatenated along `axis`, on `device`. Differentiable."""
     return torch.cat([tensor.to(memory_device(device)) for tensor in tensors], dim=axis)
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Which tensors go together, by position: small ones of one device and dtype, to a certain size."""
+    """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
     groups: list[list[int]] = []
     filling: dict[tuple[Device, torch.dtype], list[int]] = {}
     room: dict[tuple[Device, torch.dtype], int] = {}
@@ -187,7 +192,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
-    """Whether the same values go to several CUDA devices from one, which has a primitive of its own."""
+    """Whether the same values go from one CUDA device to several others, for which there is a primitive."""
     if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
         return False
     return _have_primitives([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
@@ -195,7 +200,10 @@ def _is_broadcast(writes: Sequence[Write]) -> bool:
 
 @contextmanager
 def _copying_to(device: Device) -> Iterator[None]:
-    """A block whose work is on the copy stream of a device; the current stream waits for it, and it for that."""
+    """A block whose work is on the copy stream of a device.
+
+    The copy stream waits for what the current stream has been given before, and the current stream waits for the work.
+    """
     if not is_accelerator(device):
         yield
         return

@@ -1,4 +1,4 @@
-"""Sums of gradients, weighed: of one parameter in any layout, and of many at once."""
+"""Weighted sums of gradients, of one parameter in any layout or of many parameters at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchstrategy._core.torch_internals import are_dense, foreach_add_, foreach
 
 
 def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
-    """Whether two gradients are the same numbers, held alike."""
+    """Whether two gradients have the same numbers, layout, shape and dtype."""
     if second is None or first.layout != second.layout or first.shape != second.shape or first.dtype != second.dtype:
         return False
     if first.layout is torch.sparse_coo:
@@ -20,7 +20,7 @@ def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
 
 
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The sum of tensors, each times its weight, as a new tensor."""
+    """The sum of tensors, each multiplied by its weight, as a new tensor."""
     total = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         total = total + tensor * weight
@@ -32,7 +32,8 @@ def accumulate(
 ) -> None:
     """`total += weight * gradients`, parameter by parameter, in fused loops.
 
-    Gradients that are ours may become the total themselves; others are not written.
+    If `are_ours`, the library owns the gradients: they may be written, and become the total themselves. Gradients of
+    others are not written.
     """
     fresh = [index for index in gradients if index not in total]
     known = [index for index in gradients if index in total] if total else []

@@ -1,1 +1,1 @@
-"""How values that are on several devices become one, and get back to all of them."""
+"""The public ways of reducing and broadcasting across devices."""

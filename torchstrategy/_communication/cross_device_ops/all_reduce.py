@@ -1,4 +1,4 @@
-"""Reducing on all devices at once."""
+"""Ways of reducing that work on all devices at once: by NCCL, and by copies within and between two groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _by_one_device = ReductionToOneDevice()
 
 
 class _AllReduce(CrossDeviceOps):
-    """Sums packs of values where these are. What goes elsewhere, or is sparse, is reduced on one device."""
+    """Sums values in buckets, on the devices of the values.
+
+    A value whose result goes to other devices, or that is sparse, is reduced on one device.
+    """
 
     def __init__(self, num_packs: int = 1) -> None:
         try:
@@ -42,7 +45,7 @@ class _AllReduce(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """What `reduce` does. A single value in host memory is reduced there."""
+        """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
         pairs = [(per_replica_value, destinations)]
         if any(device.type == "cpu" for device in devices_of(destinations)):
             return _by_one_device.batch_reduce_implementation(reduce_op, pairs, options)[0]
@@ -51,9 +54,9 @@ class _AllReduce(CrossDeviceOps):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[_Pair], options: CommunicationOptions
     ) -> list[Tree]:
-        """What `batch_reduce` does."""
+        """Does what `batch_reduce` is called for."""
         reduced: dict[int, Tree] = {}
-        groups: dict[tuple[Device, ...] | None, list[int]] = {}  # None: on one device
+        groups: dict[tuple[Device, ...] | None, list[int]] = {}  # None: values that are reduced on one device
         for index, pair in enumerate(value_destination_pairs):
             devices = tuple(devices_of(pair[0])) if self._is_all_reduce(*pair) else None
             groups.setdefault(devices, []).append(index)
@@ -66,14 +69,14 @@ class _AllReduce(CrossDeviceOps):
     def _is_all_reduce(self, value: DistributedValues, destinations: Destinations) -> bool:
         tensors = value.values
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return False  # gradients flow through sums on one device
+            return False  # gradients flow only through sums on one device
         is_dense = all(tensor.layout is torch.strided for tensor in tensors)
         return is_dense and len(tensors) > 1 and devices_of(value) == devices_of(destinations)
 
     def _reduced_together(
         self, reduce_op: ReduceOp, pairs: Sequence[_Pair], options: CommunicationOptions
     ) -> list[Tree]:
-        """The results of pairs whose values are where they are to go, on the same devices."""
+        """The results of pairs whose values and destinations are all on the same devices."""
         columns = [value.values for value, _ in pairs]
         for column in columns:
             check_addable(column)
@@ -93,18 +96,19 @@ class _AllReduce(CrossDeviceOps):
 
     @abstractmethod
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
-        """The sum of several tensors, on the device of each of them. Packs take turns, from 0."""
+        """The sum of several tensors, on the device of each of them. `turn` is the number of the bucket, from 0."""
 
 
 @final
 class NcclAllReduce(_AllReduce):
-    """Reduces among CUDA devices by NCCL, values packed together.
+    """Reduces among CUDA devices by NCCL; several values are sent together in buckets.
 
-    Only an all-reduce, whose destinations are where the value is, goes by NCCL. What goes elsewhere, a single value in
-    host memory, what is sparse and what gradients are to flow through is reduced on one device.
+    Only an all-reduce uses NCCL: the destinations are the devices of the value. These are reduced on one device: a
+    value with other destinations, a single value in host memory, a sparse value, and a value that requires grad.
 
     Args:
-        num_packs: How many packs values are put together in, for each dtype. 0: each value goes by itself.
+        num_packs: How many buckets (packs) the values of each dtype are put together in. 0: each value is sent by
+            itself.
 
     Example:
         >>> ops = torchstrategy.NcclAllReduce(num_packs=2)
@@ -112,7 +116,7 @@ class NcclAllReduce(_AllReduce):
         tensor([1., 1.])
 
     Differs from tf.distribute:
-        Where there is no NCCL, several values are refused with the reason.
+        Where there is no NCCL, an all-reduce of several values raises an error that says why.
 
     Raises:
         ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the devices.
@@ -134,13 +138,15 @@ class NcclAllReduce(_AllReduce):
 
 @final
 class HierarchicalCopyAllReduce(_AllReduce):
-    """Reduces by copies, in two groups of devices: within each group, and then between the two, and back.
+    """Reduces by copies, in two groups of devices: within each group, then between the groups, and back.
 
-    It is for machines whose devices are close to some and far from others: a value crosses from group to group once in
-    each direction. The first half of the devices is one group. Packs take turns in where they are added up.
+    It is for machines on which each device has a fast connection to some devices and a slow one to others: a value goes
+    from group to group only once in each direction. The first half of the devices is one group. Each bucket is added
+    up on the next device of a group, so that the work is spread over the devices.
 
     Args:
-        num_packs: How many packs values are put together in, for each dtype. 0: each value goes by itself.
+        num_packs: How many buckets (packs) the values of each dtype are put together in. 0: each value is sent by
+            itself.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
@@ -175,5 +181,5 @@ class HierarchicalCopyAllReduce(_AllReduce):
 
 
 def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
-    """How a strategy reduces among these devices, if nothing was said: by NCCL where that can be."""
+    """The default way of a strategy to reduce among these devices: NCCL where it works, else on one device."""
     return ReductionToOneDevice() if why_not_nccl(devices) else NcclAllReduce()

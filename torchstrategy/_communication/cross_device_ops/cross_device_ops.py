@@ -1,4 +1,4 @@
-"""What all ways of reducing and broadcasting across devices have in common."""
+"""The base class of all ways of reducing and broadcasting across devices."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from torchstrategy._core.types import Device, Tree
 
 
 class CrossDeviceOps:
-    """How values that are on several devices become one, and get back to all of them. The base of one's own.
+    """Reduces values of several devices to one, and copies it back to them. Users may derive classes from it.
 
-    A subclass says how in `reduce_implementation`; also in `batch_reduce_implementation`, if it can do better for many
-    values than one by one, and in `broadcast_implementation`, if it has something better than copies. What these are
-    given has been checked.
+    A subclass implements `reduce_implementation`. It may also implement `batch_reduce_implementation`, if it has a
+    better way for many values than one by one, and `broadcast_implementation`, if it has a better way than copies. The
+    arguments of these methods have been checked.
 
     Example:
         >>> class Largest(torchstrategy.CrossDeviceOps):
@@ -59,15 +59,15 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions | None = None,
     ) -> Tree:
-        """The sum or mean of the components of a value, on its destinations. Nothing is written on.
+        """The sum or mean of the components of a value, on its destinations. It does not change the value.
 
-        With the value itself as destinations it is an all-reduce.
+        With the value itself as destinations, this is an all-reduce.
 
         Args:
             reduce_op: `SUM` or `MEAN`; not a string.
             per_replica_value: A distributed value. A tensor counts as one with a single component, which is the result.
-            destinations: A device, a tensor whose device is meant, or a distributed value, for a copy on the device of
-                each of its components.
+            destinations: A device; or a tensor on the device that is meant; or a distributed value, for a copy on the
+                device of each of its components.
             options: How values are sent.
 
         Returns:
@@ -125,8 +125,8 @@ class CrossDeviceOps:
         """Copies of a tensor on its destinations.
 
         Args:
-            tensor: What is copied.
-            destinations: As those of `reduce`.
+            tensor: The tensor that is copied.
+            destinations: The same as for `reduce`.
 
         Returns:
             A tensor, or a mirrored value for destinations with several components.
@@ -150,12 +150,12 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """What `reduce` does, for subclasses to say.
+        """Does what `reduce` is called for. Subclasses implement it.
 
         Args:
             reduce_op: `SUM` or `MEAN`.
-            per_replica_value: A distributed value, of tensors.
-            destinations: Where the result is to go.
+            per_replica_value: A distributed value of tensors.
+            destinations: The destinations of the result.
             options: How values are sent.
         """
         raise NotImplementedError(
@@ -169,11 +169,11 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[DistributedValues, Destinations]],
         options: CommunicationOptions,
     ) -> list[Tree]:
-        """What `batch_reduce` does, for subclasses to say. By default, one by one.
+        """Does what `batch_reduce` is called for. Subclasses may override it; by default, it reduces one by one.
 
         Args:
             reduce_op: `SUM` or `MEAN`.
-            value_destination_pairs: Distributed values, of tensors, and where the results are to go.
+            value_destination_pairs: Distributed values of tensors, and the destinations of the results.
             options: How values are sent.
         """
         return [
@@ -181,16 +181,16 @@ class CrossDeviceOps:
         ]
 
     def broadcast_implementation(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
-        """What `broadcast` does, for subclasses to say. By default, a copy for each destination.
+        """Does what `broadcast` is called for. Subclasses may override it; by default, it copies to each destination.
 
         Args:
-            tensor: What is copied.
-            destinations: Where the copies are to go.
+            tensor: The tensor that is copied.
+            destinations: The destinations of the copies.
         """
         return delivered(tensor.clone(), destinations)
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
-        """Refuses to all-reduce among these devices, before there is anything to reduce.
+        """Raises an error if this class cannot all-reduce among these devices. It needs no values yet.
 
         Raises:
             ValueError: If it cannot be done.
@@ -203,16 +203,16 @@ class CrossDeviceOps:
         destinations: Sequence[Sequence[torch.Tensor]],
         options: CommunicationOptions = NO_COMMUNICATION_OPTIONS,
     ) -> list[list[torch.Tensor | None]]:
-        """What replicas have, times their weights, summed up, for each replica: equal to the last bit.
+        """The weighted sums of the replicas' tensors, for each replica; the sums are equal to the last bit.
 
         Args:
-            by_replica: What each replica has, such as gradients; None where it has none. One list for each.
-            weights: How much each replica counts. What counts nothing is dropped, NaN or not.
-            destinations: For each replica tensors on the devices where it wants the sums, such as its parameters.
+            by_replica: A list for each replica with its tensors, such as gradients; None where it has no tensor.
+            weights: The weight of each replica. The tensors of weight 0 are dropped, also if they are NaN.
+            destinations: For each replica, tensors on the devices on which it needs the sums, such as its parameters.
             options: How values are sent.
 
         Returns:
-            For each of the destinations a sum, or None where nobody has anything.
+            A sum for each of the destinations, or None where no replica has a tensor.
         """
         weighted = [_times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
@@ -260,7 +260,7 @@ def _of_tensors(value: object) -> DistributedValues:
 
 
 def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
-    """Whether a value is one tensor, and where it is to go."""
+    """Whether a value is one tensor that is already on its destination."""
     return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
 
 

@@ -1,4 +1,4 @@
-"""Where values are, where they are to go, and the copies that get them there."""
+"""The devices of values and of destinations, and the copies that bring values to destinations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mi
 from torchstrategy._core.types import Device, Tree
 
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
-"""A device, what is on one, or what is on several: a value for each of its components is meant."""
+"""A device, a tensor on the device that is meant, or a distributed value: the device of each of its components."""
 
 
 def check_destinations(destinations: object) -> None:
-    """Refuses what says no device.
+    """Raises an error for destinations that do not say a device.
 
     Raises:
         ValueError: If it is nothing that is on a device, and names none.
@@ -32,7 +32,7 @@ def check_destinations(destinations: object) -> None:
 
 
 def devices_of(where: Destinations) -> list[Device]:
-    """The devices that are meant, as tensors report them.
+    """The devices of destinations, as tensors report them.
 
     Raises:
         ValueError: If there is no such device, or a component is on none.
@@ -43,17 +43,17 @@ def devices_of(where: Destinations) -> list[Device]:
 
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
-    """A value that nobody else has, on its destinations: a tensor, or a mirrored value where there are several."""
+    """`value` on its destinations: a tensor, or a mirrored value if there are several. Nobody else may have `value`."""
     return as_meant(copied_to(value, devices_of(destinations)), destinations)
 
 
 def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
-    """A value that nobody else has, on each of several devices: itself on the first, if it is there."""
+    """`value` on each of several devices: itself on the first, if it is there. Nobody else may have `value`."""
     return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
 def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
-    """Equal tensors on the devices of destinations, as one value."""
+    """Equal tensors, one on each device of the destinations, as one value."""
     if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
         return copies[0]
     there = iter(copies)

@@ -1,4 +1,4 @@
-"""Reducing on one device, and copies from there."""
+"""Reducing on one device, and copying the result from there."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Brings values to one device, adds them up there, and copies the result to its destinations.
 
     Args:
-        reduce_to_device: Where to add up. None: on the first destination.
-        accumulation_fn: What makes one tensor of a list of all values, on that device. None: their sum. For a mean the
-            result is divided by their number.
+        reduce_to_device: The device on which values are added. None: the first destination.
+        accumulation_fn: A function that makes one tensor of the list of all values, on that device. None: it is their
+            sum. For a mean, the result is divided by the number of values.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -61,7 +61,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """What `reduce` does."""
+        """Does what `reduce` is called for."""
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
@@ -70,7 +70,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         value_destination_pairs: Sequence[tuple[DistributedValues, Destinations]],
         options: CommunicationOptions,
     ) -> list[Tree]:
-        """What `batch_reduce` does."""
+        """Does what `batch_reduce` is called for."""
         totals: dict[int, torch.Tensor] = {}
         places = [devices_of(destinations) for _, destinations in value_destination_pairs]
         targets = [self._device or devices[0] for devices in places]
@@ -111,5 +111,5 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """The mean of so many values with this sum; that of one is the value, whatever its dtype."""
+    """The mean of `count` values whose sum is `total`; the mean of one value is this value, whatever its dtype."""
     return total / count if count > 1 else total
