@@ -73,7 +73,7 @@ def write(writes: Sequence[Write]) -> None:
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
-    """Tensors of one device, on `device`; not copied if they are there. Small ones are sent together and share memory."""
+    """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory."""
     if not tensors or tensors[0].device == device:
         return list(tensors)
     arrived: dict[int, torch.Tensor] = {}
