@@ -1,9 +1,9 @@
 """Threads, turns, synchronization points and random streams.
 
-A run enters here as a function for each replica. Each replica runs on a thread of its own; where all of them come to
+A run calls the step once in each replica, and each replica runs on a thread of its own. When all replicas have come to
 a synchronization point, a function runs once on the thread that called `run`, and each replica gets its result.
 
-    instruments        the one hook for tests: what hears where replicas are, and may say who goes next
+    instruments        the hooks for tests: they are told where replicas are, and may say which one goes next
     random_streams     the random numbers of each replica
     replica            one replica of one run: it can synchronize with the others
     collectives        differentiable all-reduce and all-gather among replicas

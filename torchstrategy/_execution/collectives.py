@@ -1,8 +1,9 @@
-"""Reductions and gathers among replicas, from inside the step; gradients flow through them.
+"""Differentiable all-reduce and all-gather among replicas, which a step calls.
 
-A gradient in replica i is the gradient of the whole step, over the share w_i of that replica: w_i times it, summed
-over the replicas, is what the parameters get. So where replica j's output depends on replica i's input, what arrives
-from j is scaled by w_j / w_i on its way. With equal shares, and for SUM, that is a plain sum.
+Replica i has the weight w_i. The parameters get the sum, over all replicas, of w_i times the gradient in replica i. So
+a gradient in replica i has to be the gradient of the whole step, divided by w_i. Where the output of replica j depends
+on the input of replica i, the gradient of that output is therefore multiplied by w_j / w_i on its way to replica i.
+With equal weights, and for SUM, this is a plain sum.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import Replica
 
-_Columns = list[tuple[torch.Tensor, ...]]  # tensor by tensor: what each replica brings, in replica order
+_Columns = list[tuple[torch.Tensor, ...]]  # for each tensor, the tensors of the replicas, in replica order
 
 
 @final
 class Collective:
-    """The replicas that a replica meets, as seen from it.
+    """The collective operations of one replica with the others of its run.
 
     Args:
         replica: This replica.
         present: The replicas of the run, in order.
-        weights: The share of each replica of the strategy in the gradient.
-        devices: The device of each replica of the strategy; None: that of what it brings.
+        weights: The weight of the gradient of each replica of the strategy.
+        devices: The device of each replica of the strategy. None: the device of the tensors that it brings.
         bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
     """
 
@@ -50,7 +51,7 @@ class Collective:
         self._bytes_per_pack = bytes_per_pack
 
     def in_buckets(self, bytes_per_pack: int) -> Collective:
-        """The same, with what is sent in packs of at most so many bytes."""
+        """The same collective operations, with tensors sent in buckets of at most `bytes_per_pack`."""
         if bytes_per_pack == self._bytes_per_pack:
             return self
         return Collective(self._replica, self._present, self._weights, self._devices, bytes_per_pack)
@@ -62,29 +63,30 @@ class Collective:
 
     @property
     def weight(self) -> float:
-        """What this replica's gradient is multiplied by; 0 if it is dropped."""
+        """The factor of this replica's gradient; 0 if the gradient is dropped."""
         return self._weights[self._replica.index]
 
     @property
     def total_weight(self) -> float:
-        """What the gradient of something that is the same in every replica is multiplied by."""
+        """The sum of all weights: the factor of a gradient that is the same in every replica."""
         return sum(self._weights)
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str] = (), name: str = "all_reduce"
     ) -> list[torch.Tensor]:
-        """The sums of what all replicas bring, tensor by tensor, on this replica's device.
+        """The sums of the replicas' tensors, tensor by tensor, on this replica's device.
 
         Args:
-            tensors: What this replica brings.
-            names: What to call each of them, the same in every replica.
-            name: What to call the meeting.
+            tensors: The tensors of this replica.
+            names: The name of each tensor, the same in every replica.
+            name: The name of the synchronization point.
 
         Raises:
             ValueError: From `run`, if the shapes or dtypes of what they bring differ.
         """
-
-        made: dict[Device | None, list[torch.Tensor]] = {}  # on each device once, and copied for others on it
+        # Each device adds the tensors up once. Other replicas on the device get copies, since a replica may write on
+        # its result.
+        made: dict[Device | None, list[torch.Tensor]] = {}
 
         def given(r: int, columns: _Columns) -> list[torch.Tensor]:
             if (device := self._devices[r]) in made:
@@ -100,13 +102,13 @@ class Collective:
     def all_gather(
         self, tensors: Sequence[torch.Tensor], axis: int, names: Sequence[str] = (), name: str = "all_gather"
     ) -> list[torch.Tensor]:
-        """What all replicas bring, one after the other along `axis`, on this replica's device.
+        """The tensors of all replicas, concatenated along `axis` in replica order, on this replica's device.
 
         Args:
-            tensors: What this replica brings.
-            axis: Along which dimension.
-            names: What to call each of them, the same in every replica.
-            name: What to call the meeting.
+            tensors: The tensors of this replica.
+            axis: The dimension along which they are concatenated.
+            names: The name of each tensor, the same in every replica.
+            name: The name of the synchronization point.
 
         Raises:
             ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
@@ -125,7 +127,7 @@ class Collective:
         return self._differentiable(tensors, outputs, axis, sizes) if wants_grad else outputs
 
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of what all replicas bring, each contribution scaled by its share over the receiver's."""
+        """The sums of the replicas' gradients, each multiplied by its replica's weight over that of this replica."""
 
         def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
             return in_buckets(columns, self._bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
@@ -142,13 +144,14 @@ class Collective:
         if not self._weights[r]:
             return torch.zeros_like(column[self._present.index(r)])  # this replica's gradient will be dropped
         ratios = [self._weights[j] / self._weights[r] for j in self._present]
-        # A replica without a share may bring NaN, which zero times does not remove.
+        # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out.
         terms = [t if ratio == 1 else t * ratio for t, ratio in zip(column, ratios, strict=True) if ratio]
         return added(terms, self._where(r, column))
 
     def _where(self, r: int, column: Sequence[torch.Tensor]) -> Device:
         device = self._devices[r]
-        return column[0].device if device is None else device  # only a lone replica is where its caller is
+        # The single replica on the user's own objects has no device of its own: it runs where its tensors are.
+        return column[0].device if device is None else device
 
     def _sent(self, tensors: Sequence[torch.Tensor], r: int) -> list[torch.Tensor]:
         """The tensors of one replica, on the device of replica `r`."""
@@ -164,12 +167,16 @@ class Collective:
         given: Callable[[int, _Columns], list[Any]],
         names: Sequence[str] = (),
     ) -> tuple[list[Any], bool]:
-        """One meeting: what `given` makes for this replica of what all bring, and whether any of them wants gradients.
+        """One synchronization point: `given` makes, for each replica, a result of the tensors that all replicas bring.
 
-        One replica's output depends on the inputs of all; so all of them take part in the backward, or none.
+        Returns:
+            The result of this replica, and whether any replica wants gradients. The output of one replica depends on
+            the inputs of all replicas. So all of them take part in the backward, or none.
         """
 
         def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[tuple[list[Any], bool]]:
+            # Tensors are matched by their positions, so without this check, a step would add up tensors that have
+            # nothing to do with each other.
             for r, (_, _, other) in zip(self._present, brought, strict=True):
                 if other != brought[0][2]:
                     raise ValueError(
@@ -180,6 +187,8 @@ class Collective:
             wants_grad = any(wants for _, wants, _ in brought)
             return [(given(r, columns), wants_grad) for r in self._present]
 
+        # Detached, so that no graph of one replica leads into that of another: a backward of its own, which is another
+        # synchronization point, takes gradients from replica to replica.
         wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         brought = ([tensor.detach() for tensor in tensors], wants_grad, list(names))
         answer: tuple[list[Any], bool] = self._replica.synchronize(name, combine, brought)
@@ -193,13 +202,14 @@ class Collective:
         sizes: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
         here = memory_device(self._where(self._replica.index, inputs))
-        # Outputs have to require grad also where only another replica's inputs do.
+        # The outputs have to require grad also if only the inputs of another replica do. An additional input that
+        # requires grad makes them so.
         gate = torch.ones((), device=here, requires_grad=True)
-        # The gradients come back to this device; from there each goes to where the step had its tensor.
+        # The gradients come back to this device; from here, autograd copies each to the device of the step's tensor.
         return list(_apply_backward(self, axis, sizes, outputs, gate, *(tensor.to(here) for tensor in inputs)))
 
     def received(self, grads: Sequence[torch.Tensor], axis: int | None, sizes: Sequence[Sequence[int]]) -> list[Any]:
-        """The gradients of this replica's inputs, from those of its outputs. A meeting."""
+        """The gradients of this replica's inputs, from those of its outputs. This is a synchronization point."""
         totals = _apply_scaled(self, *grads)
         if axis is None:
             return list(totals)
@@ -211,7 +221,7 @@ class Collective:
 
 
 class _Backward(torch.autograd.Function):
-    """Gives outputs that were computed at a meeting their backward: another meeting."""
+    """Gives outputs that were computed at a synchronization point their backward: another synchronization point."""
 
     @staticmethod
     def forward(
@@ -233,7 +243,7 @@ class _Backward(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """The sum of the replicas' gradients, each scaled by its share over the receiver's; differentiable once more."""
+    """The sum of the replicas' gradients, as `Collective.scaled_sum` makes it; differentiable for double backward."""
 
     @staticmethod
     def forward(ctx: Any, collective: Collective, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,11 +252,13 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # What is linear with the coefficients w_j / w_i has, under the same scaling, the plain sum as its backward.
+        # The forward multiplied the gradient from j to i by w_j / w_i, so its backward has this factor, too. And it has
+        # the factor w_i / w_j, as has any gradient that goes from i to j. The product is 1: a plain sum.
         return (None, *ctx.collective.all_reduce(grads))
 
 
-# A compiler that followed a replica to a meeting would find locks and threads; a compiled step runs its backward, too.
+# `torch.compile` cannot trace the queues and threads of a synchronization point. The backward functions are listed,
+# too, since a compiled step also runs its backward.
 for _meeting in (Collective.all_reduce, Collective.all_gather, _Backward.backward, _Scaled.backward):
     hide_from_compiler(_meeting)
 del _meeting

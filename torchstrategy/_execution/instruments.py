@@ -1,12 +1,14 @@
-"""The one hook for tests: conductors, who hear what the replicas of a run come to, and may say who goes next.
+"""The hooks for tests: they are told where replicas are, and may say which one goes next.
 
-    begins    a run begins                             on the thread that called it
-    reached   a replica begins, meets, pauses or ends  on its own thread
-    held      a meeting is held                        on the thread that called the run
-    combined  gradients of several replicas become one on the thread that called the run
+A test installs an `Instrument`, whose methods are called at these moments:
 
-What a conductor raises is raised there: by the run, or by the step. Conductors are in force in a context, which the
-threads of replicas inherit from the caller. Where none is, nothing happens and nothing changes.
+    _begins               a run begins                                             on the thread that called the run
+    _reached              a replica begins, synchronizes, pauses or ends           on the replica's own thread
+    _held                 all replicas are at a synchronization point              on the thread that called the run
+    _combined_gradients   the gradients of several replicas have been added up     on the thread that called the run
+
+An exception in such a method is raised at this moment: by the run, or by the step. Instruments are installed for a
+block, and observe the replicas of all runs in it, on the replicas' threads, too. Without them, nothing changes.
 """
 
 from __future__ import annotations
@@ -20,38 +22,40 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Turns = Callable[[Sequence[int]], int]
-"""Which replica goes next, of those that can; they are given in replica order."""
+"""A function that chooses which replica goes next. It is called with the replicas that can go on, in replica order."""
 
 START = "start"
 END = "end"
 
 
 class Instrument(ABC):
-    """Hears what the replicas come to. One that gives turns has them run one at a time, wherever they are."""
+    """Observes replicas. If it gives the turns, the replicas run one at a time, whichever devices they are on."""
 
     def _begins(self, num_replicas: int) -> Turns | None:
-        """A run of a strategy of so many replicas begins: who gives the turns in it, if this conductor does."""
+        """A run of a strategy with `num_replicas` begins. Returns who gives the turns in it, or None for nobody."""
         return None
 
     @abstractmethod
     def _reached(self, replica: int, where: str) -> None:
-        """A replica has come to its start or its end, to the meeting of that name, or to a point of a test's own."""
+        """A replica has come to its start, its end, the synchronization point `where`, or a point that a test named."""
 
     def _held(self, meeting: str) -> None:
-        """All replicas are at a meeting of that name."""
+        """All replicas are at the synchronization point of this name."""
         return None
 
     def _combined_gradients(self) -> None:
-        """Gradients that several replicas collected have been added up."""
+        """The gradients of several replicas have been added up."""
         return None
 
 
+# A context variable, since replicas' threads take over the context of the caller: so an instrument sees the replicas of
+# the runs in its block, and not those of other threads.
 _in_force: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_conductors", default=())
 
 
 @contextmanager
 def in_force(*instruments: Instrument) -> Iterator[None]:
-    """A block for whose runs these conductors are in force, beside those that are already."""
+    """A block whose runs these instruments observe, in addition to the instruments of outer blocks."""
     token = _in_force.set((*_in_force.get(), *instruments))
     try:
         yield
@@ -61,7 +65,7 @@ def in_force(*instruments: Instrument) -> Iterator[None]:
 
 @contextmanager
 def none_in_force() -> Iterator[None]:
-    """A block whose runs no conductor hears of."""
+    """A block whose runs no instrument observes."""
     token = _in_force.set(())
     try:
         yield
@@ -70,12 +74,12 @@ def none_in_force() -> Iterator[None]:
 
 
 def is_in_force(instrument: Instrument) -> bool:
-    """Whether a conductor hears of what happens here."""
+    """Whether an instrument observes the runs that are started here."""
     return instrument in _in_force.get()
 
 
 def begins(num_replicas: int) -> Turns | None:
-    """A run begins. Who gives the turns in it; None: nobody in particular.
+    """Tells the instruments that a run begins. Returns the function that gives the turns in it, or None.
 
     Raises:
         RuntimeError: If two conductors would.
@@ -90,25 +94,25 @@ def begins(num_replicas: int) -> Turns | None:
 
 
 def reached(replica: int, where: str) -> None:
-    """A replica has come to somewhere."""
+    """Tells the instruments that a replica has come to `where`."""
     for instrument in _in_force.get():
         instrument._reached(replica, where)
 
 
 def held(meeting: str) -> None:
-    """A meeting is held."""
+    """Tells the instruments that all replicas are at a synchronization point."""
     for instrument in _in_force.get():
         instrument._held(meeting)
 
 
 def combined_gradients() -> None:
-    """Gradients of several replicas have become one."""
+    """Tells the instruments that the gradients of several replicas have been added up."""
     for instrument in _in_force.get():
         instrument._combined_gradients()
 
 
 def performed(replica: int, call: Callable[[], T]) -> T:
-    """Calls the step in a replica. One that raises has no end."""
+    """Calls the step in a replica, and tells the instruments of its start and end; of no end if the step raises."""
     reached(replica, START)
     result = call()
     reached(replica, END)
@@ -116,7 +120,8 @@ def performed(replica: int, call: Callable[[], T]) -> T:
 
 
 def performed_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-    """A run of a lone replica, on the caller's thread."""
+    """Runs a strategy's only replica on the caller's thread."""
+    # Without an instrument, a single replica should cost no more than a call of the step.
     if not _in_force.get():
         return fn(*args, **kwargs)
     begins(1)

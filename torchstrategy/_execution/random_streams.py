@@ -1,11 +1,8 @@
-"""Which random numbers does a replica draw?
+"""The random numbers of each replica.
 
-Replica 0 draws from the caller's generators, so one replica draws exactly what plain PyTorch draws. Replica i > 0 draws
-from a stream of its own, which starts, at each run, at a seed made from the state of the caller's generators and from
-i: no two replicas draw the same dropout mask, and torch's own random state is all that a checkpoint has to hold.
-
-torch's default generators belong to the process, not to a thread, so a stream is put in force by exchanging their state
-whenever the turn goes to another replica.
+Replica 0 draws from the caller's generators. Every other replica draws from a stream of its own, so that no two
+replicas draw the same dropout mask. torch's default generators belong to the process, not to a thread. So the library
+sets their state to that of a replica's stream before the replica goes on.
 """
 
 from __future__ import annotations
@@ -20,39 +17,49 @@ from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.types import Device
 
 
+# Note [Random streams of replicas]
+# Replica 0 draws from the caller's generators, so that a strategy of one replica draws what plain PyTorch draws.
+# Replica i > 0 draws from a stream whose seed is made, at each run, of the state of the caller's generators, of i, and
+# of the depth of nested runs. Nothing is kept between runs: torch's random state is all that a checkpoint has to save.
+# Only the caller's thread may exchange the state of a generator, and only while all replicas that draw from it stand
+# still. So it does this before it wakes a replica, also before it wakes one to stop it.
+# At a synchronization point the generators have the caller's streams, since `combine` acts for the caller. When the run
+# is over, the caller's generators go on where replica 0 stopped, as after a plain step.
+# If replicas run at the same time, they share the one generator of the CPU, and draw from it in any order.
 @final
 class RandomStreams:
-    """The streams of the replicas of one run.
+    """The random streams of the replicas of one run. See Note [Random streams of replicas].
 
     Only the thread that gives the turns may call it, and only while every replica that shares a generator stands still.
 
     Args:
         devices: The device of each replica.
-        one_at_a_time: Whether no two replicas ever run at once. Only then can the one generator of the CPU be lent to
-            each in turn; otherwise they draw from it as they come, and have streams of their own on their accelerators.
-        depth: Of runs within runs, whose replicas must not draw what those around them draw.
+        one_at_a_time: Whether no two replicas ever run at the same time. Only then can each replica have a stream of
+            its own on the CPU, which has one generator. Otherwise the replicas draw from this generator as they come,
+            and have streams of their own only on accelerators.
+        depth: How many runs this one is nested in. Its replicas must not draw the numbers of the replicas around them.
     """
 
     def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0) -> None:
         self._generators = [_generators(device, one_at_a_time) for device in devices]
-        self._holders: dict[torch.Generator, int] = {}  # whose stream a generator produces; if not here, replica 0's
-        self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # where a replica's stream was left
+        self._holders: dict[torch.Generator, int] = {}  # the replica whose stream a generator has; 0 if not in here
+        self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream was left
         states = [generator.get_state() for generator in _generators(devices[0], with_cpu=True)]
         seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in states)]
         self._origin = hashlib.blake2b(b"".join(seeds)).digest()
 
     def put_in_force(self, replica: int) -> None:
-        """From here on the generators of `replica` produce its stream."""
+        """Sets the generators of `replica` to its stream."""
         for generator in self._generators[replica]:
             self._lend(generator, replica)
 
     def put_callers_in_force(self) -> None:
-        """From here on all generators produce the caller's streams, as where no replica runs."""
+        """Sets all generators to the caller's streams, as they are where no replica runs."""
         for generator in list(self._holders):
             self._lend(generator, 0)
 
     def give_back(self) -> None:
-        """The caller's generators go on where replica 0 stopped."""
+        """Sets the caller's generators to where replica 0 stopped. Called when the run is over."""
         for generator, holder in self._holders.items():
             if holder != 0:
                 generator.set_state(self._paused[generator, 0])

@@ -1,7 +1,8 @@
-"""One replica of one run, as the code that runs in it sees it: it can meet the others.
+"""One replica of one run: it can synchronize with the others.
 
-A meeting is where every replica brings something and gets something back: `combine` runs once, on the thread that
-called `run`, while all of them stand still. `merge_call`, `all_reduce` and `optimizer.step` are meetings.
+At a synchronization point, every replica brings a value and gets a result. When all replicas are there, the function
+`combine` runs once, on the thread that called `run`, while all replicas stand still. `merge_call`, `all_reduce` and
+`optimizer.step` are synchronization points.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import held, reached
 
 Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
-"""What happens at a meeting: from what each replica brought, in replica order, to what each gets."""
+"""The function of a synchronization point: it takes the values that the replicas brought and returns their results.
+
+Both are in replica order.
+"""
 
 
 class ReplicaStopped(BaseException):
-    """Unwinds a replica because another one failed. Not an `Exception`: no step should catch it and go on."""
+    """Stops a replica because another one failed.
+
+    It is not an `Exception`, so that a step with `except Exception` does not catch it and go on.
+    """
 
 
 class Watch(ABC):
-    """What looks on, on the thread that called `run`, whenever a replica of that run goes on or stands still.
+    """An observer, which is called on the thread that called `run`, whenever a replica goes on or stands still.
 
     Args:
-        take_turns: Whether the replicas should run one at a time, on whichever devices they are.
+        take_turns: Whether the replicas should run one at a time, whichever devices they are on.
     """
 
     def __init__(self, take_turns: bool) -> None:
@@ -36,15 +43,15 @@ class Watch(ABC):
 
     @abstractmethod
     def look(self, running: Collection[int]) -> None:
-        """Called with the replicas of which any may have run since the last call; with none after a meeting."""
+        """Called with the replicas that may have run since the last call; with none after a synchronization point."""
 
     @abstractmethod
     def warn(self) -> None:
-        """Called after the run, for what is to be said of it."""
+        """Called after the run, to give warnings about it."""
 
 
 class Replica(ABC):
-    """One replica of one run, as the code that runs in it sees it."""
+    """One replica of one run."""
 
     def __init__(self, index: int, device: Device) -> None:
         self.index = index
@@ -52,12 +59,13 @@ class Replica(ABC):
         self.was_asked = False  # whether the step asked which replica it is in
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        """Waits until every replica of the run is at a meeting of this name, and returns this replica's share of it.
+        """Waits until every replica of the run is at this synchronization point, and returns this replica's result.
 
         Args:
-            name: What the meeting is, in the words of the caller of the step: `"optimizer.step()"`.
-            combine: Called once, on the thread that called `run`. That of the lowest replica is taken.
-            brought: What this replica brings.
+            name: The name of the synchronization point, as the user would write it: `"optimizer.step()"`.
+            combine: Called once, on the thread that called `run`. Of the replicas' functions, that of the lowest
+                replica is called.
+            brought: The value that this replica brings.
 
         Raises:
             RuntimeError: From `run`, if the replicas are at meetings of different names, or some have ended.
@@ -76,12 +84,12 @@ class Replica(ABC):
 
 @final
 class InlineReplica(Replica):
-    """The one replica of a run, on the caller's thread: it meets itself.
+    """The only replica of a run, on the caller's thread. It is alone at its synchronization points.
 
     Args:
-        index: Its id.
-        device: Where it runs.
-        callers_device: The default device of the caller, for what happens at meetings; None: that of the replica.
+        index: The id of the replica.
+        device: The device on which it runs.
+        callers_device: The default device of the caller, in which `combine` runs. None: that of the replica.
     """
 
     def __init__(self, index: int, device: Device, callers_device: Device | None = None) -> None:
@@ -89,9 +97,11 @@ class InlineReplica(Replica):
         self._callers_device = callers_device
 
     def pause(self) -> None:
-        pass  # there is nobody else
+        pass  # no other replica could go on meanwhile
 
     def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         held(name)
-        with nowhere(), in_use(self._callers_device), traced("meeting {}", name):  # as it is where several meet
+        # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
+        # the caller's thread, so its frame and its default device have to be put aside.
+        with nowhere(), in_use(self._callers_device), traced("meeting {}", name):
             return combine([brought])[0]

@@ -1,4 +1,4 @@
-"""The replicas that run one step together, as one of them sees the others."""
+"""The replicas of one run, as one of them sees the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchstrategy._execution.replica import InlineReplica, Replica
 
 @final
 class ReplicaGroup:
-    """How a replica that runs meets the others. Made by the strategy, for one call of the step."""
+    """Lets a replica synchronize with the others. The strategy makes one for each replica and each call of the step."""
 
     def __init__(
         self,
@@ -30,10 +30,14 @@ class ReplicaGroup:
         self.replica = replica
         self.collective = collective
         self.present = tuple(present)
-        self.published = published  # for the length of a merge function, the owner's gradients are up to date
+        # A merge function runs in this block: there, the parameters of the user's own model have the gradients.
+        self.published = published
         self._num_replicas = num_replicas
 
     def regroup(self, brought: Sequence[Tree]) -> Tree:
+        """One tree of the trees that the replicas of this run brought."""
+        # Replicas that take no part in this run count, too, since a distributed value has a component for each replica
+        # of the strategy.
         by_replica: list[Tree] = [ABSENT] * self._num_replicas
         for r, tree in zip(self.present, brought, strict=True):
             by_replica[r] = tree
@@ -41,8 +45,8 @@ class ReplicaGroup:
 
 
 def _alone() -> ReplicaGroup:
-    """How a lone replica on the user's own objects meets itself. It holds nothing, so that one serves all."""
-    replica = InlineReplica(0, torch.device("cpu", 0))  # only those of several replicas are asked where they are
+    """The group of a single replica that uses the user's own objects. It has no state, so one serves all of them."""
+    replica = InlineReplica(0, torch.device("cpu", 0))  # nobody asks a single replica for its device
     return ReplicaGroup(replica, Collective(replica, (0,), (1.0,), (None,)), (0,), 1, nullcontext)
 
 

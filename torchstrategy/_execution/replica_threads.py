@@ -1,14 +1,14 @@
-"""Threads for several replicas, and whose turn it is.
+"""The threads of several replicas, and whose turn it is.
 
-Replicas that share a physical device run one at a time, in replica order, and hand over only where they meet or end;
-replicas on different accelerators run at the same time. A conductor may have all of them run one at a time, in an order
-of its own, and hand over also where they pause.
+Replicas that share a physical device run one at a time, in replica order: the next one goes on when one has come to a
+synchronization point or to its end. Replicas on different accelerators run at the same time. An instrument may have
+all replicas run one at a time, in any order, and let another one go on also where a replica pauses.
 
     caller's thread      give turn ......... give turn ......... combine ... give turn ...
                               \\           /     \\           /                 \\
-    replica 0's thread         run to meeting      |           |                continue
+    replica 0's thread         run to the point    |           |                continue
                                                    \\          /
-    replica 1's thread                              run to meeting
+    replica 1's thread                              run to the point
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped, Watch
 
 
+# Note [Who may call what on which thread]
+# The caller's thread runs everything of `_Run`: it gives the turns, switches the random streams, and calls `combine`.
+# A replica's thread only runs the step, up to `_stand_still`: there it reports and waits until the caller's thread
+# answers. So at a synchronization point all replicas stand still, and `combine` may use all that replicas share without
+# a lock. Between two such points, replicas of one lane take turns, but those of another lane may run at the same time:
+# a replica may then write only on its own objects, or under a lock.
+# Only the thread of the step may synchronize, and only during the step: any other thread would wait for ever.
+# The threads talk only by `SimpleQueue`, whose `put` may also be called in a finalizer or a signal handler, while
+# another `put` is under way. Code with a lock could then wait for ever.
 @final
 class _ThreadReplica(Replica):
     """One of several replicas, on a thread of its own."""
@@ -44,10 +53,10 @@ class _ThreadReplica(Replica):
         self._inbox = inbox
         self._reports = reports
         self._process = os.getpid()
-        self._thread: int | None = None  # on which the step runs, as long as it does
+        self._thread: int | None = None  # the thread on which the step runs; None before and after
 
     def perform(self, call: Callable[[Replica], Tree]) -> Tree:
-        """Calls the step. Only in it, and on its thread, can the replica meet the others."""
+        """Calls the step. The replica can synchronize with the others only during this call, and on this thread."""
         self._thread = threading.get_ident()
         try:
             return call(self)
@@ -58,6 +67,7 @@ class _ThreadReplica(Replica):
         self._stand_still(_Paused(self.index))
 
     def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        # See Note [Who may call what on which thread].
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 f"Replica {self.index} came to {name}, where it meets the other replicas, after its run or on another "
@@ -118,7 +128,7 @@ _STOP = object()
 
 @final
 class _Task:
-    """One call of the step in one replica. Runs on the replica's thread."""
+    """One call of the step in one replica, on the replica's thread."""
 
     def __init__(self, call: Callable[[], Tree], replica: int, reports: SimpleQueue[_Report]) -> None:
         self._call = call
@@ -137,16 +147,17 @@ class _Task:
                 raise ReplicaStopped
             outcome = _Ended(self._replica, self._call())
         except BaseException as error:
+            # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
             outcome = _Failed(self._replica, error)
         if os.getpid() != process:
             _end_child(outcome)
         self.is_running = False
         self._reports.put(outcome)
-        del outcome  # an error has this frame, which would have the error
+        del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
 
 
 def _end_child(outcome: _Report) -> None:
-    """A child that was forked in a step has come to its end, where nobody waits for it: it ends as scripts do."""
+    """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
     error = outcome.error if isinstance(outcome, _Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
     if not isinstance(error, SystemExit):
         traceback.print_exception(type(error), error, error.__traceback__)
@@ -157,19 +168,19 @@ def _end_child(outcome: _Report) -> None:
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
-    """The life of a replica's thread: one task after another, until it is sent None."""
-    with suppress(ReplicaStopped):  # sent by `ReplicaThreads.abandon`, too late to reach the step
+    """Runs on a replica's thread: does one task after another, until it gets None."""
+    with suppress(ReplicaStopped):  # raised by `ReplicaThreads.abandon` after the step has ended
         while (task := inbox.get()) is not None:
             if task is not _STOP:
                 task.run()
-            del task  # it holds the step's arguments
+            del task  # or the step's arguments would live until the next run
 
 
 @final
 class ReplicaThreads:
     """Long-lived threads, one for each of several replicas, for one run at a time.
 
-    The threads hold nothing between runs and do not keep the team alive; they end when it is gone.
+    Between runs, the threads hold no objects of the user's. They do not keep this object alive, and end with it.
 
     Args:
         devices: The device of each replica.
@@ -182,21 +193,22 @@ class ReplicaThreads:
             threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
             for r, inbox in enumerate(self._inboxes)
         ]
-        keep_what_stands_in_for_gpus()  # this thread, or these, may be the first to compile
+        # A replica's thread may be the first one that compiles; at its end it would free what torch needs for others.
+        keep_what_stands_in_for_gpus()
         for thread in self._threads:
             thread.start()
         self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
-        self._finalizer.atexit = False  # they are daemons: at the interpreter's exit they need no word
+        self._finalizer.atexit = False  # the threads are daemons, so they end with the interpreter anyway
 
     @property
     def is_fit(self) -> bool:
-        """Whether it can run: not dismissed, and not a copy that a fork made, which has no threads."""
+        """Whether the threads can be used: they were not stopped, and exist here, unlike in a forked process."""
         return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
 
     def run(
         self, call: Callable[[Replica], Tree], replicas: Sequence[int], watch: Watch | None = None
     ) -> dict[int, Tree]:
-        """Calls `call` for each of the replicas that are named, while `watch` looks on, and returns what each returned.
+        """Calls `call` for each of `replicas`, while `watch` observes, and returns the result of each.
 
         Raises:
             BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
@@ -217,24 +229,25 @@ class ReplicaThreads:
         return self._devices
 
     def send(self, replica: int, message: Any) -> None:
-        """Wakes the thread of a replica that waits for something to do or for the answer of a meeting."""
+        """Wakes the thread of a replica that waits for a task, or for its result at a synchronization point."""
         self._inboxes[replica].put(message)
 
     def abandon(self, tasks: Mapping[int, _Task]) -> None:
-        """Stops the replicas whatever they are doing, waits until their threads have ended, and is fit no more.
+        """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
-        It asks nothing of what the caller knows about them, since that may be wrong: a signal's handler can raise
-        between any two steps of it. Called again, or left by a second exception, it has still told every thread to
-        end.
+        After this, `is_fit` is false. The method does not use what `_Run` knows about the replicas, since this may be
+        wrong: a signal handler can raise between any two lines of `_Run`. If a second exception interrupts the method,
+        or it is called again, every thread has still been told to end.
         """
         self._finalizer.detach()
         for task in tasks.values():
             task.is_cancelled = True
         for inbox in self._inboxes:
-            inbox.put(_STOP)  # for one that waits at a meeting
-            inbox.put(None)
+            inbox.put(_STOP)  # stops a replica that waits at a synchronization point
+            inbox.put(None)  # ends the thread
         for r, task in tasks.items():
-            self._threads[r].join(_PATIENCE_S)  # one that waited at a meeting is cleaning up, and may finish that
+            # A replica that waited at a synchronization point runs its `finally` blocks now, and may finish them.
+            self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
                 if task.is_running:
                     self._interrupt(r)
@@ -247,7 +260,7 @@ class ReplicaThreads:
 
 
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
-_PATIENCE_S = 0.1  # before a replica is interrupted, and before one that has swallowed that is interrupted again
+_PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is again if it has caught the exception
 
 
 def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
@@ -260,7 +273,7 @@ def _bind(state: CallerState, replica: _ThreadReplica, call: Callable[[Replica],
 
 
 class _Here(threading.local):
-    """How many runs are under way on this thread, one in the other: a merge function may run the strategy."""
+    """How many nested runs are under way on this thread: a merge function may call `run`, too."""
 
     depth = 0
 
@@ -269,17 +282,17 @@ _here = _Here()
 
 
 def runs_under_way() -> int:
-    """How many runs of several replicas this thread is in, one in the other."""
+    """How many nested runs of several replicas are under way on this thread."""
     return _here.depth
 
 
 def _look_at_nothing(running: Collection[int]) -> None:
-    """What a run without a watch does in its place."""
+    """Takes the place of `Watch.look` in a run without a `Watch`."""
 
 
 @final
 class _Run:
-    """One run of a team. All of it happens on the thread that called `run`."""
+    """One run of several replicas. Its methods are called only on the thread that called `run`."""
 
     def __init__(
         self,
@@ -293,12 +306,13 @@ class _Run:
         self._tasks = tasks
         self._reports = reports
         self._process = os.getpid()
-        self._to_send: dict[int, Any] = dict(tasks)  # what wakes each replica that stands still
+        self._to_send: dict[int, Any] = dict(tasks)  # for each replica that stands still, the message that wakes it
         self._running: set[int] = set()
         self._met: dict[int, _Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        # Replicas of one lane run one at a time.
+        # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
+        # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
         self._lanes = {r: memory_device(threads.devices[r]) if turns is None else None for r in tasks}
         self._streams = RandomStreams(
             threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
@@ -321,7 +335,8 @@ class _Run:
                 raise self._error()
             return self._results
         except BaseException as error:
-            # What a replica raised, what a merge function raised, or what a signal's handler raised, anywhere.
+            # A replica, a merge function or a signal handler has raised. If all replicas stand still, the waiting ones
+            # are stopped one by one, and the threads can be used again. Else the threads are ended.
             if self._is_orderly(error):
                 self._stop_waiting()
             if self._running or self._met or self._to_send:
@@ -330,10 +345,10 @@ class _Run:
         finally:
             _here.depth -= 1
             self._streams.give_back()
-            self._errors.clear()  # their tracebacks hold this frame
+            self._errors.clear()  # their tracebacks refer to this frame: that would be a cycle
 
     def _let_run(self) -> None:
-        """Lets every replica run until it meets or ends: those in one lane one after another, else at once."""
+        """Lets every replica run to a synchronization point or its end; in one lane one by one, else all at once."""
         for lane in dict.fromkeys(self._lanes[r] for r in sorted(self._to_send)):
             self._wake_one(lane)
         while self._running:
@@ -351,6 +366,7 @@ class _Run:
             raise RuntimeError(
                 "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
             )
+        # See Note [Random streams of replicas]: while the replica still stands still.
         self._streams.put_in_force(r)
         if self._running:
             self._look(self._running)
@@ -372,7 +388,8 @@ class _Run:
         return report.replica
 
     def _next_report(self) -> _Report:
-        # A signal that comes just when this thread begins to wait is seen only when it wakes again.
+        # If a signal comes just when this thread begins to wait, Python handles it only when the thread wakes again. So
+        # the thread must not wait for ever.
         while True:
             with suppress(Empty):
                 return self._reports.get(timeout=_LOOK_UP_S)
@@ -381,6 +398,7 @@ class _Run:
         meetings = [self._met[r] for r in sorted(self._met)]
         if self._results or any(point.name != meetings[0].name for point in meetings):
             raise RuntimeError(self._unequal())
+        # See Note [Who may call what on which thread] and Note [Random streams of replicas].
         self._streams.put_callers_in_force()
         held(meetings[0].name)
         with traced("meeting {}", meetings[0].name):
@@ -390,13 +408,13 @@ class _Run:
         self._look(())
 
     def _is_orderly(self, error: BaseException) -> bool:
-        """Whether every replica stands still, so that those that wait can be stopped one by one."""
+        """Whether every replica stands still, so that the waiting replicas can be stopped one by one."""
         if self._running or not self._team.is_fit:
             return False
         return isinstance(error, Exception) or any(error is raised for raised in self._errors.values())
 
     def _stop_waiting(self) -> None:
-        """Unwinds every replica that waits at a meeting, one at a time, and leaves those that have not begun."""
+        """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
         waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._met.keys()
         self._to_send.clear()
         self._met.clear()
@@ -407,7 +425,7 @@ class _Run:
             self._running.add(r)
             self._team.send(r, _STOP)
             self._receive()
-            # It may have gone to another meeting, or paused, while it was being unwound.
+            # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
             if self._met.pop(r, None) or self._to_send.pop(r, None):
                 waiting.add(r)
 

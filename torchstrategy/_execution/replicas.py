@@ -1,4 +1,4 @@
-"""Where the replicas of a strategy run: a lone one on the caller's thread, several on the threads of a team."""
+"""Where replicas run: one on the caller's thread, several on threads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchstrategy._execution.replica_threads import ReplicaThreads
 
 @final
 class Replicas:
-    """The replicas of a strategy: where each of them runs.
+    """Runs the replicas of a strategy: one on the caller's thread, several on threads.
 
-    A run borrows a team, so runs at the same time, of several threads or from a merge function, do not wait for each
-    other.
+    Each run borrows a set of threads. So several runs at the same time, of several threads or from a merge function, do
+    not wait for each other.
 
     Args:
         devices: The device of each replica.
@@ -31,7 +31,8 @@ class Replicas:
     def run(
         self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
     ) -> dict[int, Tree]:
-        """Calls `call` for each of the replicas `present`, and returns what each returned; see `ReplicaThreads.run`."""
+        """Calls `call` for each of the replicas `present`, and returns their results; see `ReplicaThreads.run`."""
+        # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
         if len(self.devices) == 1:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
             return {0: performed_alone(call, (replica,), {})}
@@ -39,6 +40,7 @@ class Replicas:
         try:
             return threads.run(call, present, watch)
         finally:
+            # After an interrupted run the threads have ended, and cannot be used again.
             if threads.is_fit:
                 self._idle.append(threads)
 
