@@ -1,7 +1,8 @@
 """How a name in the step comes to mean the replica's own object, and how changes of the user's objects are seen.
 
-A step says `model`. Before a run, `step_references` finds which objects it names; `proxies` makes these objects
-answer, in each replica, as the replica's own copy. Between runs, the other files tell what the user has changed.
+A step uses a global name such as `model`. Before a run, `step_references` finds the objects that the step names, and
+`proxies` makes these objects act, in each replica, as the replica's own copy. The other files find what the user has
+changed between runs.
 
     attribute_contents    what plain attributes hold, at any depth: containers, objects and tensors
     closure_rebinding     functions that close over parts of a model, for a replica's parts
@@ -9,8 +10,8 @@ answer, in each replica, as the replica's own copy. Between runs, the other file
     deep_copy             deep copies in which an object that cannot be copied is the same object
     module_structure      the parameters, buffers, children and hooks of modules, and whether they have changed
     module_traversal      the parts of a module, those in plain lists and dicts too
-    optimizer_hooks       who hears of the steps that optimizers take
-    proxies               how the user's object answers as the replica's own
+    optimizer_hooks       who is told of the steps that optimizers take
+    proxies               how the user's object acts as the replica's own
     uncounted_writes      writes on tensors for which torch's version counter does not go up
     step_references       the modules, tensors, optimizers and trainers that a step uses by name
     tensor_versions       the user's tensors, and whether they were written since the copies last agreed

@@ -1,7 +1,8 @@
-"""What plain attributes hold, however deep: containers and objects that may be changed in place, and tensors in them.
+"""What plain attributes hold, at any depth: containers, objects and tensors.
 
-A replica has copies of all of it. Whoever wants to know whether something was changed looks at each container by
-itself: what is in it now, one by one, against what was in it.
+Each replica has copies of all containers, objects and tensors that a step may change in place. To find out whether
+something was changed, the library compares, for each container by itself, the items that it has now with the items
+that it had before.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from torch import nn
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice)
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
 _SEQUENCES = (list, deque, set)
-# What is noted on a function is noted for all replicas, and a module is looked at by itself.
+# The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
+# other files compare them.
 _CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, np.generic, torch.Generator, types.ModuleType, type)
 _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 class Place(NamedTuple):
-    """A container or an object that may be changed in place, with what each replica has in its place."""
+    """A container or an object that may be changed in place, and the copies of the replicas."""
 
     original: Any
     local: Sequence[Any]  # by replica
 
 
 class Leaf(NamedTuple):
-    """A tensor that is held, by its path, or an array as a tensor over its memory; and what each replica has."""
+    """A tensor with its path and the copies of the replicas. An array is taken as a tensor that shares its memory."""
 
     path: str
     original: torch.Tensor
@@ -45,27 +47,27 @@ class Leaf(NamedTuple):
 
 @final
 class Contents:
-    """What several containers hold: the very objects, in their order."""
+    """The objects that several containers hold, in order; objects are compared by identity."""
 
     def __init__(self, containers: Sequence[Any]) -> None:
         self._items = [list(thing) if type(thing) is list else _items(thing) for thing in containers]
         self._flat = list(chain.from_iterable(self._items))
 
     def differing(self, other: Contents) -> list[int]:
-        """The positions of those that do not hold what they held before."""
+        """The positions of the containers that do not hold the same objects as in `other`."""
         if list(map(len, self._items)) == list(map(len, other._items)) and all(map(is_, self._flat, other._flat)):
             return []
         pairs = enumerate(zip(self._items, other._items, strict=True))
         return [i for i, (one, two) in pairs if len(one) != len(two) or not all(map(is_, one, two))]
 
     def common(self, other: Contents) -> dict[int, Any]:
-        """The very objects that both hold, by their ids: what is not copied, such as a lock."""
+        """By their ids, the objects that are in both: those that were not copied, such as a lock."""
         held = set(map(id, other._flat))
         return {id(item): item for item in self._flat if id(item) in held}
 
 
 def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[list[Place], list[Leaf]]:
-    """All that a value holds and a replica has copies of, each once."""
+    """All places and leaves in a value of which the replicas have copies, each once."""
     places: dict[int, Place] = {}
     leaves: dict[int, Leaf] = {}
     for where, value, copies in _walk(path, original, local, set()):
@@ -73,7 +75,7 @@ def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[l
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
         elif isinstance(value, np.ndarray):
-            with suppress(TypeError, ValueError):  # of a kind that torch does not know
+            with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
         else:
             places[id(value)] = Place(value, copies)
@@ -81,14 +83,14 @@ def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[l
 
 
 def _over(array: Any) -> torch.Tensor:
-    """A tensor over the memory of an array."""
+    """A tensor that shares the memory of an array."""
     with catch_warnings():
-        simplefilter("ignore")  # an array that may not be written is not written
+        simplefilter("ignore")  # torch warns of a read-only array, on which the library does not write
         return torch.from_numpy(array)
 
 
 def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a value holds, each with the path to it."""
+    """The tensors in a value, each with its path."""
     found = _walk(path, value, (), set())
     return ((where, held) for where, held, _ in found if isinstance(held, torch.Tensor))
 
@@ -99,7 +101,7 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
     if type(value).__module__.startswith("torchstrategy."):
-        return  # a strategy, a dataset: nothing of the user's
+        return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
         yield path, value, local
@@ -111,7 +113,7 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
 
 
 class _Name(NamedTuple):
-    """Where in a container something is."""
+    """The position of an item in a container."""
 
     kind: str  # "item", "key" or "attribute"
     key: Any
@@ -144,7 +146,7 @@ def _part(value: Any, name: _Name) -> Any:
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """The attributes of an object itself, in its `__dict__` and in slots, without asking the object."""
+    """The attributes of an object, in its `__dict__` and in slots, without calling methods of the object."""
     try:
         found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -176,7 +178,7 @@ def _items(container: Any) -> list[Any]:
 
 
 def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
-    """Whether a value is numbers, texts and their like, or containers of them, or what is known."""
+    """Whether a value is a number, a string or similar, or `is_known` is true of it, or it is a container of such."""
     if isinstance(value, PLAIN) or is_known(value):
         return True
     if type(value) is dict:
@@ -186,7 +188,7 @@ def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
 
 
 def contents_of(container: Any) -> tuple[Any, Any, Any]:
-    """What a container holds, as plain containers, to be copied; `write` is the reverse."""
+    """The contents of a container as plain containers, which can be copied; `write` is the reverse."""
     return (
         list(container) if isinstance(container, _SEQUENCES) else None,
         dict(dict.items(container)) if isinstance(container, dict) else None,
@@ -195,7 +197,7 @@ def contents_of(container: Any) -> tuple[Any, Any, Any]:
 
 
 def write(container: Any, contents: tuple[Any, Any, Any]) -> None:
-    """Gives a container, which stays the same object, the contents of another."""
+    """Gives a container, which stays the same object, the contents that `contents_of` returned for another one."""
     items, mapping, inside = contents
     if items is not None:
         container.clear()

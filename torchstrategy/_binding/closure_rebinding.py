@@ -1,8 +1,9 @@
-"""Functions that close over parts of a model: `model.forward = lambda x: model.head(model.body(x))`, a hook, a wrapper.
+"""Functions that close over parts of a model, for a replica's parts.
 
-`copy.deepcopy` copies no functions, so that of a replica would be the user's, over the user's own model. During a run a
-stand-in leads from there to the replica's model, but not on every thread: autograd has threads of its own, where
-activation checkpoints call such functions again.
+Such a function may be a `model.forward = lambda x: model.head(model.body(x))`, a hook or a wrapper. `copy.deepcopy`
+does not copy functions, so a replica's copy of the model would have the user's function, which uses the user's own
+model. During a run, a proxy leads from this to the replica's model, but not on every thread: autograd has threads of
+its own, on which activation checkpoints call such functions again. So each replica gets functions over its own parts.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any, TypeGuard, final
 
-_DEPTH = 3  # a list of lists is as deep as people go
+_DEPTH = 3  # how deep containers are looked into: more than a list of lists is rare
 
 
 @final
 class ClosureRebinder:
-    """Finds, for what functions close over, what a replica has of it.
+    """Makes, of the user's functions, functions that close over a replica's objects.
 
     Args:
-        own: By the id of what is the user's, what the replica has.
+        own: By the id of an object of the user's, the object that the replica has in its place.
     """
 
     def __init__(self, own: Mapping[int, Any]) -> None:
         self._own = own
         self._made: dict[int, Any] = {}
-        self._seen: list[object] = []  # what `_made` knows by its id lives as long
+        self._seen: list[object] = []  # keeps the objects alive whose ids `_made` has
 
     def of(self, value: Any, depth: int = _DEPTH) -> Any:
-        """A value over the replica's own; itself if it is no function, or one that closes over nothing of the model.
+        """The replica's version of a value: of a function, or of a container of functions. Other values are returned.
 
-        Lists and dicts are the replica's already, and changed in place.
+        A function that closes over no part of the model is returned as it is. Lists and dicts are changed in place,
+        since they are the replica's own copies already.
         """
         if depth and type(value) is list:
             value[:] = [self.of(item, depth - 1) for item in value]
@@ -46,7 +48,7 @@ class ClosureRebinder:
         return value
 
     def _held(self, value: Any) -> Any:
-        """What the replica has of something that a function holds, or that is a function."""
+        """The replica's version of an object that a function uses, or of a function."""
         own = self._own.get(id(value), value)
         if own is not value:
             return own
@@ -59,7 +61,7 @@ class ClosureRebinder:
             return value
         if id(value) not in self._made:
             self._seen.append(value)
-            self._made[id(value)] = value  # a function that names itself goes on with the user's own
+            self._made[id(value)] = value  # a function that refers to itself keeps referring to the user's function
             self._made[id(value)] = self._rebound(value)
         return self._made[id(value)]
 
@@ -72,7 +74,7 @@ class ClosureRebinder:
         if all(map(is_, (*closed.values(), *defaults, *keywords.values()), before)):
             return fn
         cells = tuple(
-            # A cell in which nothing changes hands stays the user's own: what is counted there is counted for all.
+            # A cell whose value is not replaced stays the user's own, so that a counter in it counts for all replicas.
             cell if closed.get(name) is old[0].get(name) else types.CellType(closed[name])
             for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
         )
@@ -80,12 +82,12 @@ class ClosureRebinder:
         made.__kwdefaults__ = keywords
         made.__qualname__, made.__module__, made.__doc__ = fn.__qualname__, fn.__module__, fn.__doc__
         made.__annotations__ = fn.__annotations__
-        made.__dict__ = fn.__dict__  # likewise
+        made.__dict__ = fn.__dict__  # for the same reason
         return made
 
 
 def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function closes over, by name; nothing of what is not assigned yet."""
+    """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -94,5 +96,8 @@ def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_users(fn: object) -> TypeGuard[types.FunctionType]:
-    """Whether this is a function that torch did not make: its decorators keep what they decorate in several places."""
+    """Whether this is a function that is not torch's.
+
+    torch's decorators keep the function that they decorate in several places, so that their functions are left alone.
+    """
     return isinstance(fn, types.FunctionType) and fn.__globals__.get("__name__", "").split(".")[0] != "torch"

@@ -1,8 +1,8 @@
-"""What is created in a scope: while one is open, new modules, optimizers, schedulers and scalers are told of.
+"""Which modules, optimizers and schedulers are created while a scope is open.
 
-torch has hooks for what is registered on a module, and none for a module or an optimizer itself; so the constructors
-that all of them end up in are exchanged while a scope is open. Copying and unpickling a module end up in
-`__setstate__`.
+torch has hooks for parameters that are registered on a module, but none for the creation of a module, an optimizer, a
+scheduler or a scaler. So the constructors of their base classes are replaced while a scope is open. A module that is
+copied or unpickled does not call its constructor, but `__setstate__`, so this method is replaced, too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _HOOKED: tuple[tuple[type, str], ...] = (
     (nn.Module, "__setstate__"),
     (Optimizer, "__init__"),
     (LRScheduler, "__init__"),
-    *((kind, "__init__") for kind in (ChainedScheduler, ReduceLROnPlateau, SequentialLR)),  # which call no other one
+    # The constructors of these schedulers do not call that of LRScheduler.
+    *((kind, "__init__") for kind in (ChainedScheduler, ReduceLROnPlateau, SequentialLR)),
     (torch.amp.GradScaler, "__init__"),
     (torch.amp.GradScaler, "__setstate__"),
 )
 
 Stepper = LRScheduler | torch.amp.GradScaler
-"""What counts steps."""
+"""An object that is stepped once per training step, and counts the steps."""
 
 
 class _Watcher(NamedTuple):
-    thread: int  # that of the scope: what other threads create is not told of
+    thread: int  # the thread of the scope: the watcher is not told of what other threads create
     on_module: Callable[[nn.Module], None]
     on_optimizer: Callable[[Optimizer], None]
     on_counter: Callable[[Stepper], None]
@@ -60,10 +61,13 @@ def watched(
     on_optimizer: Callable[[Optimizer], None],
     on_counter: Callable[[Stepper], None],
 ) -> Iterator[None]:
-    """For the length of the block, tells of each module, parameter, optimizer and counter that this thread creates.
+    """A block in which functions are called with each object that this thread creates, some of them several times.
 
-    A parameter is told of, with the module, when a module is given it. Of one and the same object it may be told
-    several times.
+    Args:
+        on_module: Called with a new module.
+        on_parameter: Called with a module and a parameter, when the parameter is registered on the module.
+        on_optimizer: Called with a new optimizer.
+        on_counter: Called with a new scheduler or scaler.
     """
     thread = threading.get_ident()
 

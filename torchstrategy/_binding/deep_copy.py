@@ -1,4 +1,4 @@
-"""Deep copies of what users hold, in which what cannot be copied is the very same thing."""
+"""Deep copies in which an object that cannot be copied is the same object."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 
 def deep_copied(value: Any, memo: Mapping[int, Any]) -> Any:
-    """What `copy.deepcopy` makes of a value; a lock, a file, a generator or a Python module in it is the same in both.
+    """A copy made by `copy.deepcopy`, which shares with `value` each lock, file, generator or Python module in it.
 
     Args:
-        value: What to copy.
-        memo: By the id of what the value holds, what to put in its place.
+        value: The value to copy.
+        memo: By the id of an object in the value, the object that the copy has in its place.
 
     Raises:
         Exception: Whatever the copy of a tensor, or of a module, raises.
@@ -33,7 +33,7 @@ def deep_copied(value: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def _failed_at(error: Exception) -> Any:
-    """The innermost thing that `copy.deepcopy` was copying when an error came."""
+    """The innermost object that `copy.deepcopy` was copying when an error was raised."""
     code = copy.deepcopy.__code__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     return frames[-1].f_locals[code.co_varnames[0]]

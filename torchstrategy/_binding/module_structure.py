@@ -1,4 +1,4 @@
-"""What modules are made of: which parameters, buffers, children and hooks they have, and whether that has changed."""
+"""The parameters, buffers, children and hooks of modules, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ PART_TABLES = ("_parameters", "_modules", "_buffers")
 
 
 class Edit(NamedTuple):
-    """An entry of a table of a module that is not what it was; `MISSING`: it was, or is, not there."""
+    """A change of an entry in a table of a module, such as `_buffers`. `MISSING`: there was, or is, no such entry."""
 
-    position: int  # of the module
+    position: int  # the position of the module
     table: str
-    name: Any  # of a hook, its number
+    name: Any  # for a hook, its number
     before: object
     after: object
 
     def verb(self) -> str:
-        """What was done to it."""
+        """What was done to the entry."""
         return "made" if self.before is MISSING else "taken away" if self.after is MISSING else "replaced"
 
     def is_value(self) -> bool:
-        """Whether only a buffer has another tensor than it had."""
+        """Whether the change only gives a buffer another tensor."""
         return self.table == "_buffers" and isinstance(self.before, Tensor) and isinstance(self.after, Tensor)
 
 
@@ -41,8 +41,8 @@ class Snapshot:
 
     Args:
         insides: The `__dict__` of each module.
-        counts_hooks: Whether hooks are looked at only where torch has counted new ones, as it does where they are
-            registered; what is put straight into an empty table is not noticed then.
+        counts_hooks: Whether empty tables of hooks are looked at only if torch has counted new hooks. torch counts a
+            hook when it is registered; a hook that is put straight into an empty table is then not noticed.
     """
 
     def __init__(self, insides: Sequence[dict[str, Any]], counts_hooks: bool = False) -> None:
@@ -54,14 +54,14 @@ class Snapshot:
         self.is_known()
 
     def is_known(self) -> None:
-        """From here on, what the tables hold now is what they had."""
+        """Makes the present entries of the tables those that later ones are compared with."""
         self._known = [dict(table) for table in self._tables]
         self._without_empty_hooks = [*self._tables[: self._num_parts], *filter(None, self._tables[self._num_parts :])]
         self._next_hook = RemovableHandle.next_id
         self._held = entries_of(self._tables)
 
     def is_same(self) -> bool:
-        """Whether the tables hold the very same objects in the same order."""
+        """Whether the tables hold the same objects in the same order, compared by identity."""
         next_hook = RemovableHandle.next_id
         may_have_hooks = next_hook != self._next_hook or not self._counts_hooks
         is_same = same(self._held, entries_of(self._tables if may_have_hooks else self._without_empty_hooks))
@@ -70,7 +70,7 @@ class Snapshot:
         return is_same
 
     def changes(self) -> Iterator[Edit]:
-        """Where the tables differ from what they had; in what order they have it counts for nothing."""
+        """The entries that have changed. The order of the entries does not matter."""
         if self.is_same():
             return
         for (position, table), known, now in zip(self._places, self._known, self._tables, strict=True):
@@ -81,19 +81,19 @@ class Snapshot:
 
 
 class Entries(NamedTuple):
-    """What some tables hold, and by what names."""
+    """The names and values in some tables."""
 
     names: list[Any]
     values: list[object]
 
 
 def entries_of(tables: Sequence[dict[Any, Any]]) -> Entries:
-    """What tables hold, one list for all of them. Most of them hold nothing."""
+    """The entries of all tables in one list. Most tables are empty."""
     full = list(filter(None, tables))
     return Entries(list(chain.from_iterable(full)), list(chain.from_iterable(map(_VALUES, full))))
 
 
 def same(first: Entries, second: Entries) -> bool:
-    """Whether two hold the very same objects by the same names; what they are equal to is not asked."""
+    """Whether two have the same names with the same objects. Objects are compared by identity, and not by `==`."""
     are_alike = len(first.values) == len(second.values) and first.names == second.names
     return are_alike and all(map(is_, first.values, second.values))

@@ -1,4 +1,4 @@
-"""What belongs to a module: its children, and the modules and tensors in plain lists and dicts that it holds."""
+"""The parts of a module: its children, and the modules and tensors in its plain lists and dicts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_DEPTH = 3  # a list of lists of modules is as deep as people go
+_DEPTH = 3  # how deep containers are looked into: more than a list of lists of modules is rare
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules and everything below them, each once, parents before their children.
 
-    What a module holds in a plain list or dict counts, which `Module.modules()` leaves out.
+    Modules that a module holds in a plain list or dict are included, unlike in `Module.modules()`.
     """
     found: dict[int, nn.Module] = {}
     waiting = list(modules)
@@ -29,21 +29,21 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """The modules and tensors among the plain attributes of a module, each with the path to it."""
+    """The modules and tensors among the plain attributes of a module, each with its path."""
     for name, value in vars(module).items():
         if name not in TORCHS_OWN:
             yield from within(f".{name}", value)
 
 
 def computed_by_hooks(module: nn.Module) -> set[str]:
-    """The plain attributes that a hook computes anew before each forward: what `weight_norm` and pruning make."""
+    """The plain attributes that a hook computes again before each forward, as `weight_norm` and pruning do."""
     hooks = module._forward_pre_hooks.values()
     names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks)
     return {name for name in names if isinstance(name, str)}
 
 
 def within(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """A module or tensor, or those in a plain list, tuple or dict, each with the path to it."""
+    """A module or tensor, or those in a plain list, tuple or dict, each with its path."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         yield path, value
     elif depth and type(value) in (list, tuple):
@@ -54,5 +54,5 @@ def within(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, nn
             yield from within(f"{path}[{key!r}]", item, depth - 1)
 
 
-# What torch itself keeps in a module: tables, hooks, flags, and what `module.compile()` made.
+# The attributes in which torch itself keeps tables, hooks, flags, and the result of `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})

@@ -1,9 +1,11 @@
-"""The user's trainers, as each replica has them. A trainer is an object that holds models or what trains them.
+"""The attributes of the user's trainers, in each replica.
+
+A trainer is an object of the user's own class that holds models, optimizers, schedulers or scalers.
 
 Methods of a trainer write on it: `self.fake = self.generator(noise)`, `self.steps += 1`. If all replicas wrote on the
-one object, each would read what another wrote. So each has attributes of its own for the length of a run, with the
-user's own things in them. Then they become one again: what is equal in all replicas is that, and what is not is a
-`PerReplica`, of which each replica finds its component in the next run.
+one object, each would read what another wrote. So during a run each replica has its own attributes, which begin with
+the user's values. After the run they become one set of attributes again: a value that is equal in all replicas stays as
+it is, and values that differ become a `PerReplica`. In the next run, each replica finds its component of that.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from torchstrategy._core.tree import tree_flatten
 
 @final
 class Trainers:
-    """What the replicas of one run have of the trainers that its step names.
+    """The attributes, in each replica of one run, of the trainers that the step names.
 
     Args:
         named: The trainers, and the name of each.
-        num_replicas: Of the strategy.
-        present: The replicas that take part.
+        num_replicas: How many replicas the strategy has.
+        present: The replicas that take part in the run.
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]], num_replicas: int, present: Sequence[int]) -> None:
@@ -40,15 +42,15 @@ class Trainers:
                 self._shared.append(_Shared(name, thing))
 
     def originals(self) -> list[object]:
-        """What stand-ins are needed for."""
+        """The trainers that become proxies."""
         return [trainer.original for trainer in self._trainers]
 
     def local_objects(self, replica: int) -> Mapping[int, object]:
-        """The attributes that they have in one replica, by the id of the trainer."""
+        """The attributes of the trainers in one replica, by the id of the trainer."""
         return {id(trainer.original): trainer.attributes[replica] for trainer in self._trainers}
 
     def check_unwritten(self) -> None:
-        """Refuses that a step wrote on a trainer that has no attributes for each replica.
+        """Raises an error if a step wrote on a trainer that all replicas share.
 
         Raises:
             RuntimeError: Naming it, and what was written, which is taken back.
@@ -57,19 +59,19 @@ class Trainers:
             shared.check_unwritten()
 
     def refresh(self) -> None:
-        """Brings to the replicas what was written for all of them, by a merge function say."""
+        """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
         for trainer in self._trainers:
             trainer.refresh()
         for shared in self._shared:
             shared.refresh()
 
     def put_together(self) -> list[Written]:
-        """What becomes of what the replicas wrote."""
+        """The changes of the user's trainers that follow from what the replicas wrote."""
         return [Written(trainer.inside, *change) for trainer in self._trainers for change in trainer.changes()]
 
 
 class Written(NamedTuple):
-    """What is written on an object of the user's; `MISSING` takes it away."""
+    """A change of one attribute or item of the user's object. The value `MISSING` deletes it."""
 
     inside: dict[Any, Any]
     name: Any
@@ -82,7 +84,7 @@ class Written(NamedTuple):
             self.inside[self.name] = self.value
 
     def requires_grad(self) -> bool:
-        """Whether a backward may begin there."""
+        """Whether the new value has tensors of several replicas on which somebody may call backward."""
         if not isinstance(self.value, DistributedValues):
             return False
         leaves, _ = tree_flatten(list(self.value.values))
@@ -113,7 +115,7 @@ class _Trainer:
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         for name in {name: None for r in self._present for name in _differing(self._given[r], self.attributes[r])}:
-            # A replica that sits the step out keeps what it has, if that was its own.
+            # A replica that takes no part in the step keeps its value, if it had a value of its own.
             keeps = isinstance(self._known.get(name), PerReplica)
             replicas = enumerate(self.attributes)
             yield name, _as_one([_get(own, name) if keeps or r in self._present else ABSENT for r, own in replicas])
@@ -124,14 +126,14 @@ class _Trainer:
 
     def _in_replica(self, value: Any, replica: int) -> Any:
         if not isinstance(value, DistributedValues) or len(value._components) != self._num_replicas:
-            return value  # it may be of another strategy
+            return value  # it is a value of another strategy
         own = component(value, replica)
         return MISSING if own is ABSENT else own
 
 
 @final
 class _Shared:
-    """A trainer that is not all in its `__dict__`, so that all replicas have the one: a dict, or a class with slots."""
+    """A trainer that all replicas share, as not all of it is in its `__dict__`: a dict, or an object with slots."""
 
     def __init__(self, name: str, thing: Any) -> None:
         self._name = name
@@ -159,7 +161,7 @@ class _Shared:
 
 
 def _as_one(values: Sequence[Any]) -> Any:
-    """What is equal in all replicas that have a say; else a value for each. Some may be `MISSING`."""
+    """The value of all replicas, if theirs are equal; else a `PerReplica`. Replicas with `ABSENT` do not count."""
     there = [value for value in values if value is not ABSENT]
     if all(_are_equal(value, there[0]) for value in there):
         return there[0]
@@ -170,7 +172,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Of tensors and other objects it is not asked: they may be changed later, in one replica."""
+    """Whether two values are the same object, or equal numbers, strings or the like, or tuples of such.
+
+    Two equal tensors, or other objects, count as different: later, one of them may be changed in one replica.
+    """
     if type(value) is not type(other):
         return False
     if isinstance(value, tuple):
@@ -179,7 +184,7 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 
 def _differing(table: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
-    """The keys that have not the very same value in both."""
+    """The keys that do not have the same object as their value in both tables."""
     return [key for key in {**table, **other} if _get(table, key) is not _get(other, key)]
 
 

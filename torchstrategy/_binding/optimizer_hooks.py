@@ -1,7 +1,8 @@
 """Who is told of the steps that optimizers take.
 
-torch calls global hooks before and after every step of every optimizer. It walks over them without a lock, so they
-are put there once, when somebody first wants to be told, and stay; who is told changes in a list of ours.
+torch calls global hooks before and after every step of every optimizer. It iterates over these hooks without a lock,
+so other threads must not add or remove any. Therefore the library registers its hooks once, when they are first needed,
+and keeps its own list of functions that the hooks call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _hooks: list[object] = []
 
 
 def tell_before(key: object, told: Told) -> None:
-    """Calls `told` on the thread of each optimizer, before it takes a step; until `stop_telling(key)`."""
+    """Calls `told` before each step of any optimizer, on the thread of the step, until `stop_telling(key)`."""
     _hook()
     _before[key] = told
 

@@ -1,9 +1,9 @@
-"""How a name in the step comes to mean the replica's own object.
+"""How the user's object acts as the replica's own.
 
-A step closes over `model` and `optimizer`: the originals. While a run is under way, their class is exchanged for a
-subclass that asks, at each attribute, which replica the thread is in, and answers with that replica's copy; of a
-trainer, with the attributes that it has there. Outside of replicas it answers with the original, and when no run is
-under way the class is the user's own again: between runs there is nothing of ours in the objects.
+A step closes over the user's `model` and `optimizer`. During a run, their class is replaced by a subclass, the proxy
+class. At each attribute access, the proxy looks up which replica the thread is in and uses that replica's copy of the
+object; for a trainer, the attributes that it has in this replica. Outside of replicas it uses the user's own object.
+When no run is under way, the object has its own class again: between runs, nothing of this library is in it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,30 @@ from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 _lock = threading.Lock()
 
 
+# Note [What a proxy never shows]
+# A proxy is the user's own object with another class. Code that does not belong to the step must not notice this:
+# - The object has the proxy class only during a run. Also then, `__class__` and `isinstance` see the user's class, and
+#   so do pickles and copies. Only `type()` shows the proxy class, which has the name and the module of the user's.
+# - To make a proxy class, neither the user's metaclass nor `__init_subclass__` is called: they may register classes.
+# - Only a thread that is in a replica sees the replica's object. All other threads see the user's own object, and so do
+#   the replicas of other strategies, since `local_object` asks the innermost replica of this very thread.
+# - If several runs have proxies of one object at the same time, it gets its class back when the last of them ends.
+# - torch's optimizers look at `type()` of parameters. So these can get their class back while the replicas stand still.
 class _Proxy:
-    """What all stand-ins have: they pickle and copy as what they stand for."""
+    """The base of all proxy classes. A proxy is pickled and copied as an object of the user's class."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps the `__init_subclass__` of the user's classes from seeing a stand-in."""
+        """Hides proxy classes from `__init_subclass__` of the user's. See Note [What a proxy never shows]."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The user's: pickle compares it with that of `__reduce_ex__`."""
+        """The user's class. pickle compares it with the class in the result of `__reduce_ex__`."""
         return plain_class(type(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         if not isinstance(reduced, tuple):
-            return reduced  # the name of a global object
+            return reduced  # a string, the name of a global object
         function, arguments, *rest = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (plain_class(type(self)), *arguments[1:])
@@ -50,7 +59,7 @@ class _Proxy:
 
 
 class _ModuleProxy(_Proxy):
-    """A module that is, in a replica, that replica's copy."""
+    """A module that acts, in a replica, as this replica's copy."""
 
     def __getattribute__(self, name: str) -> Any:
         local = local_object(self)
@@ -74,7 +83,7 @@ class _ModuleProxy(_Proxy):
 
 
 class _OptimizerProxy(_Proxy):
-    """An optimizer that is, in a replica, that replica's `ReplicaOptimizer`."""
+    """An optimizer that acts, in a replica, as this replica's `ReplicaOptimizer`."""
 
     @property
     def param_groups(self) -> Any:
@@ -126,7 +135,10 @@ class _OptimizerProxy(_Proxy):
 
 
 def own(optimizer: Any, name: str) -> Any:
-    """The `param_groups` or `state` of the user's own optimizer, which an optimizer around another computes."""
+    """The `param_groups` or `state` of the user's own optimizer.
+
+    It may be a property of the user's class: an optimizer that wraps another one takes it from there.
+    """
     inside = vars(optimizer)
     return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
 
@@ -140,9 +152,10 @@ def _set_own(optimizer: Any, name: str, value: Any) -> None:
 
 
 def _methods_of(cls: type) -> dict[str, Any]:
-    """The methods with which a class of optimizers does more than torch's do: a replica calls them as it does `step`.
+    """The public methods that the user's class of optimizers adds to torch's: replicas call them together, like `step`.
 
-    What has a name in torch's base class is done as that does it, and a private method belongs to another one.
+    Methods that torch's `Optimizer` also has are not among them, and neither are private methods, since other methods
+    call those.
     """
     classes = [base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")]
     names = [name for base in classes for name, value in vars(base).items() if isinstance(value, types.FunctionType)]
@@ -169,11 +182,11 @@ def _only_outside(optimizer: Any, what: str) -> None:
 
 
 class ShowsLocalGrad(nn.Parameter):
-    """A parameter whose gradient is, in a replica, that of the replica's own parameter."""
+    """A parameter that shows, in a replica, the gradient of the replica's own parameter."""
 
     @property
     def grad(self) -> Any:
-        """Its gradient: in a replica as that of any of its parameters."""
+        """The gradient of the parameter; in a replica, the gradient of the replica's own parameter."""
         local: Any = local_object(self)
         return raw_grad(self) if local is self else local.grad
 
@@ -191,10 +204,10 @@ class ShowsLocalGrad(nn.Parameter):
 
 
 class _ParameterProxy(_Proxy, ShowsLocalGrad):
-    """An owner that shows, in a replica, the gradient of that replica's own parameter.
+    """The user's own parameter, which shows, in a replica, the gradient of that replica's own parameter.
 
-    What is computed with an owner is computed with the owner: a graph has no replicas. But a list of parameters that
-    was made outside of the step can be cleared, clipped and logged in it.
+    Only its gradient is the replica's: operations on it use the user's own parameter, also in a replica. This is enough
+    for a step that clears, clips or logs the gradients of a list of parameters that was made outside of the step.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -202,11 +215,11 @@ class _ParameterProxy(_Proxy, ShowsLocalGrad):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter.__reduce_ex__(self, protocol)  # it names no class but Parameter
+        return nn.Parameter.__reduce_ex__(self, protocol)  # its result names no class but Parameter
 
 
 class _SharedStepperProxy(_Proxy):
-    """A scheduler or a scaler that does, in a replica, once for all what it does once a step."""
+    """A scheduler or a scaler. What it does once per step, it does once for all replicas that call it."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
@@ -215,9 +228,10 @@ class _SharedStepperProxy(_Proxy):
 
 
 class _Attributes:
-    """What comes after all classes of a trainer's own: where its attributes are, in a replica.
+    """Gives a trainer, in each replica, attributes of its own.
 
-    It stands before `object`, so that methods which the user's class has for this are called first.
+    In the order in which methods are looked up, it comes after all classes of the user's and before `object`. So a
+    `__getattribute__` or `__setattr__` of the user's class is called first.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -229,7 +243,7 @@ class _Attributes:
         if name in attributes and not hasattr(type(getattr(type(self), name, None)), "__set__"):
             return attributes[name]
         if name in super().__getattribute__("__dict__"):
-            return _of_class(self, name)  # the replica has deleted it
+            return _of_class(self, name)  # the replica has deleted the attribute; the class may have one of this name
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -249,7 +263,7 @@ class _Attributes:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self) -> Any:
-        return vars(self)  # what object.__getstate__ has not by way of attributes
+        return vars(self)  # `object.__getstate__` would not look up `__dict__`, and would get the user's own attributes
 
 
 def _of_class(thing: object, name: str) -> Any:
@@ -266,16 +280,16 @@ _KINDS = {
     Optimizer: _OptimizerProxy,
     LRScheduler: _SharedStepperProxy,
     torch.amp.GradScaler: _SharedStepperProxy,
-}  # all else is a trainer
+}  # an object of any other class is a trainer
 
 
-_under_way: dict[object, Sequence[object]] = {}  # the runs, and what each has stand-ins of
+_under_way: dict[object, Sequence[object]] = {}  # the runs that are under way, and the objects that each has proxies of
 
 
 def install(objects: Sequence[object], run: object) -> None:
-    """From here on, until `uninstall`, the objects answer in a replica as that replica's. May be called again.
+    """Makes proxies of the objects, until `uninstall`. May be called again. See Note [What a proxy never shows].
 
-    A run that is interrupted in this takes its stand-ins down as if it had put up all of them.
+    If a run is interrupted in this function, it can call `uninstall` for all of the objects.
     """
     with _lock:
         _under_way[run] = objects
@@ -283,7 +297,7 @@ def install(objects: Sequence[object], run: object) -> None:
 
 
 def uninstall(objects: Sequence[object], run: object) -> None:
-    """The reverse of `install`; what another run has stand-ins of stays as it is. May be called again."""
+    """The reverse of `install`, but objects that another run has proxies of stay proxies. May be called again."""
     with _lock:
         _exchange_classes(_of_no_other(objects, run), _PLAIN)
         _under_way.pop(run, None)
@@ -291,7 +305,7 @@ def uninstall(objects: Sequence[object], run: object) -> None:
 
 @contextmanager
 def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
-    """For the length of a block, while the replicas of a run stand still, its stand-ins of some objects are not up."""
+    """A block in which some objects have their own class again. The replicas of the run must stand still meanwhile."""
     with _lock:
         at_rest = _of_no_other(objects, run)
         _exchange_classes(at_rest, _PLAIN)
@@ -304,6 +318,7 @@ def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
 
 
 def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
+    """The objects that no other run has proxies of."""
     others = {id(thing) for other, things in _under_way.items() if other is not run for thing in things}
     return [thing for thing in objects if id(thing) not in others] if others else objects
 
@@ -312,30 +327,30 @@ def _exchange_classes(objects: Sequence[object], classes: Mapping[type, type]) -
     deque(map(_set_class, objects, map(classes.__getitem__, map(type, objects))), maxlen=0)
 
 
-_set_class = vars(object)["__class__"].__set__  # as an assignment does, where no property is in the way
+_set_class = vars(object)["__class__"].__set__  # sets `__class__` without the property of the same name
 
 
 class _Ordinary:
-    """A class as people write them."""
+    """An ordinary class, to compare others with."""
 
 
 _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
 
 
 def is_all_in_dict(thing: object) -> bool:
-    """Whether a thing is all in its `__dict__`, as a dict, or an object of a class with slots, is not."""
+    """Whether all of an object is in its `__dict__`. This is not so for a dict, or an object of a class with slots."""
     cls = plain_class(type(thing))
     return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
 def plain_class(cls: type) -> type:
-    """The user's class, of which `cls` may be the stand-in."""
+    """The user's class, if `cls` is its proxy class; else `cls` itself."""
     return _PLAIN[cls]
 
 
 @final
 class _PlainClasses(dict[type, type]):
-    """The user's class, by itself and by its stand-in."""
+    """A dict from a class, or its proxy class, to the class."""
 
     def __missing__(self, cls: type) -> type:
         plain = nn.Parameter if cls is _ParameterProxy else cls.__bases__[0] if issubclass(cls, _Proxy) else cls
@@ -345,7 +360,7 @@ class _PlainClasses(dict[type, type]):
 
 @final
 class _ProxyClasses(dict[type, type]):
-    """The stand-in, by itself and by the user's class."""
+    """A dict from a class, or its proxy class, to the proxy class."""
 
     def __missing__(self, cls: type) -> type:
         proxy = cls if issubclass(cls, _Proxy) else self._made(cls)
@@ -359,19 +374,20 @@ class _ProxyClasses(dict[type, type]):
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
         if kind is _OptimizerProxy:
             body |= _methods_of(cls)
-        made: Any = type(type(cls))  # as a rule, `type`
+        made: Any = type(type(cls))  # usually `type`
         meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
-        # Not by calling the metaclass: the user's own may count classes, or refuse a second one of the same name.
+        # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
+        # See Note [What a proxy never shows].
         made = ABCMeta if issubclass(meta, ABCMeta) else type
         proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
         return proxy
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
-    """Where a stand-in looks for attributes: what is ours comes first, though the user's class is its only base.
+    """The method resolution order of a proxy class: its own base comes first, though the user's class is its only base.
 
-    With a base of ours before the user's, CPython would find the layouts of stand-in and original to differ where the
-    first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
+    If `_Proxy` were a base before the user's class, CPython would refuse the change of `__class__`, as the memory
+    layouts would differ, if the first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
     """
     if kind is None:
         return [proxy, _Proxy, *cls.__mro__[:-1], _Attributes, object]

@@ -1,16 +1,17 @@
-"""What does a step use by name: which modules and trainable tensors, which schedulers and scalers, which trainers?
+"""The modules, tensors, optimizers and trainers that a step uses by name.
 
-A model that was created outside of the scope is used by every replica as it stands, and backward in each of them would
-add to its one gradient. The step is looked at before it runs, so that such gradients are noticed and refused.
+All replicas share a model that was created outside of the scope, and backward in each replica would add to its one
+gradient. So the library looks at the step before it runs, in order to notice such gradients and raise an error.
 
-A learning-rate scheduler or a `GradScaler` counts steps, and all replicas share it: those that are found act once for
-all of them; see `_training/schedulers`.
+All replicas also share a learning-rate scheduler or a `GradScaler`, which counts steps. Those that are found are
+stepped once for all replicas; see `_training/schedulers`.
 
-A *trainer* is an object of the user's own that holds models or what trains them, itself or through another such object.
-What a step writes on it, each replica has for itself; see `_binding/object_attributes`.
+A *trainer* is an object of the user's own class that holds models, optimizers, schedulers or scalers, itself or through
+another such object. Each replica has its own version of the attributes that a step writes on it; see
+`_binding/object_attributes`.
 
-Functions that the step calls are looked at, and the attributes of objects, both a few levels down. What is reached by
-other ways is not found.
+The library looks into the functions that the step calls and into the attributes of objects, both a few levels deep.
+Objects that a step reaches in other ways are not found.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from torchstrategy._core.types import Tree
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
 
-_FUNCTIONS = 4  # a step may call a function that calls a function that uses the model
-_OBJECTS = 3  # and the model may be an attribute of an attribute
-_ITEMS = 256  # of a list or dict are looked at: a history of losses may be long
-_FEW = 32  # and what is in them, if they are no more
+_FUNCTIONS = 4  # how deep calls are followed: a step may call a function that calls a function that uses the model
+_OBJECTS = 3  # how deep attributes are followed: the model may be an attribute of an attribute
+_ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
+_FEW = 32  # how many items a list or dict may have for each of them to be looked into
 
 _MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
 _NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
@@ -43,19 +44,19 @@ _NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy"
 
 
 class StepReferences(NamedTuple):
-    """What the step names, each with the name."""
+    """The objects that the step uses, most of them with the name by which it does."""
 
     modules: list[tuple[str, nn.Module]]
     tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
     steppers: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
-    optimizers: list[Optimizer]  # each after those that it is around
-    updates: list[tuple[str, Any]]  # bound methods of optimizers, but for those that each replica may call for itself
+    optimizers: list[Optimizer]  # an optimizer that wraps others comes after them
+    updates: list[tuple[str, Any]]  # bound methods of optimizers that replicas call together, such as `step`
     trainers: list[tuple[str, Any]]
-    others: list[tuple[str, torch.Tensor]]  # tensors that are not such leaves
+    others: list[tuple[str, torch.Tensor]]  # tensors that are no leaves that require grad
 
 
 def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
-    """What `fn` names, and what the leaves of its arguments hold."""
+    """The objects that `fn` uses by name, and those in the leaves of its arguments."""
     walk = _Walk()
     walk.look_at("the step", fn, _FUNCTIONS + 1)
     for leaf in leaves:
@@ -76,8 +77,8 @@ class _Walk:
         self._optimizers: list[Optimizer] = []
         self._updates: list[tuple[str, Any]] = []
         self._objects: dict[int, tuple[str, Any]] = {}
-        self._holders: dict[int, set[int]] = {}  # of each thing: which objects hold it, by their id
-        self._makers: set[int] = set()  # whatever holds one of these is a trainer
+        self._holders: dict[int, set[int]] = {}  # for each object, by its id: the ids of the objects that hold it
+        self._makers: set[int] = set()  # the ids of modules, optimizers and steppers: a trainer holds one of these
         self._seen: set[int] = set()
 
     def named(self) -> StepReferences:
@@ -97,7 +98,7 @@ class _Walk:
         )
 
     def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
-        """Notes a value, and what it holds; `holder` is the object of which it is an attribute."""
+        """Records a value and the objects in it. `holder` is the id of the object of which it is an attribute."""
         if isinstance(value, torch.Tensor):
             (self._tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
         elif isinstance(value, _MAKE_TRAINERS):
@@ -157,7 +158,7 @@ class _Walk:
             self._look_into_function(name, call, functions - 1)
 
     def _others_of(self, name: str, cls: type) -> None:
-        """Notes the tensors that a class itself has."""
+        """Records the tensors that are attributes of a class itself."""
         self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
 
     def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
@@ -175,7 +176,7 @@ class _Walk:
 
 
 def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes of an object itself, without asking the object."""
+    """The attributes of an object, without calling methods of the object."""
     try:
         inside: dict[str, Any] = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -184,7 +185,7 @@ def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
 
 
 def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What an object has in its attributes, or in a list there."""
+    """The values of an object's attributes, with their names; of a list or tuple, its items."""
     for attribute, held in attributes_of(thing):
         for item in held if type(held) in (list, tuple) else (held,):
             yield attribute, item

@@ -1,7 +1,7 @@
-"""Tensors of the user's, and what they were when the replicas' copies last agreed with them.
+"""The user's tensors, and whether they were written since the replicas' copies last agreed with them.
 
-A run looks at all of them several times. So they stand in columns, which are compared as lists, without a call of ours
-for each tensor.
+A run checks all tensors several times. So there is one list for the versions of all tensors, one for their addresses
+and one for their layouts. Comparing two such lists needs no Python call for each tensor.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torchstrategy._binding.uncounted_writes import UncountedWrites
 from torchstrategy._core.torch_internals import keeping_version, layouts, pointers, version, versions
 
-_UNCOUNTED = -1  # in the place of a version: it was written in a way that counts none
+_UNCOUNTED = -1  # takes the place of a version: the tensor was written without a change of its version
 
 
 class TrackedTensor(NamedTuple):
-    """A tensor of the user's, and what it is called."""
+    """A tensor of the user's, and its name."""
 
     name: str
     tensor: torch.Tensor
-    is_running: bool = False  # a running statistic, which torch's kernels write without counting it
+    is_running: bool = False  # a running statistic: torch's kernels write it without changing its version
 
 
 @final
@@ -32,8 +32,8 @@ class TrackedTensors:
     """Some tensors of the user's.
 
     Args:
-        held: Those that are part of a module.
-        loose: Those that are not: they live as long as the user has them.
+        held: The tensors that are part of a module.
+        loose: The tensors that are not part of a module. They are not kept alive.
     """
 
     def __init__(self, held: Sequence[TrackedTensor], loose: Sequence[TrackedTensor] = ()) -> None:
@@ -44,7 +44,7 @@ class TrackedTensors:
         self._versions: list[int] = []
         self._pointers: list[int] = []
         self._layouts: list[object] = []
-        self._memory: list[object] = []  # kept, so that nothing else can come to lie there
+        self._memory: list[object] = []  # keeps the memory, so that no other tensor can get one of the addresses
         self._watched: set[int] = set()
         self._uncounted = UncountedWrites({})
         self.take_changes()
@@ -59,23 +59,24 @@ class TrackedTensors:
         return [*self._held, *loose]
 
     def watch(self, indices: Iterable[int]) -> None:
-        """From here on, looks for writes that torch does not count in some of them: those that have real copies."""
+        """Starts to look for uncounted writes on some of the tensors: those of which replicas have real copies."""
         self._watched = set(indices)
         self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
 
     def written(self) -> list[int]:
-        """Those that torch has counted as written, or that lie elsewhere.
+        """The indices of the tensors whose version or address has changed.
 
-        Whether they mean another part of the same memory is not asked.
+        It does not check whether a tensor has another shape or other strides over the same memory.
         """
         tensors = self.tensors
         now, known = (versions(tensors), pointers(tensors)), (self._versions, self._pointers)
         return [] if now == known else _differing(now, known)
 
     def take_changes(self) -> tuple[list[int], set[int]]:
-        """Those that changed since the copies agreed with them, as they do from here on; and those of them that moved.
+        """The tensors that have changed since the copies agreed with them, and among these, the tensors that moved.
 
-        A tensor that moved lies elsewhere, or means another part of the same memory.
+        A tensor has moved if its address, shape, strides or dtype has changed. The caller brings the copies up to date:
+        later calls compare with the tensors as they are now.
         """
         tensors = self.tensors
         count, where, how = versions(tensors), pointers(tensors), layouts(tensors)
@@ -86,33 +87,35 @@ class TrackedTensors:
         if has_moved:
             self._pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
-            written |= moved | self._watched  # of what did not move, a look at the old memory is not worth its risk
+            # All watched tensors count as written: a look at the old memory of those that did not move is not worth the
+            # risk that it is not theirs any more.
+            written |= moved | self._watched
             self.watch(self._watched)
         elif self._watched:
             written |= self._uncounted.take(written)
         return sorted(written), moved
 
     def are_counted(self, indices: Iterable[int]) -> None:
-        """The copies agree with some of them."""
+        """Says that the copies agree with some of the tensors."""
         tensors = self.tensors
         for index in indices:
             self._versions[index] = version(tensors[index])
 
     def are_uncounted(self, indices: Iterable[int]) -> None:
-        """Some were written in a way that counts no version."""
+        """Says that some of the tensors were written without a change of their version."""
         for index in indices:
             self._versions[index] = _UNCOUNTED
 
     def take(self, index: int, value: torch.Tensor) -> None:
-        """Writes one; the copies do not agree with it any more."""
+        """Writes one of the tensors. After this, the copies do not agree with it."""
         write_value(self.tensors[index], value, self.are_running[index])
         self.are_uncounted([index])
 
 
 def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:
     """Writes a buffer, or a copy of one."""
-    # torch's kernels do not count what they write on running statistics: an earlier forward of the module, which saved
-    # them, may still run backward.
+    # torch's kernels write running statistics without changing their version, so that an earlier forward, which has
+    # saved them for its backward, may still run this backward. The library does the same.
     if buffer.is_inference():
         with torch.inference_mode():
             buffer.copy_(value)

@@ -1,9 +1,10 @@
-"""Writes that torch does not count: through `.data`, by NumPy, by another process, by a kernel that counts nothing.
+"""Writes on tensors for which torch's version counter does not go up.
 
-A copy of a tensor has to be brought up to date after such a write, too. So the memory of the CPU is compared with what
-it was: that of small tensors bit by bit, that of large ones by sums of their bits. The memory of an accelerator could
-only be compared by waiting for the accelerator. There, a tensor counts as written if a program has asked for its
-`.data` since, or still has what it was given then.
+Such writes come through `.data`, from NumPy, from another process, or from a kernel that does not count its writes. The
+copies of a tensor have to be brought up to date after such a write, too. So the library compares CPU memory with what
+it was before: that of small tensors bit by bit, that of large tensors by checksums. To compare the memory of an
+accelerator, it would have to wait for the accelerator. There, a tensor counts as written if the program has read its
+`.data` since, or still holds a `.data` that it has read.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import torch
 
 from torchstrategy._core.torch_internals import num_users
 
-_SMALL = 1 << 16  # bytes: of smaller tensors the bits are kept
-_COLUMNS = 1021  # a prime, so that rows of the usual lengths which change places do not go unnoticed
+_SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
+_COLUMNS = 1021  # a prime, so that the checksums also change if two rows of a usual length change places
 
 
 @final
 class UncountedWrites:
-    """Whether some tensors were written in a way that torch does not count.
+    """Finds out whether some tensors were written without a change of their version.
 
     Args:
-        tensors: The tensors, by a number of the caller's. They have to lie where they lie for as long as this is used.
-        is_exact: Whether a large tensor is never taken for written that was not; else it may be, so that it costs
-            nothing to look at one that was written each time.
+        tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is.
+        is_exact: Whether a large tensor counts as written only if it was. If not, a large tensor may count as written
+            without having been; but then no checksum is computed for a tensor that is written between all calls.
     """
 
     def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
@@ -39,17 +40,19 @@ class UncountedWrites:
         self._kept = self._bits_of_small()
         self._large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
         self._is_exact = is_exact
-        # Of the large ones, where they are known:
+        # The checksums of the large tensors, as far as they are known:
         self._sums = {key: _sums(bits) for key, bits in self._large.items()} if is_exact else {}
         self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
 
     def take(self, counted: Set[int]) -> set[int]:
-        """The tensors that were written since this was last asked, or may have been.
+        """The tensors that were, or may have been, written since the last call.
 
         Args:
-            counted: Those of which torch has counted it: what they are now is looked at when this is asked again.
+            counted: The tensors whose version has changed, of which the caller knows that they were written. Unless
+                `is_exact`, no checksum of a large one of them is computed now, and it counts as written at the next
+                call.
         """
         written = set(self._never_known) | self._reads.take()
         for key, bits in self._large.items():
@@ -67,7 +70,7 @@ class UncountedWrites:
         return written
 
     def agree(self) -> None:
-        """The tensors were written by those who ask: what they are now is what they were."""
+        """Says that the caller itself has written the tensors: later calls compare with the tensors as they are now."""
         self._kept = self._bits_of_small()
         if self._is_exact:
             self._sums = {key: _sums(bits) for key, bits in self._large.items()}
@@ -79,16 +82,16 @@ class UncountedWrites:
 
 @final
 class DataReads:
-    """Of which tensors on accelerators a program has asked for the `.data`, and so for memory to write uncounted.
+    """Records of which tensors on accelerators a program has read the `.data`, on which it can write uncounted.
 
     Args:
-        tensors: The tensors, by a number of the caller's. They are not kept alive, and their memory is.
+        tensors: The tensors, by keys that the caller chooses. They are not kept alive, but their memory is.
     """
 
     def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
         self._storages = {key: tensor.untyped_storage() for key, tensor in tensors.items()}
         self._keys = {storage._cdata for storage in self._storages.values()}
-        self._read = self._keys & _given.keys()  # somebody has asked before, and has it still
+        self._read = self._keys & _given.keys()  # the program has read these before, and still holds the `.data`
         given = {storage: len(_given.get(storage, ())) for storage in self._keys}
         self._users = {key: num_users(s) - given[s._cdata] for key, s in self._storages.items()}
         if tensors:
@@ -96,12 +99,12 @@ class DataReads:
             _listeners.add(self)
 
     def note(self, storage: int) -> None:
-        """A program has asked for the `.data` of a tensor of this storage. Called on any thread."""
+        """Records that the program has read the `.data` of a tensor of this storage. Called on any thread."""
         if storage in self._keys:
             self._read.add(storage)
 
     def take(self) -> set[int]:
-        """The tensors that may have been written, since they were read or what was given out is still there."""
+        """The tensors that may have been written: their `.data` was read, or the program still holds it."""
         if not self._read:
             return set()
         found, self._read = {key for key, s in self._storages.items() if s._cdata in self._read}, set()
@@ -112,17 +115,20 @@ class DataReads:
 
 
 def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
-    """Which of some tensors a step writes, by their position; of what is sparse, torch's count says it."""
+    """Finds out which of some tensors a step writes, by position. Sparse tensors are left to torch's own counter."""
     return UncountedWrites({i: t for i, t in enumerate(tensors) if t.layout is torch.strided}, is_exact=True)
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
 _is_listening: list[bool] = []
-_given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that were given as `.data`
+_given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that reading `.data` returned
 
 
 def listen_to_data() -> None:
-    """Has every `tensor.data` told of, where the tensor is on an accelerator. torch has no hook for it."""
+    """Replaces the property `torch.Tensor.data` by one that records each read of a tensor on an accelerator.
+
+    torch has no hook for this.
+    """
     if _is_listening:
         return
     _is_listening.append(True)
@@ -131,7 +137,7 @@ def listen_to_data() -> None:
     def data(tensor: torch.Tensor) -> torch.Tensor:
         given: torch.Tensor = plain.__get__(tensor)
         if not tensor.is_cpu and tensor.layout is torch.strided:
-            with suppress(NotImplementedError, RuntimeError, ValueError):  # what has no storage, or none yet
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # a tensor without a storage
                 storage = tensor.untyped_storage()._cdata
                 gone = functools.partial(_forget, storage, id(given))
                 _given.setdefault(storage, {})[id(given)] = weakref.ref(given, gone)
@@ -150,7 +156,7 @@ def _forget(storage: int, given: int, _: object) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from the first number of a tensor to its last, as bytes."""
+    """The memory from the first element of a tensor to its last, as bytes."""
     size = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     bits = torch.empty(0, dtype=torch.uint8, device="cpu")
     begin = tensor.storage_offset() * tensor.element_size()
@@ -159,7 +165,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(bits: torch.Tensor) -> torch.Tensor:
-    """Sums of the words of some memory, so many that a change of values or of their places is seen."""
+    """Checksums of some memory: so many sums of its words that changed or exchanged values change one of them."""
     begin = -bits.data_ptr() % 8
     words = bits[begin : begin + (bits.numel() - begin) // 8 * 8].view(torch.int64)
     whole = words.numel() // _COLUMNS * _COLUMNS
