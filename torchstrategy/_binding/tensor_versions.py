@@ -87,8 +87,8 @@ class TrackedTensors:
         if has_moved:
             self._pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
-            # All watched tensors count as written: a look at the old memory of those that did not move is not worth the
-            # risk that it is not theirs any more.
+            # All watched tensors count as written: to look at the old memory of those that did not move is not worth
+            # its risk.
             written |= moved | self._watched
             self.watch(self._watched)
         elif self._watched:

@@ -1,13 +1,14 @@
 """Datasets: what is read, how a batch is split, and how its parts come to the replicas' devices.
 
-A loader's batch is read by `source`, split by `splitting`, put together to `steps`, sent by `device_transfer` when it
-is asked for (`on_demand`) or earlier (`prefetcher`), and handed out by `iterator`.
+`source` reads a batch from the loader, `splitting` splits it, and `steps` has the parts for each step.
+`device_transfer` copies the parts to the devices: when the caller asks for the step (`on_demand`), or ahead of that
+(`prefetcher`). `iterator` returns them to the caller.
 
     arrays             arrays in memory as a dataset of their rows
-    loader_states      what a loader says about its position, and which of this can be restored
+    loader_states      the saved position of a loader, and whether it can be restored
     options            what a person says about one distributed dataset
     registration       batches of types of the user's own
-    batch_types        which values have rows, how many, and how some of them are taken
+    batch_types        which values of a batch have rows, how many, and how some of the rows are taken
     source             the loader or iterable that is read, and where its iteration stands
     device_transfer    how a replica's part of a batch comes to its device
     spec               the shapes and dtypes of a dataset's elements

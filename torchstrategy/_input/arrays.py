@@ -19,17 +19,19 @@ _Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 @final
 class ArrayDataset(Dataset[Tree]):
-    """What `Strategy.experimental_make_numpy_dataset` returns: a map-style dataset, unbatched, of the rows of arrays.
+    """A map-style dataset of the rows of arrays, which `Strategy.experimental_make_numpy_dataset` returns.
 
-    Give it to a `torch.utils.data.DataLoader`, which shuffles and batches it, with workers or without.
+    It has no batches. Give it to a `torch.utils.data.DataLoader`, which shuffles and batches it, with workers or
+    without.
 
-    An element is what `numpy_input` is, with a row in place of each array: a tensor or, of an array of strings or of
-    what else torch has no dtype for, the item itself. Nothing is copied: a row is in the memory of its array. Where
-    torch cannot share that memory, as where it must not be written, each row is copied when it is read.
+    An element has the containers of `numpy_input`, with a row in place of each array. A row is a tensor; if torch has
+    no dtype for the array, as for strings, it is the item itself. Rows are not copied, but share the memory of their
+    array. Where torch cannot share this memory, for example because it is read-only, each row is copied when it is
+    read.
 
     Args:
         numpy_input: An array; or tuples, named tuples and dicts of arrays to any depth, with the same number of rows.
-            A list of arrays is one array: they are stacked. Tensors are fine in place of arrays.
+            A list of arrays is one array: they are stacked. Tensors may take the place of arrays.
 
     Example:
         >>> import numpy
@@ -71,14 +73,14 @@ class ArrayDataset(Dataset[Tree]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tree]:
-        """The elements at `indices`. A DataLoader asks for those of a batch in one call."""
-        # Row by row, so that nothing is copied: indexing a column once is faster for rows below about 4 kB, but twice
-        # as slow for those of images.
+        """The elements at `indices`. A DataLoader calls this once for each batch."""
+        # Row by row, so that nothing is copied. Indexing a whole column once is faster for rows of less than about
+        # 4 kB, but takes twice as long for images.
         columns = [map(column.__getitem__, indices) for column in self._columns]
         return [unflatten_like(list(row), self._shape) for row in zip(*columns, strict=True)]
 
     def __getstate__(self) -> tuple[int, Tree]:
-        return self._rows, unflatten_like(list(self._columns), self._shape)  # the shape itself warns when unpickled
+        return self._rows, unflatten_like(list(self._columns), self._shape)  # unpickling a TreeSpec gives a warning
 
     def __setstate__(self, state: tuple[int, Tree]) -> None:
         self._rows, columns = state
@@ -87,9 +89,9 @@ class ArrayDataset(Dataset[Tree]):
 
 @final
 class _Copied:
-    """The rows of an array that torch cannot share, each copied when it is read.
+    """The rows of an array whose memory torch cannot share. Each row is copied when it is read.
 
-    A whole copy would be in the way of an array that is larger than the memory, such as one that is mapped from a file.
+    The array is not copied as a whole, since it may be larger than the memory, such as an array mapped from a file.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
@@ -101,11 +103,11 @@ class _Copied:
 
 
 def _column(array: _Array) -> _Array | _Copied:
-    """What gives the rows of an array."""
+    """An object that returns the rows of an array by their indices."""
     if isinstance(array, torch.Tensor) or not _has_dtype(array):
         return array
     if not array.flags.writeable:
-        return _Copied(array)  # there are no tensors that must not be written
+        return _Copied(array)  # torch has no read-only tensors
     try:
         return torch.from_numpy(array)
     except ValueError:  # a byte order or strides that tensors do not have
@@ -122,7 +124,7 @@ def _has_dtype(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _array(name: str, leaf: Tree) -> _Array:
-    """The array that a leaf of `numpy_input` is, or that the arrays in a list are when stacked."""
+    """The array of a leaf of `numpy_input`; if the leaf is a list of arrays, these are stacked."""
     if _is_list(leaf) and leaf:
         return _stacked(name, [_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)])
     if isinstance(leaf, np.ma.MaskedArray):
@@ -149,7 +151,7 @@ def _stacked(name: str, arrays: list[Any]) -> _Array:
 
 
 def _kind(array: _Array) -> tuple[object, ...]:
-    """What arrays that can be stacked have in common."""
+    """The properties that arrays must have in common to be stacked."""
     # Strings of different lengths, and integers of different widths, have different dtypes and can be stacked.
     return tuple(array.shape), array.dtype if isinstance(array, torch.Tensor) else array.dtype.kind
 

@@ -1,16 +1,16 @@
-"""What a batch may be made of: which values have rows, how many, and how some of them are taken.
+"""Which values of a batch have rows, how many, and how some of the rows are taken.
 
-Lists, tuples, named tuples, dicts, and what else torch's pytree knows, are containers. What is in them is, in this
-order:
+Containers are lists, tuples, named tuples, dicts, and all types that are registered with torch's pytree. The first line
+of this table that fits a value in them says what its rows are:
 
-    a registered type               as `register_batch_type` was told
-    a tensor, an array of numbers   its first dimension are its rows; without dimensions it is one thing
-    any other array                 its first dimension are its rows; it stays an array
-    a `PackedSequence`              a row is a sequence
-    a list of things without rows   strings, numbers, objects: each of them is a row
-    a tuple of strings              the same: it is what torch's default_collate makes of the strings of samples
-    a dataclass, a mapping          an object with parts, which have its rows
-    a number, a string, None        one thing
+    a registered type               what the functions given to `register_batch_type` say
+    a tensor, an array of numbers   the first dimension; without dimensions, it is a single value
+    any other array                 the first dimension; it stays an array
+    a `PackedSequence`              each sequence is a row
+    a list of things without rows   each string, number or object in it is a row
+    a tuple of strings              each string is a row: torch's default_collate makes such tuples of samples' strings
+    a dataclass, a mapping          an object with parts, and the rows of the parts are its rows
+    a number, a string, None        a single value: it has no rows, and every replica gets it
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchstrategy._input.registration import SINGLE, Kind, TensorFn, registrati
 
 @final
 class Rows(list[Any]):
-    """A list of which each item is a row, whatever it is: what the lists of a batch become with `lists_are_rows`."""
+    """A list in which each item is a row, whatever it is. With `lists_are_rows`, all lists of a batch become `Rows`."""
 
 
 def lists_as_rows(batch: Tree) -> Tree:
@@ -44,7 +44,7 @@ def lists_as_rows(batch: Tree) -> Tree:
 
 
 def rows_as_lists(piece: Tree) -> Tree:
-    """The reverse."""
+    """The reverse of `lists_as_rows`."""
     return _exchanged(piece, Rows, list)
 
 
@@ -60,8 +60,8 @@ def _exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
 
 
 def kind_of(value: Any) -> Kind | None:
-    """What can be done with a leaf of a batch; None if it is not known how to deal it out."""
-    if type(value) is torch.Tensor:  # by far the most are, and it cannot be registered
+    """How to split a leaf of a batch; None if the library does not know how."""
+    if type(value) is torch.Tensor:  # by far the most leaves, and nobody can register this type
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
         return registered
@@ -81,8 +81,8 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is dealt out as one, though torch's pytree may know it as a container."""
-    kind = type(value)  # that of most values settles it: the first three cannot be registered
+    """Whether a value is split as one leaf, though it may be a container for torch's pytree."""
+    kind = type(value)  # decides for most values: nobody can register the first three types
     if kind is torch.Tensor:
         return True
     if kind is list:
@@ -93,7 +93,10 @@ def is_leaf(value: Any) -> bool:
 
 
 def counts_within(value: Any) -> list[int] | None:
-    """How many rows a leaf has, or each thing in it; none for what is one thing; None if one is of no known kind."""
+    """The numbers of rows of a leaf, or of the leaves in its parts.
+
+    The list has no number for a single value. It is None if the library does not know how to split one of the leaves.
+    """
     kind = kind_of(value)
     if kind is None:
         return None
@@ -110,7 +113,7 @@ def counts_within(value: Any) -> list[int] | None:
 
 
 def is_registered_within(value: Any) -> bool:
-    """Whether a function of the user's takes the rows of a leaf, or of a thing in it."""
+    """Whether a leaf, or a leaf in its parts, is of a registered type, so that a user's function takes its rows."""
     if registration_of(value) is not None:
         return True
     kind = kind_of(value)
@@ -119,7 +122,7 @@ def is_registered_within(value: Any) -> bool:
 
 
 def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
-    """The names of all values that have rows, and how many.
+    """The names of all values that have rows, and the number of their rows.
 
     Raises:
         TypeError: If it is not known how to deal a value out.
@@ -139,7 +142,7 @@ def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def cut(leaf: Any, parts: Sequence[slice]) -> list[Any]:
-    """`leaf` with some of the rows of everything in it that has rows, for each of some pieces."""
+    """For each slice in `parts`, `leaf` with only these rows of all values in it that have rows."""
     kind = kind_of(leaf)
     if kind is None or (kind.rows is None and kind.parts is None):
         return [leaf] * len(parts)
@@ -147,20 +150,20 @@ def cut(leaf: Any, parts: Sequence[slice]) -> list[Any]:
 
 
 def taken(leaf: Any, rows: slice) -> Any:
-    """`leaf` with some of the rows of everything in it that has rows."""
+    """`leaf` with only some rows of all values in it that have rows."""
     return cut(leaf, [rows])[0]
 
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
-    """`leaf` with what `fn` makes of each tensor in its place. An array of numbers becomes a tensor."""
-    if type(leaf) is torch.Tensor:  # the same, by a shorter way
+    """`leaf` with `fn(tensor)` in place of each tensor. An array of numbers becomes a tensor."""
+    if type(leaf) is torch.Tensor:  # a shortcut with the same result
         return leaf if _of_tensor(leaf) is None else fn(leaf)
     kind = kind_of(leaf)
     return leaf if kind is None else kind.apply(leaf, fn)
 
 
 def applied_within(batch: Tree, fn: TensorFn) -> Tree:
-    """`batch` with what `fn` makes of each tensor in its place, in containers of its own."""
+    """`batch` with `fn(tensor)` in place of each tensor, in new containers."""
     return map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
 
 
@@ -182,7 +185,7 @@ def moved(batch: Tree, device: Device) -> Tree:
 
 
 def memory_of(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that hold what a tensor is made of."""
+    """The dense tensors that hold the memory of a tensor: for a sparse or nested one, its parts."""
     if tensor.is_nested:
         parts = (tensor.values(), tensor.offsets(), tensor.lengths())
         return [part for part in parts if part is not None]
@@ -199,7 +202,7 @@ def _has_rows(value: Any) -> bool:
         return True
     kind = kind_of(value)
     if kind is None:
-        return isinstance(value, (torch.Tensor, np.ndarray))  # it has some, but cannot be cut
+        return isinstance(value, (torch.Tensor, np.ndarray))  # it has rows, though the library cannot split it
     return kind.rows is not None or kind.parts is not None
 
 
@@ -250,7 +253,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
 
 @functools.cache
 def _has_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has a dtype for some numbers."""
+    """Whether torch has the dtype of an array of numbers."""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except TypeError:
@@ -263,9 +266,9 @@ def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor over the memory of an array, or over a copy where torch has no such tensors.
+    """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory.
 
-    It has none that cannot be written, that go backwards, or of another byte order.
+    It cannot do so if the array is read-only, has negative strides or another byte order.
     """
     if array.flags.writeable:
         with suppress(ValueError):
@@ -274,7 +277,7 @@ def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
-    """Of a list of rows. It may hold tensors without dimensions, and values of registered types."""
+    """The `apply` of a list of rows, which may hold tensors without dimensions and values of registered types."""
     if all(type(item) in _PLAIN for item in items):
         return items
     return [applied(item, fn) for item in items]
@@ -297,9 +300,10 @@ def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
 
 
 def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A piece of the sizes of nested tensors, which are of one shape, and can be added, if they share the very tensor.
+    """A part of the offsets or lengths of nested tensors: the same tensor for all that share the whole `sizes`.
 
-    So it is one piece, for all that share the whole.
+    torch takes two nested tensors to be of one shape, and adds them, only if they share the very same offsets. Parts of
+    such tensors have to do so, too.
     """
     parts: dict[tuple[int, int], torch.Tensor] = _pieces_of_sizes.setdefault(sizes, {})
     key = (rows.start, rows.stop)
@@ -307,14 +311,14 @@ def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor])
 
 
 def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
-    if rows.start == rows.stop:  # torch cannot pack nothing, but its layers run over one that has a step of no rows
+    if rows.start == rows.stop:  # torch cannot pack an empty list, but its layers accept one step of no rows
         return _map_packed(packed, lambda tensor: tensor[:0], packed.batch_sizes.new_zeros(1))
     sequences = rnn.unpack_sequence(packed)[rows]
     return rnn.pack_sequence(sequences, enforce_sorted=packed.sorted_indices is None)
 
 
 def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequence:
-    return _map_packed(packed, fn, packed.batch_sizes)  # which torch wants on the CPU, always
+    return _map_packed(packed, fn, packed.batch_sizes)  # torch requires the batch sizes to be on the CPU
 
 
 def _map_packed(packed: rnn.PackedSequence, fn: TensorFn, batch_sizes: torch.Tensor) -> rnn.PackedSequence:
@@ -330,8 +334,8 @@ def _apply_to_record(record: Any, fn: TensorFn) -> Any:
     return with_parts(record, lambda _, part: map_leaves(lambda leaf: applied(leaf, fn), part, is_leaf))
 
 
-_pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole; then by start and stop
-_PLAIN: frozenset[type] = frozenset(SINGLE)  # that is quicker to ask, of the things in a long list
+_pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
+_PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
 _ONE_THING = Kind(None, sliced, without_tensors)
 _ROWS = Kind(len, sliced, without_tensors)
 _LIST = Kind(len, sliced, _apply_to_items)

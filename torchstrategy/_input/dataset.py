@@ -1,4 +1,4 @@
-"""A dataset that deals out what a loader yields, and the ways to make one."""
+"""The distributed dataset, and the ways to make one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ DatasetFn = Callable[[InputContext], Any]
 
 @final
 class DistributedDataset:
-    """What `Strategy.experimental_distribute_dataset` returns: an iterable of batches, dealt out to the replicas.
+    """An iterable of batches that are split among replicas; `Strategy.experimental_distribute_dataset` returns it.
 
-    Each iteration starts afresh, as the loader does. Nothing is read before one begins. Its length is the loader's.
+    Each iteration starts again, as with the loader. The loader is not read before an iteration begins. The length of
+    the dataset is that of the loader.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -36,7 +37,7 @@ class DistributedDataset:
         (2, [tensor([0, 1]), tensor([2, 3])])
 
     Differs from tf.distribute:
-        `len` works where the loader has one. `state_dict` and `load_state_dict` are ours.
+        `len` works if the loader has a length. TensorFlow has no `state_dict` and no `load_state_dict`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
     """
@@ -49,9 +50,10 @@ class DistributedDataset:
         self._depth = options.experimental_per_replica_buffer_size
 
     def __iter__(self) -> DistributedIterator:
-        """A new iteration. Loader workers are started here, and seeds drawn, on this thread."""
+        """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
         sources = self._splitter.sources
-        # Workers that persist serve one pass at a time, whichever dataset their loader was distributed as.
+        # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
+        # last epoch over the loader is ended first.
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
             _endings.pop(loader, _nothing)()
@@ -89,13 +91,13 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Tree:
-        """What its elements are made of: a `TensorSpec` for each tensor, in the containers that the loader makes.
+        """What the elements are made of: a `TensorSpec` for each tensor, in the containers that the loader makes.
 
-        With several replicas, a `PerReplicaSpec` where there are rows. How many rows there are is known where the
-        loader drops a smaller last batch, and the replicas get the same number of each.
+        With several replicas, there is a `PerReplicaSpec` for each value with rows. The number of rows is known only if
+        the loader drops a smaller last batch, and each replica gets the same number of rows of every batch.
 
-        One element is looked at, beside all iterations and without a trace in torch's random generators. The other
-        sizes are those of this element; that others have them, too, is not checked.
+        The property looks at one element, which no iteration loses, and leaves torch's random generators as they were.
+        The sizes of the other dimensions are those of this element; other elements are not checked.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -109,16 +111,16 @@ class DistributedDataset:
         return self._splitter.spec()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration that was begun last stands: at the batches that were handed out, whatever is read ahead.
+        """The position of the last iteration that was begun: after the last batch that the program got from it.
 
-        What a checkpoint needs besides is the state of torch's generator, as without a strategy. A loader that keeps
-        its own state (`state_dict`, `load_state_dict`) is asked for it. For any other, the batches are counted, and
-        the states are kept of the generators that decide their order: torch's own, and the `torch.Generator` objects
-        that the loader, its samplers and an iterable dataset have as attributes. Once a batch was asked for and there
-        was none, the state is that before the next iteration.
+        Batches that were only read ahead do not count. As without a strategy, a checkpoint also needs the state of
+        torch's generator. If the loader has `state_dict` and `load_state_dict`, the position is what these say. For any
+        other loader, the library counts the batches, and saves the states of the generators that decide their order:
+        torch's default generator, and the `torch.Generator` objects that the loader, its samplers and an iterable
+        dataset have as attributes. When an iteration has ended, the position is that before the next iteration.
 
         Returns:
-            Numbers, lists, dicts and tensors; and what the loader's own `state_dict` returned.
+            A dict of numbers, lists, dicts and tensors; and of what the loader's own `state_dict` returned.
 
         Example:
             >>> loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2, shuffle=True)
@@ -133,16 +135,16 @@ class DistributedDataset:
         return {"sources": [source.state() for source in self._splitter.sources]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the next iteration go on with the batch after the last that was handed out when the state was taken.
+        """Makes the next iteration begin with the batch after the last one that the program got before `state_dict()`.
 
-        The strategy may have another number of replicas by then, and the loader another number of workers. Its batch
-        size may be another if a batch of that size begins at the next row; so `get_per_replica_batch_size` may be
-        used in a dataset function. Of a map-style dataset, what is left out is not loaded; anything else is read and
-        dropped.
+        The strategy may have another number of replicas now, and the loader another number of workers. The batch size
+        may also have changed, if a batch of the new size begins at the next row; so a dataset function may use
+        `get_per_replica_batch_size`. If the loader reads a map-style dataset, the rows that are skipped are not loaded;
+        rows of anything else are read and dropped.
 
-        The rows come in the same order if that is drawn with torch's generators, as samplers of torch do. What draws
-        again and again during an iteration, and remembers what it drew, such as a shuffling buffer, needs a generator
-        of its own for that. Workers of a loader that draw random numbers begin anew.
+        The rows come in the same order if torch's generators decide it, as with torch's samplers. An object that draws
+        during the whole iteration and remembers what it drew, such as a shuffling buffer, needs a generator of its own
+        for this. Loader workers that draw random numbers start from a new seed.
 
         Raises:
             ValueError: If the state is of a dataset of another kind, or ends within a batch of this one.
@@ -162,7 +164,7 @@ class DistributedDataset:
 
 
 def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) -> DistributedDataset:
-    """A dataset whose batches of the global size are cut into a piece for each device.
+    """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:
         TypeError: If `dataset` cannot be iterated over.
@@ -197,7 +199,7 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
 def distributed_from_function(
     dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions
 ) -> DistributedDataset:
-    """A dataset whose elements go to one replica each, as they are.
+    """A dataset whose elements are not split: each goes to one replica.
 
     Raises:
         TypeError: If what the function returns cannot be iterated over.
@@ -219,7 +221,7 @@ def distributed_from_function(
 
 
 def _nothing() -> None:
-    """What ends a pass that has not begun."""
+    """Takes the place of the function that ends an epoch, where there is no epoch to end."""
 
 
 def _source(dataset: Any, what: str) -> Source:
@@ -247,4 +249,4 @@ def _checked(state_dict: Any) -> list[State]:
 
 
 _endings: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""What ends the last pass over each loader with workers that persist."""
+"""For each loader with persistent workers, the function that ends the last epoch over it."""

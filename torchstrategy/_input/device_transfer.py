@@ -1,13 +1,10 @@
-"""How the pieces of one replica come to its device.
+"""How a replica's part of a batch comes to its device.
 
-Three threads may have a part in it; without reading ahead all three are the caller's:
+Three threads may work on it; without prefetching, all three are the caller's thread:
 
-    reading thread     depart    what is on an accelerator already, it moves: there, its current stream made it
-    replica's worker   carry     what is in host memory is pinned and copied, on the copy stream of the device
-    consumer's thread  arrive    its current stream waits for both, and keeps the memory that they took
-
-The copies are allocated on the copy stream, so its next copies may take their memory as soon as the consumer drops
-them; `record_stream` tells the allocator to wait until the consumer's stream has done what it was given before that.
+    reading thread     `stage`    moves tensors that are on an accelerator already: its current stream has made them
+    replica's worker   `copy`     pins tensors in host memory and copies them, on the copy stream of the device
+    consumer's thread  `receive`  makes its current stream wait for both, and keeps their memory until it is used
 """
 
 from __future__ import annotations
@@ -25,29 +22,37 @@ from torchstrategy._input.batch_types import applied, applied_within, memory_of,
 
 
 class StagedBatch(NamedTuple):
-    """Pieces of one replica, on their way or arrived."""
+    """The part of a batch for one replica, which is being copied or has been copied."""
 
     parts: list[Tree]
     moved: list[torch.Tensor]  # the tensors that the consumer's stream has to wait for
-    events: list[torch.Event]  # when they are there
+    events: list[torch.Event]  # they happen when these tensors are on the device
 
 
+# Note [Promises for a copied batch]
+# A batch is copied to an accelerator on other streams than the consumer's, so the consumer is given two promises:
+# 1. Its stream reads a tensor only when the copy is complete. `stage` and `copy` record an event after their copies,
+#    and `receive` makes the consumer's current stream wait for it. The consumer's thread does not wait.
+# 2. The memory of a tensor is kept until its stream has used it. The copies are allocated on the copy stream. When the
+#    consumer drops one, the allocator would give its memory to the next copy at once, though kernels that read it may
+#    still be queued on the consumer's stream. `record_stream` makes the allocator wait for these.
+# Both are given in `receive`, since only the consumer's thread knows on which stream the batch will be used.
 @final
 class Route:
     """The way to the device of one replica.
 
     Args:
-        device: Where pieces go. None: they stay where they are.
-        is_only: Whether there is no other replica, and its pieces are whole elements, in containers.
+        device: The device to which tensors are copied. None: they stay where they are.
+        is_only: Whether there is no other replica, so that its parts are whole elements, in their containers.
     """
 
     def __init__(self, device: Device | None, *, is_only: bool) -> None:
         self.device = None if device is None else memory_device(device)
         self._applied = applied_within if is_only else applied
-        self.has_copies = device is not None and is_accelerator(device)  # that a worker could make ahead
+        self.has_copies = device is not None and is_accelerator(device)  # whether a worker could copy ahead
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
-        """Runs on the reading thread, on its current streams."""
+        """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
         sent: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +73,7 @@ class Route:
         return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
-        """Runs on the replica's worker, if it has one. Only where `has_copies`."""
+        """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
         device = self.device
         assert device is not None
         moved: list[torch.Tensor] = []
@@ -80,17 +85,18 @@ class Route:
             moved.append(_pinned(tensor).to(device, non_blocking=True))
             return moved[-1]
 
-        with stream:  # which makes its device the current one, too: pinned memory is made for that
+        with stream:  # also makes its device the current one, for which torch pins memory
             parts = [self._applied(piece, copy) for piece in staged.parts]
             events = [stream.record_event()] if moved else []
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 
     def receive(self, staged: StagedBatch) -> list[Tree]:
-        """Runs on the consumer's thread; its current stream of the device waits, the thread does not."""
+        """Runs on the consumer's thread. See Note [Promises for a copied batch]."""
         if staged.moved:
             stream = torch.accelerator.current_stream(self.device)
             for event in staged.events:
                 stream.wait_event(event)
+            # `record_stream` is for the memory of dense tensors, so the parts of a sparse or nested one are recorded.
             for tensor in staged.moved:
                 for held in memory_of(tensor):
                     held.record_stream(stream)
@@ -98,9 +104,9 @@ class Route:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory that the device can read by itself; only so a copy does not hold up the thread."""
+    """A tensor in pinned memory, from which the device can copy by itself, so that the thread need not wait for it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     if 0 in tensor.stride():
-        tensor = tensor.contiguous()  # pinned memory is filled by strides, and cannot be where they are 0
-    return tensor.pin_memory()  # itself, where it is in such memory
+        tensor = tensor.contiguous()  # torch keeps the strides in pinned memory, and cannot write where they are 0
+    return tensor.pin_memory()  # returns the tensor itself if it is pinned already

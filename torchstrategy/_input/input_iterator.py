@@ -1,4 +1,4 @@
-"""An iterator that can be begun again, as those of TensorFlow 1 can."""
+"""An iterator that can be begun again, as in TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torchstrategy._input.source import is_map_style
 
 @final
 class InputIterator:
-    """What `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return: batches, dealt out.
+    """An iterator over batches that are split among replicas.
 
-    Nothing is read before the first batch is asked for.
+    `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It reads nothing before the
+    program asks for the first batch.
 
     Example:
         >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
@@ -29,7 +30,7 @@ class InputIterator:
         [tensor([1.]), tensor([0.])]
 
     Differs from tf.distribute:
-        There are no graphs: initializing acts at once, and is not needed before the first batch.
+        There are no graphs: `initialize` has its effect at once, and need not be called before the first batch.
 
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy#make_dataset_iterator
     """
@@ -39,12 +40,12 @@ class InputIterator:
         self._iterator: Iterator[Tree] | None = None
 
     def initialize(self) -> None:
-        """Makes the next batch the first one. Threads and loader workers of a pass that is given up are ended."""
-        self._iterator = None  # a distributed iterator that is dropped ends what it has started
+        """Makes the next batch the first one of a new epoch. It ends the threads and loader workers of the old one."""
+        self._iterator = None  # a distributed iterator that is dropped ends its threads and workers
 
     @property
     def initializer(self) -> None:
-        """Reading it is `initialize()`."""
+        """Reading this property calls `initialize()`."""
         return self.initialize()
 
     def __iter__(self) -> Iterator[Tree]:
@@ -68,7 +69,7 @@ class InputIterator:
 
 
 def next_of(iterator: Any) -> Tree:
-    """The next batch of an iterator of datasets that were distributed.
+    """The next batch of an iterator over a distributed dataset.
 
     Raises:
         TypeError: If it is no such iterator.
@@ -82,7 +83,10 @@ def next_of(iterator: Any) -> Tree:
 
 
 def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
-    """`input_fn` for those who want a dataset: where it returns a function, what that returns, call by call."""
+    """A function that calls `input_fn` and returns a dataset.
+
+    If `input_fn` returns a function, the elements of the dataset are the results of calls of that function.
+    """
 
     def dataset_fn(context: InputContext) -> Any:
         source = input_fn(context)
@@ -100,7 +104,7 @@ def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
 
 @final
 class _Calls:
-    """What a function returns, call by call, until it raises."""
+    """An iterable over the results of a function, which is called once for each element, until it raises an error."""
 
     def __init__(self, fn: Callable[[], Tree]) -> None:
         self._fn = fn
@@ -111,7 +115,7 @@ class _Calls:
 
 @final
 class _CallsOnce(Iterator[Tree]):
-    # No generator: a call that raises does not end it, and the next call may return again.
+    # It is no generator, since a generator ends when it raises. Here, the next call may return a value again.
     def __init__(self, fn: Callable[[], Tree]) -> None:
         self._fn = fn
 

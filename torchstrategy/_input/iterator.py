@@ -32,7 +32,7 @@ class OutOfRangeError(EOFError):
 
 @final
 class Optional:
-    """A batch, or none: what `DistributedIterator.get_next_as_optional` returns.
+    """A batch or no batch. `DistributedIterator.get_next_as_optional` returns it.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -69,9 +69,9 @@ class Optional:
 
 @final
 class DistributedIterator:
-    """One iteration over a `DistributedDataset`: what `iter(dataset)` returns.
+    """One iteration over a `DistributedDataset`; `iter(dataset)` returns it.
 
-    It ends by itself; dropped or closed before that, it ends the threads and the loader workers that it has started.
+    If it is dropped or closed before its end, it ends the threads and the loader workers that it has started.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -84,7 +84,7 @@ class DistributedIterator:
         }
 
     Differs from tf.distribute:
-        No batch is left out by `get_next` where the data runs out in the middle of a step.
+        `get_next` leaves out no batch if the data runs out in the middle of a step.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedIterator
     """
@@ -97,7 +97,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Tree:
-        """What its elements are made of; see `DistributedDataset.element_spec`."""
+        """What the elements are made of; see `DistributedDataset.element_spec`."""
         return self._splitter.spec()
 
     def __iter__(self) -> Iterator[Tree]:

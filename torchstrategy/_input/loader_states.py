@@ -1,4 +1,8 @@
-"""What a loader whose batches are counted says of where a pass over it stands, and what is no such state."""
+"""The saved position of a loader, and whether it can be restored.
+
+The library saves a dict for each loader. It has what the loader's own `state_dict` returned, or else a count of batches
+and the states of random generators.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ State = dict[str, Any]
 
 
 def check_form(state: Any) -> None:
-    """Refuses what has not the form that `Source.state` gives it.
+    """Raises an error for a state that does not have the form in which `Source.state` returns it.
 
     Raises:
         TypeError: Naming the entry.
@@ -32,7 +36,7 @@ def check_form(state: Any) -> None:
 
 
 def check_generators(name: str, states: Sequence[torch.Tensor], generators: Sequence[torch.Generator]) -> None:
-    """Refuses what is not one state for each of some generators.
+    """Raises an error unless there is one valid state for each of some generators.
 
     Raises:
         ValueError: Naming the entry.

@@ -1,4 +1,4 @@
-"""When steps are read: when they are asked for, on the caller's thread; `_ahead` has the other way."""
+"""Reading when the caller asks for a step, on the caller's thread; `prefetcher` reads ahead instead."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchstrategy._input.steps import ResumePoint, Steps
 
 
 class BatchTransfer(NamedTuple):
-    """A step, and what each replica gets of it, on its way."""
+    """The batch of one step, whose parts are being copied to the replicas' devices."""
 
     split_batch: SplitBatch | Whole
     marks: list[ResumePoint]
     staged: list[StagedBatch]
 
     def received(self, routes: Sequence[Route]) -> Tree:
-        """The element, once its pieces are there. Runs on the consumer's thread."""
+        """The element, made of the parts on the devices. Runs on the consumer's thread."""
         arrived = list(map(Route.receive, routes, self.staged))
         for mark in self.marks:
             mark.reach()
@@ -30,7 +30,7 @@ class BatchTransfer(NamedTuple):
 
 
 def transferred(steps: Steps, routes: Sequence[Route]) -> BatchTransfer:
-    """The next step, departed. Runs on the reading thread.
+    """Reads the batch of the next step and stages its parts. Runs on the reading thread.
 
     Raises:
         StopIteration: If there is none.
@@ -41,11 +41,11 @@ def transferred(steps: Steps, routes: Sequence[Route]) -> BatchTransfer:
 
 
 class Reading(ABC):
-    """One pass over a dataset, step by step."""
+    """One epoch over a dataset, read step by step."""
 
     @abstractmethod
     def next(self) -> Tree:
-        """What the replicas are given for the next step.
+        """The element that the replicas get in the next step.
 
         Raises:
             StopIteration: If there is none.
@@ -53,18 +53,19 @@ class Reading(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it, with all that it has started."""
+        """Ends the epoch, and the threads and workers that it has started."""
 
     @abstractmethod
     def ending(self) -> Callable[[], None]:
-        """What ends it and waits until the loader is not read any more, and does not hold it."""
+        """A function that ends the epoch, and waits until nobody reads the loader. It holds no reference to `self`."""
 
 
 @final
 class OnDemand(Reading):
-    """Reads on the thread that asks, when it asks. There is no other thread.
+    """Reads on the caller's thread, when the caller asks for a step. There is no other thread.
 
-    On an accelerator the copies still overlap with the step before: that is queued, and they are on their own stream.
+    On an accelerator, the copies still overlap with the previous step: its kernels are queued on the current stream,
+    and the copies are on a stream of their own.
     """
 
     def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
@@ -81,7 +82,7 @@ class OnDemand(Reading):
         return transfer.received(self._routes)
 
     def close(self) -> None:
-        self._steps = None  # and with it the loader's workers
+        self._steps = None  # the loader's workers end with its iterator
 
     def ending(self) -> Callable[[], None]:
         found = weakref.ref(self)

@@ -1,4 +1,4 @@
-"""What a person may say about one distributed dataset, and what a dataset function is told."""
+"""What a person says about one distributed dataset, and the argument of a dataset function."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import final
 
 @final
 class InputReplicationMode(enum.Enum):
-    """For whom a dataset function is called.
+    """Whether a dataset function is called for a process or for a replica.
 
-    `PER_WORKER`: once for each process; its replicas take turns in reading what it returns.
-    `PER_REPLICA`: once for each replica, which reads what was made for it.
+    `PER_WORKER`: once for each process; its replicas take turns in reading the dataset that the function returns.
+    `PER_REPLICA`: once for each replica, which reads its own dataset.
 
     Example:
         >>> torchstrategy.InputReplicationMode("PER_REPLICA").name
@@ -31,11 +31,11 @@ class InputReplicationMode(enum.Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What `Strategy.distribute_datasets_from_function` tells its function: which part of the input it is to make.
+    """The argument of the function of `Strategy.distribute_datasets_from_function`: which part of the input to make.
 
     Args:
-        num_input_pipelines: How often the function is called, over all processes.
-        input_pipeline_id: Which of these calls this one is.
+        num_input_pipelines: How often the function is called, in all processes together.
+        input_pipeline_id: The number of this call, from 0.
         num_replicas_in_sync: How many replicas the strategy has.
 
     Example:
@@ -53,7 +53,7 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """How many rows of a batch of `global_batch_size` are for each replica.
+        """How many rows of a batch of `global_batch_size` each replica gets.
 
         Example:
             >>> torchstrategy.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
@@ -85,27 +85,28 @@ class InputOptions:
     """Options of one distributed dataset.
 
     Args:
-        experimental_fetch_to_device: Whether the values that are dealt out are on the replicas' devices. By default
-            they are; False leaves them in host memory.
-        experimental_replication_mode: For whom a dataset function is called.
+        experimental_fetch_to_device: Whether the values for the replicas are copied to the replicas' devices, as is the
+            default. False leaves them in host memory.
+        experimental_replication_mode: Whether a dataset function is called for a process or for a replica.
         experimental_place_dataset_on_device: Only False is accepted: a loader runs in host memory.
-        experimental_per_replica_buffer_size: How many batches are read ahead at most, where any are.
-        experimental_prefetch_to_device: What TensorFlow 2.3 and 2.4 call `experimental_fetch_to_device`.
-        load_ahead: Whether batches are read on a background thread, ahead of the steps that they are for. None: where
-            the loader has workers of its own, `num_workers > 0`; any other is read on the caller's thread, when a
-            batch is asked for. False: never. True: always. A loader without workers, its sampler and its dataset then
-            run beside the step, and what these and the step draw from torch's global generator comes in another order
-            than in plain PyTorch, which a seed does not repeat. So give the DataLoader a generator of its own,
-            `generator=torch.Generator()`, and let the dataset draw nothing from the global one.
-        row_shares: How many rows each replica gets, in proportion: one number for each, for devices of unequal speed.
-            With `[3, 1]`, replica 0 gets three rows for each row of replica 1, as nearly as whole rows allow.
-            Gradients stay exact, since each replica's gradient weighs as many rows as it has. A replica whose share
-            is 0 gets none, and sits the step out. None: TensorFlow's rule, equal pieces of which the last are smaller
-            where the rows do not divide.
-        lists_are_rows: Whether each item of a list in a batch is a row, also where it is a tensor, or a dict of some:
-            what `collate_fn=list` makes of sequences, and detection code of the boxes of images. By default, a list
-            with tensors in it is a container, and the rows of the tensors are dealt out. False says so, too, and is
-            not warned of.
+        experimental_per_replica_buffer_size: How many batches are read ahead at most, if any are.
+        experimental_prefetch_to_device: The name of `experimental_fetch_to_device` in TensorFlow 2.3 and 2.4.
+        load_ahead: Whether batches are read on a background thread, ahead of their steps. None: yes, if the loader has
+            workers of its own, `num_workers > 0`; any other loader is read on the caller's thread, when the program
+            asks for a batch. False: never. True: always. With True, a loader without workers, its sampler and its
+            dataset run at the same time as the step. Their draws from torch's global generator, and those of the step,
+            then come in another order than in plain PyTorch, and a seed does not repeat this order. So give the
+            DataLoader a generator of its own, `generator=torch.Generator()`, and let the dataset draw nothing from the
+            global generator.
+        row_shares: How many rows each replica gets, in proportion: one number for each replica, for devices of unequal
+            speed. With `[3, 1]`, replica 0 gets three rows for each row of replica 1, as nearly as whole rows allow.
+            Gradients stay exact, since the gradient of each replica is weighted by its number of rows. A replica whose
+            share is 0 gets no rows, and takes no part in the step. None: TensorFlow's rule, parts of equal size, of
+            which the last ones are smaller if the rows cannot be divided equally.
+        lists_are_rows: Whether each item of a list in a batch is a row, also if it is a tensor or a dict of tensors.
+            `collate_fn=list` makes such lists of sequences, and code for object detection makes them of the boxes of
+            images. By default, a list with tensors in it is a container, and each tensor is split along its first
+            dimension. False means the same, without a warning.
 
     Example:
         >>> options = torchstrategy.InputOptions(experimental_fetch_to_device=False, row_shares=[3, 1])
@@ -113,8 +114,8 @@ class InputOptions:
         (3.0, 1.0)
 
     Differs from tf.distribute:
-        TensorFlow reads one batch ahead by default, and here it is two; and it ignores some options under some
-        strategies. The last three are ours.
+        TensorFlow reads one batch ahead by default, this library reads two. TensorFlow ignores some options under some
+        strategies. It does not have the last three options.
 
     Raises:
         ValueError: If an option is set to something that no strategy does, `experimental_fetch_to_device` and its
@@ -124,12 +125,13 @@ class InputOptions:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/InputOptions
     """
 
-    # True, once it is made: None tells what was left out from a True that was said, beside the older name.
+    # None becomes True when the object is made. It tells an option that was left out from a True that the user gave,
+    # which must not contradict the option's older name.
     experimental_fetch_to_device: bool = None  # type: ignore[assignment]
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 2
-    experimental_prefetch_to_device: bool | None = field(default=None, compare=False)  # the first field has it
+    experimental_prefetch_to_device: bool | None = field(default=None, compare=False)  # the first field has its value
     load_ahead: bool | None = None
     row_shares: Sequence[float] | None = None
     lists_are_rows: bool | None = None

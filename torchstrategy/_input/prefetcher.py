@@ -1,16 +1,16 @@
-"""Reading ahead: the loader is read, and its batches are cut, pinned and copied, while the step before still runs.
+"""Reading ahead on threads while the step before still runs: batches are read, split, pinned and copied.
 
     reader                     a worker for each replica           the consumer
                                on an accelerator
     waits for room
-    reads an element, deals
-    it out, departs ---------> carries its pieces ---------------> waits for the oldest step
-    ^                                                              arrives
+    reads and splits a batch,
+    stages its parts --------> copies its parts -----------------> waits for the oldest step
+    ^                                                              receives its parts
     +--------------------------- room for one more ----------------+
 
-No thread holds the iterator that it works for: when that is dropped, they end. They speak by queues that a finalizer
-may use, at whatever point of the program it runs, and a lock would not do. A step stays with the others until it is
-handed over, so Ctrl-C loses none.
+The threads do not keep the iterator alive that they work for, and end when it is dropped. They use only queues to talk
+to each other, since a finalizer may use a queue at any point of the program; with a lock, it could wait for ever. A
+step stays in the queue until the consumer has received it, so that Ctrl-C loses no step.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
 
 @final
 class _Item:
-    """A step on its way to the consumer; or the error that it will find there, which at the end is StopIteration."""
+    """The batch of one step, or an error to raise instead. At the end of the epoch, this error is StopIteration."""
 
     def __init__(self, transfer: BatchTransfer | None, error: BaseException | None) -> None:
         self.transfer = transfer
-        self.error = error  # of the reader or, beside a shipment, of a worker
-        self.carried: list[int] = []  # the replicas whose workers are done
+        self.error = error  # an error of the reader or, if there is a transfer, of a worker
+        self.carried: list[int] = []  # the replicas whose workers have copied their parts
 
     def forget(self) -> None:
-        """Frees what the error holds, which nobody will see: where one of its frames holds it, nothing else would."""
+        """Frees the frames of an error that nobody will see. If one of them holds the error, that is a cycle."""
         if self.error is not None:
             self.error.__traceback__ = None
 
 
 @final
 class _PrefetchQueue:
-    """What the threads share with the consumer.
+    """The queues and flags that the threads share with the consumer.
 
     Args:
         workers: The replicas that have a worker.
@@ -63,14 +63,14 @@ class _PrefetchQueue:
 
     def __init__(self, workers: Sequence[int]) -> None:
         self.items: deque[_Item] = deque()  # oldest first
-        self.room: SimpleQueue[None] = SimpleQueue()  # one for each step that was handed over
+        self.room: SimpleQueue[None] = SimpleQueue()  # an entry for each step that the consumer has received
         self.inboxes: dict[int, SimpleQueue[_Item | None]] = {r: SimpleQueue() for r in workers}
-        self.failure: BaseException | None = None  # of a thread itself
+        self.failure: BaseException | None = None  # an error that ended one of the threads
         self.is_closed = False
         self._news: SimpleQueue[None] = SimpleQueue()
 
     def send(self, item: _Item) -> None:
-        """Runs on the reader."""
+        """Adds a step to the queue, and gives it to the workers. Runs on the reader."""
         self.items.append(item)
         if self.is_closed:
             item.forget()
@@ -81,20 +81,23 @@ class _PrefetchQueue:
 
     def tell(self) -> None:
         """Tells the consumer that something has changed."""
-        if self._news.empty():  # if not, it will look for what is new when it has taken that
+        if self._news.empty():  # if it is not empty, the consumer will look at the queue anyway
             self._news.put(None)
 
     def has_arrived(self, item: _Item) -> bool:
-        """Whether the consumer may have a step, with what every worker made of it."""
+        """Whether a step is ready for the consumer: every worker has copied its part."""
         return item.transfer is None or len(item.carried) == len(self.inboxes)
 
     def wait(self) -> None:
-        """Waits until something has changed, or for a while: a signal that came just before is seen only afterwards."""
+        """Waits until something has changed, but not for long.
+
+        If a signal comes just before the thread begins to wait, Python handles it only after the wait.
+        """
         with suppress(Empty):
             self._news.get(timeout=_LOOK_UP_S)
 
     def close(self) -> None:
-        """Tells everyone to end."""
+        """Tells all threads to end."""
         self.is_closed = True
         self.room.put(None)
         self.send_no_more()
@@ -104,13 +107,13 @@ class _PrefetchQueue:
             item.forget()
 
     def send_no_more(self) -> None:
-        """Tells the workers to end, when they have carried what there is."""
+        """Tells the workers to end when they have copied what is in their queues."""
         for inbox in self.inboxes.values():
             inbox.put(None)
 
 
 def _read(steps: Steps, routes: Sequence[Route], queue: _PrefetchQueue, depth: int) -> None:
-    """The life of the reader."""
+    """Runs on the reader: reads step after step, until the end of the epoch or until the queue is closed."""
     ahead, most, is_over = 0, depth, False
     while not (is_over or queue.is_closed):
         if ahead >= most:
@@ -120,9 +123,9 @@ def _read(steps: Steps, routes: Sequence[Route], queue: _PrefetchQueue, depth: i
         item = _next_item(steps, routes)
         queue.send(item)
         ahead += 1
-        most = depth if item.transfer is not None else 1  # after an error the loader is asked when the consumer asks
+        most = depth if item.transfer is not None else 1  # after an error: read only when the consumer asks
         is_over = isinstance(item.error, StopIteration)
-        del item  # it holds a batch, or an error whose traceback holds this frame
+        del item  # it holds a batch, or an error whose traceback refers to this frame
     queue.send_no_more()
 
 
@@ -130,11 +133,11 @@ def _next_item(steps: Steps, routes: Sequence[Route]) -> _Item:
     try:
         return _Item(transferred(steps, routes), None)
     except BaseException as error:
-        return _Item(None, error)  # in no variable: the error's traceback holds this frame, too
+        return _Item(None, error)  # not kept in a variable, since the error's traceback refers to this frame
 
 
 def _work(replica: int, route: Route, queue: _PrefetchQueue) -> None:
-    """The life of a replica's worker."""
+    """Runs on a replica's worker: copies the replica's part of step after step."""
     inbox = queue.inboxes[replica]
     while (item := inbox.get()) is not None and not queue.is_closed:
         assert item.transfer is not None
@@ -148,12 +151,14 @@ def _work(replica: int, route: Route, queue: _PrefetchQueue) -> None:
 
 
 def _at_the_callers(device: int, streams: Sequence[torch.Stream], life: Callable[[], None]) -> None:
-    """Runs the reader's life where what a loader puts on an accelerator goes where it would go in the caller's thread.
+    """Runs the reader with the caller's current accelerator and streams.
+
+    So a loader that creates tensors on an accelerator uses the same device and stream as on the caller's thread.
 
     Args:
         device: The index of the caller's current accelerator.
         streams: The caller's current streams.
-        life: What is run.
+        life: The function of the reader.
     """
     for stream in streams:
         torch.accelerator.set_stream(stream)
@@ -162,7 +167,7 @@ def _at_the_callers(device: int, streams: Sequence[torch.Stream], life: Callable
 
 
 def _live(state: CallerState, device: Device, life: Callable[[], None], queue: _PrefetchQueue) -> None:
-    """Runs on a new thread."""
+    """Runs the function of a reader or a worker, on its new thread, in the state of the caller's thread."""
     try:
         state.run_in(device, life)
     except BaseException as error:
@@ -171,9 +176,9 @@ def _live(state: CallerState, device: Device, life: Callable[[], None], queue: _
 
 
 def _end(queue: _PrefetchQueue, threads: Sequence[threading.Thread], process: int, *, waits: bool = False) -> None:
-    """Ends the threads. Runs on any thread, also on one of theirs, where garbage may be collected."""
+    """Ends the threads. Runs on any thread, also on one of them, if the garbage collector happens to run there."""
     if os.getpid() != process:
-        return  # a forked process has none of them
+        return  # the threads do not exist in a forked process
     queue.close()
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():
@@ -182,22 +187,22 @@ def _end(queue: _PrefetchQueue, threads: Sequence[threading.Thread], process: in
 
 @final
 class Prefetcher(Reading):
-    """Reads ahead on a thread of its own, which is started when the first step is asked for.
+    """Reads ahead on a thread of its own, which is started when the consumer asks for the first step.
 
     Args:
-        steps: What is read.
+        steps: The steps that are read.
         routes: The way to each replica.
-        depth: How many steps may be read and not handed over.
+        depth: How many steps may be read ahead of the consumer.
     """
 
     def __init__(self, steps: Steps, routes: Sequence[Route], depth: int) -> None:
-        self._steps: Steps | None = steps  # until a thread has them
+        self._steps: Steps | None = steps  # None when a thread has them
         self._routes = routes
         self._depth = depth
         self._queue = _PrefetchQueue([r for r, route in enumerate(routes) if route.has_copies])
         self._threads: list[threading.Thread] = []
         self._are_going = False
-        self._owes_room = False  # for an error: what comes after it is read when it is asked for
+        self._owes_room = False  # whether the last step was an error: the next is read when the consumer asks for it
         self._process = os.getpid()
         weakref.finalize(self, _end, self._queue, self._threads, self._process)
 
@@ -241,7 +246,7 @@ class Prefetcher(Reading):
             try:
                 raise error
             finally:
-                del error  # whose traceback holds this frame
+                del error  # its traceback refers to this frame
         transfer = items[0].transfer
         assert transfer is not None
         element = transfer.received(self._routes)
@@ -250,7 +255,7 @@ class Prefetcher(Reading):
         return element
 
     def _set_going(self) -> None:
-        """Starts the threads that are not running: all of them, or what a try that was interrupted has left."""
+        """Starts the threads that are not running: all of them or, if an earlier call was interrupted, the others."""
         if self._steps is not None:
             self._threads[:] = self._hired(self._steps)
             self._steps = None

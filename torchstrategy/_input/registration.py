@@ -1,4 +1,4 @@
-"""What users say of batches of types of their own: how many rows, and how some of them are taken."""
+"""Batches of types of the user's own: how many rows they have, and how some of the rows are taken."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
 SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Size)
-"""Types of one thing, which every replica is given whole."""
+"""The types of single values, which have no rows, so that every replica gets them as they are."""
 
 
 @final
 @dataclass(frozen=True)
 class Kind:
-    """What can be done with the values of one type.
+    """How to split the values of one type.
 
     Args:
-        rows: How many rows a value has; None: it is one thing, which every replica is given whole.
-        take: The value that has some of the rows.
-        apply: A value like it, with what a function makes of each tensor in its place.
-        parts: Of an object, its parts by what is written after its name (`".x"`, `"['x']"`). They have its rows.
+        rows: Returns how many rows a value has. None: it is a single value, which every replica gets as it is.
+        take: Returns a value that has only some of the rows.
+        apply: Returns a value with `fn(tensor)` in place of each tensor.
+        parts: For objects with parts: returns the parts, by the code that reads them from the object (`".x"`,
+            `"['x']"`). The rows of the parts are the rows of the object.
     """
 
     rows: Callable[[Any], int] | None
@@ -46,18 +47,19 @@ def register_batch_type(
     take: Callable[[T, slice], T] | None = None,
     apply: Callable[[T, TensorFn], T] | None = None,
 ) -> None:
-    """Says how batches of a type of one's own are dealt out to replicas.
+    """Says how batches of a type of your own are split among replicas.
 
-    Register a type once, where it is defined. What holds for it holds for its subclasses.
+    Register a type once, where it is defined. The registration also holds for subclasses of the type.
 
     Args:
-        cls: The type. Its values become one per-replica value each, also where torch's pytree knows it as a container.
-        rows: How many rows a value has. None: its values are given to every replica whole.
-        take: `take(value, rows)` is a value that has the rows of a slice, with a start and a stop and no step. To be
-            given wherever there are rows. For no rows it is called only if somebody asks for such a piece, as a run
-            with `RunOptions(run_empty_replicas=True)` does.
-        apply: `apply(value, fn)` is a value like it in which each tensor `t` is `fn(t)`; that is how its tensors are
-            moved to a device. The value itself has to stay as it was. None: it holds no tensors.
+        cls: The type. A value of it becomes one per-replica value, even if torch's pytree knows the type as a
+            container.
+        rows: `rows(value)` returns how many rows a value has. None: every replica gets the values as they are.
+        take: `take(value, rows)` returns a value that has the rows of a slice, which has a start, a stop and no step.
+            It is required if there are rows. With an empty slice it is called only if somebody needs a part without
+            rows, as a run with `RunOptions(run_empty_replicas=True)` does.
+        apply: `apply(value, fn)` returns a value in which each tensor `t` is replaced by `fn(t)`; the library uses it
+            to move the tensors to a device. It must not change `value` itself. None: the values hold no tensors.
 
     Example:
         >>> class Sentences:
@@ -113,7 +115,7 @@ def register_batch_type(
 @final
 @dataclass(frozen=True)
 class _Registered:
-    """What a user said of a type. A mistake would lose rows, so what the functions return is looked at."""
+    """The functions that a user has registered for a type. Their results are checked, as an error would lose rows."""
 
     cls: type
     rows_of: Callable[[Any], Any]
@@ -149,7 +151,7 @@ class _Registered:
 
 
 def registration_of(value: Any) -> Kind | None:
-    """What was said of the type of a value, or of one that it is a subclass of."""
+    """The registration of the type of a value, or of one of its base classes; None if there is none."""
     if not _registered:
         return None
     return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)

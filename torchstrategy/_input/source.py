@@ -1,10 +1,11 @@
-"""What is read: a loader, or another iterable of batches; and where a pass over it stands.
+"""The loader or iterable that is read, and where its iteration stands.
 
-A pass can be taken up again, also in another process. A loader that can say itself where it stands (`state_dict`) is
-asked to. For any other, the elements that were consumed are counted, and the states are kept of the random generators
-that decide the order in which a sampler yields: the later pass begins with the same ones, and leaves as many elements
-out. A loader draws twice, and much may be drawn between: the seed of its workers when a pass begins, and what its
-sampler draws when that is asked first. With workers it is asked at once, without them when the first batch is.
+An epoch can be resumed, also in another process. If the loader has `state_dict`, the library saves its state. For any
+other loader, the library counts the elements that were consumed, and saves the states of the random generators that
+decide the sampler's order: the resumed epoch begins with the same states, and skips as many elements. A loader draws
+random numbers at two moments, between which the program may draw others: it draws the seed of its workers when an epoch
+begins, and its sampler draws when the loader first iterates over it. With workers, this is when the epoch begins;
+without workers, when the first batch is read.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from torchstrategy._input.loader_states import State, check_form, check_generato
 
 @final
 class Position:
-    """Where the consumer of one pass stands; a reader that is ahead of it stands elsewhere.
+    """The position of the consumer in one epoch. A reader that reads ahead is at a later position.
 
     Attributes:
-        is_begun: Whether there is a pass.
+        is_begun: Whether the epoch has begun.
         count: How many elements were consumed.
-        began: The states of the source's generators when the pass began.
-        asked: Their states when the sampler was asked first. Empty: that was when the pass began; None: that was when
-            the pass began and the loader had drawn a seed for its workers.
-        loader: What the loader said of itself when it had yielded the last of them; None: it cannot, or can still be
-            asked, because nothing is read ahead.
+        began: The states of the source's generators when the epoch began.
+        asked: Their states when the loader first iterated over the sampler. Empty: they were the same as when the epoch
+            began. None: it was when the epoch began, after the loader had drawn a seed for its workers.
+        loader: The loader's own `state_dict` after it had yielded the last element that was consumed. None: it has no
+            `state_dict`, or nothing is read ahead, so that the library can call it later.
     """
 
     def __init__(self) -> None:
@@ -49,11 +50,11 @@ class Position:
 
 @final
 class Source:
-    """A dataset, as it is read pass by pass.
+    """A loader or another iterable, as it is read epoch by epoch.
 
     Args:
-        dataset: What a user gave to a strategy.
-        what: What it is to the user.
+        dataset: The object that a user gave to a strategy.
+        what: What messages call it.
 
     Raises:
         TypeError: If it cannot be iterated over.
@@ -69,61 +70,65 @@ class Source:
         self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
         self._is_spent = False
         self._resumed: State | None = None
-        self.position = Position()  # that of the pass that began last
+        self.position = Position()  # the position in the epoch that began last
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     @property
     def has_workers(self) -> bool:
-        """Whether its elements are loaded in processes of its own."""
+        """Whether worker processes load the elements."""
         return bool(getattr(self._dataset, "num_workers", 0))
 
     @property
     def allows_one_pass_at_a_time(self) -> bool:
-        """Whether a new pass takes the workers away from the one before."""
+        """Whether a new epoch takes the workers away from the epoch before."""
         return bool(getattr(self._dataset, "persistent_workers", False))
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it can say itself where it stands, and go on from there."""
+        """Whether the loader can save and restore its own position."""
         return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
     @property
     def is_batched(self) -> bool:
-        """Whether its elements may be batches."""
+        """Whether the elements may be batches."""
         return not is_map_style(self._dataset)
 
     @property
     def makes_columns(self) -> bool:
-        """Whether the tensors in a list that it yields are columns for certain: it stacks rows itself."""
+        """Whether the tensors in a list from this source are certainly columns: the loader stacks samples to batches."""
         return getattr(self._dataset, "collate_fn", None) is default_collate
 
     @property
     def rows(self) -> int | None:
-        """How many rows each of its elements has, if that is certain beforehand."""
+        """How many rows each element has, if this is certain before it is read."""
         sampler = getattr(self._dataset, "batch_sampler", None)
         return getattr(sampler, "batch_size", None) if getattr(sampler, "drop_last", False) else None
 
     @property
     def shows_each_once(self) -> bool:
-        """Whether an element cannot be looked at without taking it from a pass, once there is one."""
+        """Whether an element cannot be looked at without taking it from an epoch that has begun."""
         return self._once is not None or self.keeps_state or _streams(self._dataset)
 
     @property
     def asks_sampler_at_once(self) -> bool:
-        """Whether it asks its sampler when a pass begins, and not when the first element is read."""
+        """Whether the loader iterates over its sampler when an epoch begins, and not when the first element is read."""
         return self.has_workers and _is_plain(self._dataset)
 
     def reading(self) -> AbstractContextManager[object]:
-        """A block in which it is read: in host memory, whatever the default device is, unless it draws elsewhere."""
-        if not count_function_modes():  # the default device would be one
+        """A block in which the source is read.
+
+        The default device in it is the CPU, since a loader runs in host memory. But if a generator of the loader is on
+        an accelerator, the default device stays as it is.
+        """
+        if not count_function_modes():  # a default device would be a function mode
             return nullcontext()
         draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
         return torch.device("cpu") if draws_here else nullcontext()
 
     def begin(self) -> Epoch:
-        """A new pass, from the beginning or from where `load_state` said. The caller's thread draws its seeds.
+        """A new epoch, from the beginning or from the position of `load_state`. The caller's thread draws its seeds.
 
         Raises:
             RuntimeError: If there was a pass already, and there can be no other.
@@ -142,15 +147,15 @@ class Source:
         return Epoch(self, iterator, position)
 
     def generators_now(self) -> list[torch.Tensor]:
-        """The states of the generators that decide the order."""
+        """The states of the generators that decide the order of the elements."""
         return [generator.get_state() for generator in _generators(self._dataset)]
 
     def state_of_loader(self) -> Any:
-        """What the loader says of itself, right after it yielded; None if it cannot."""
-        return copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None  # it may go on changing that
+        """The loader's own `state_dict`; None if it has none. Called right after the loader has yielded an element."""
+        return copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None  # the loader may change its dict
 
     def state(self) -> State:
-        """Where the pass that began last stands, as plain values and tensors."""
+        """The position in the epoch that began last, as plain values and tensors."""
         position = self.position
         if self.keeps_state:
             said = self.state_of_loader() if position.loader is None else position.loader
@@ -164,7 +169,7 @@ class Source:
         }
 
     def check_state(self, state: State) -> None:
-        """Refuses the state of a source of another kind.
+        """Raises an error for the state of a source of another kind.
 
         Raises:
             ValueError: If it is of another kind.
@@ -184,7 +189,7 @@ class Source:
             if name == "began" or state[name]:
                 check_generators(name, state[name], generators)
         count, length = self._count_of(state), self._length()
-        rest = (state["batch_size"] or 1) - 1  # the last batch of theirs may be a small one
+        rest = (state["batch_size"] or 1) - 1  # the saved count may include a small last batch
         if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
             raise ValueError(
                 f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
@@ -194,24 +199,25 @@ class Source:
             raise ValueError(f"The state says is_begun=False, and batches={count}: it was changed since it was taken.")
 
     def load_state(self, state: State) -> None:
-        """Makes the next pass go on from where `state` was taken. It was checked."""
+        """Makes the next epoch go on from the position of `state`, which `check_state` has checked."""
         if self.keeps_state:
             self._dataset.load_state_dict(state["loader"])
         elif not state["is_begun"]:
-            _set(_generators(self._dataset)[1:], state["began"][1:])  # torch's own is for the checkpoint to restore
+            _set(_generators(self._dataset)[1:], state["began"][1:])  # the program restores torch's default generator
         self._resumed = dict(state) if state["is_begun"] else None
         self.position = Position()
         self._place(self.position, state)
 
     def is_over(self, position: Position) -> None:
-        """Says that the consumer of a pass has come to its end. If it is the last pass, the next one stands there."""
+        """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""
         if position is self.position:
             self.position = Position()
 
     def first(self) -> Tree:
-        """An element, to see what they are made of. No pass loses it, and none sees another one, or in another order.
+        """An element, from which to read what the elements are made of.
 
-        Of a `DataLoader` it has one row, or is one sample.
+        No epoch loses this element, and no epoch gets other elements or another order because of this call. If the
+        source is a `DataLoader`, the element has one row, or is one sample.
 
         Raises:
             ValueError: If there is none, or none can be looked at.
@@ -228,7 +234,7 @@ class Source:
         return found[0]
 
     def _looked_at(self) -> list[Tree]:
-        """One element that will be read again, or none; no generator of torch notices."""
+        """One element that will be read again, or none. The states of torch's generators stay the same."""
         loader = self._dataset
         with _put_back(_generators(loader, getattr(loader, "dataset", None))):
             if not self.keeps_state or isinstance(loader, DataLoader):
@@ -245,15 +251,15 @@ class Source:
         return size if isinstance(size, int) else None
 
     def _length(self) -> int | None:
-        """How many elements it has, if that is certain."""
+        """How many elements the source has, if this is certain."""
         if isinstance(getattr(self._dataset, "dataset", None), IterableDataset):
-            return None  # what such a dataset says of its length is an estimate
+            return None  # the length of such a dataset is only an estimate
         with suppress(TypeError, NotImplementedError):
             return len(self._dataset)
         return None
 
     def _place(self, position: Position, state: State) -> None:
-        """Puts a position where a state says."""
+        """Sets a position to that of a state."""
         position.is_begun = state["is_begun"]
         if self.keeps_state:
             position.loader = state["loader"]
@@ -267,12 +273,12 @@ class Source:
         if not self.asks_sampler_at_once:
             position.asked = self.generators_now()
         elif running and running >= set(multiprocessing.active_children()):
-            position.asked = []  # persistent workers, which had their seed when the first pass began
+            position.asked = []  # persistent workers, whose seed was drawn when the first epoch began
         return iterator
 
     def _taken_up(self, position: Position, state: State) -> Iterator[Tree]:
         generators = _generators(self._dataset)
-        with _put_back(generators[:1]):  # torch's own goes on from where the checkpoint has it
+        with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
             if self.keeps_state:
                 return self._iterator()
             self._place(position, state)
@@ -285,7 +291,7 @@ class Source:
         return iter(self._dataset if self._once is None else self._once)
 
     def _iterator_from(self, position: Position) -> Iterator[Tree]:
-        """The elements that are left. The others are not even loaded, of a dataset of which single ones can be."""
+        """The remaining elements. The elements before them are not loaded if the dataset is map-style."""
         loader, generators, asked = self._dataset, _generators(self._dataset), position.asked
         if is_map_style(loader):
             return self._iterator(position.count)
@@ -305,14 +311,14 @@ class Source:
         if asked is None:
             iterator = iter(_with_indices(loader, rest, loader.generator))  # draws the seed
             if self.has_workers:
-                return iterator  # which has asked at once, too
+                return iterator  # it has begun to iterate over the sampler, too
         indices = iter(rest)
         _set(generators, asked or [])
         rest.leave_out()
         return iter(_with_indices(loader, indices, None))  # None: a seed is drawn, but not from the loader's generator
 
     def _count_of(self, state: State) -> int:
-        """How many elements of this source a state leaves out.
+        """How many elements of this source are skipped for a state.
 
         Raises:
             ValueError: If it ends within one of them.
@@ -336,13 +342,13 @@ class Source:
 
 @final
 class Epoch:
-    """One pass over a source, on one thread at a time. After an error it goes on, if its loader does."""
+    """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
 
     def __init__(self, source: Source, iterator: Iterator[Tree], position: Position) -> None:
         self.source = source
         self._iterator = iterator
         self.position = position
-        self.count = position.count  # of elements that were read, or would have been but for an error
+        self.count = position.count  # how many elements were read, including those that raised an error
 
     def __iter__(self) -> Iterator[Tree]:
         return self
@@ -355,13 +361,13 @@ class Epoch:
             return next(self._iterator)
         except StopIteration:
             self.count -= 1
-            self._iterator = iter(())  # whatever it would say if it were asked again
+            self._iterator = iter(())  # stays at its end, whatever the loader's iterator would do
             raise
 
 
 @final
 class _PeekableIterator(Iterator[Tree]):
-    """What is left of an iterator, whose next element may be looked at."""
+    """An iterator whose next element can be looked at before it is read."""
 
     def __init__(self, iterator: Iterator[Tree]) -> None:
         self._iterator = iterator
@@ -371,14 +377,14 @@ class _PeekableIterator(Iterator[Tree]):
         return self._peeked.pop() if self._peeked else next(self._iterator)
 
     def peeked(self) -> list[Tree]:
-        """The next element, or nothing."""
+        """A list of the next element, or an empty list."""
         self._peeked = self._peeked or list(islice(self._iterator, 1))
         return self._peeked
 
 
 @final
 class _RemainingIndices:
-    """What a sampler yields after the first `count`. Whoever iterates over it makes the sampler draw as always."""
+    """The indices of a sampler after the first `count`. The sampler draws as if it were read from the beginning."""
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler = sampler
@@ -391,28 +397,28 @@ class _RemainingIndices:
         return chain((index for index in self._left_out if False), indices)
 
     def leave_out(self) -> None:
-        """Makes the sampler draw the first ones now, if it has not, and none after them."""
+        """Makes the sampler draw the first `count` indices now, if it has not done so, and none after them."""
         for _ in self._left_out:
             pass
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether it is a dataset of single elements, which have numbers and no order."""
+    """Whether it is a map-style dataset: single elements, which are read by their index."""
     return isinstance(dataset, Dataset) and not isinstance(dataset, (IterableDataset, DataLoader))
 
 
 def _is_plain(dataset: Any) -> bool:
-    """Whether it is a loader that iterates as torch's does."""
+    """Whether it is a loader that iterates as torch's `DataLoader` does."""
     return isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__
 
 
 def _streams(dataset: Any) -> bool:
-    """Whether it is a loader that reads from an iterator."""
+    """Whether it is a loader whose dataset is an iterator, which can be read only once."""
     return isinstance(dataset, DataLoader) and isinstance(dataset.dataset, Iterator)
 
 
 def _samples(dataset: Any) -> Iterator[Tree]:
-    """What its elements are like, without any workers."""
+    """Elements like those of a source, loaded without workers; those of a loader have only one row."""
     if is_map_style(dataset):
         return (dataset[index] for index in range(len(dataset)))
     if not isinstance(dataset, DataLoader):
@@ -427,17 +433,17 @@ def _samples(dataset: Any) -> Iterator[Tree]:
 
 
 def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
-    """A loader like this one, which yields these batches, or samples if it does not make batches."""
+    """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
     chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
     alike = {name: getattr(loader, name) for name in _OF_A_LOADER}
     return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
 
 
 def _generators(*loaders: Any) -> list[torch.Generator]:
-    """Torch's own, and those that loaders, and the samplers and streams that they are made of, hold."""
+    """torch's default generator, and the generators in attributes of loaders, their samplers and iterable datasets."""
     parts = list(loaders)
     found = {id(torch.default_generator): torch.default_generator}
-    for part in parts:  # also those that are found meanwhile
+    for part in parts:  # the loop appends to this list
         for name, value in list(getattr(part, "__dict__", {}).items()):
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
@@ -447,14 +453,14 @@ def _generators(*loaders: Any) -> list[torch.Generator]:
 
 
 def _set(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
-    """Puts generators into states, or none of them where there are no states."""
+    """Sets the states of generators; does nothing if there are no states."""
     for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state.cpu())  # torch.load(map_location=...) moves them, too
+        generator.set_state(state.cpu())  # torch.load(map_location=...) may have moved the state to a device
 
 
 @contextmanager
 def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """A block after which generators are as before."""
+    """A block after which generators have the same states as before."""
     before = [generator.get_state() for generator in generators]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the elements of a distributed dataset are made of, as far as that is known beforehand."""
+"""The shapes and dtypes of a dataset's elements, as far as they are known before the dataset is read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TensorSpec:
     """The shape and dtype of a tensor.
 
     Args:
-        shape: Its sizes; None for one that is not known beforehand.
-        dtype: Of its elements.
+        shape: The sizes of the dimensions; None for a size that is not known beforehand.
+        dtype: The dtype of the elements.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -38,10 +38,10 @@ class TensorSpec:
 @final
 @dataclass(frozen=True)
 class PerReplicaSpec:
-    """What each replica is given of a per-replica value.
+    """The spec of a per-replica value: what each replica gets.
 
     Args:
-        value_specs: A `TensorSpec` for each replica; of what is no tensor, its type.
+        value_specs: For each replica, a `TensorSpec`; if the value is no tensor, its type.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -57,12 +57,12 @@ class PerReplicaSpec:
 
 
 def spec_of(value: Any, rows: int | None, *, is_batched: bool) -> TensorSpec | type:
-    """The spec of values like `value`, which have so many rows, if they have any.
+    """The spec of the values of one leaf for one replica.
 
     Args:
-        value: What one replica gets of a leaf.
-        rows: How many; None: that is not known beforehand.
-        is_batched: Whether the first dimension of a tensor are its rows.
+        value: One such value.
+        rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
+        is_batched: Whether the first dimension of a tensor is that of its rows.
     """
     tensor = applied(value, lambda tensor: tensor)
     if not isinstance(tensor, torch.Tensor):

@@ -1,6 +1,7 @@
-"""Which rows go to which replica: a batch is cut into a piece for each, or each is given an element of its own.
+"""Which rows of a batch go to which replica.
 
-Nothing is moved here. The pieces of a tensor share its memory.
+Either a batch is split into a part for each replica, or each replica gets an element of its own. Nothing is copied to
+another device here. The parts of a tensor share its memory.
 """
 
 from __future__ import annotations
@@ -30,45 +31,45 @@ from torchstrategy._input.batch_types import (
 )
 
 Sizes = Callable[[int], list[slice]]
-"""The rows of each replica, of a number of rows."""
+"""A function from the number of rows of a batch to the rows of each replica."""
 
 
 @final
 class Parts(list[Tree]):
-    """What each replica gets of one leaf."""
+    """A list of the parts of one leaf, one for each replica."""
 
 
 @final
 class Whole(NamedTuple):
-    """An element of a dataset for a lone replica, which needs no rows."""
+    """An element of a dataset for a strategy of one replica. It is not split, and need not have rows."""
 
     element: Tree
 
     def parts(self) -> list[list[Tree]]:
-        """What the replica is given: one piece, in its containers."""
+        """The parts for each replica: the only replica gets the whole element as one part."""
         return [[self.element]]
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
-        """The element, once it is there."""
+        """The element on the replica's device."""
         return arrived[0][0]
 
 
 @final
 class SplitBatch(NamedTuple):
-    """An element of a dataset, dealt out."""
+    """An element of a dataset that was split among the replicas."""
 
-    leaves: list[Tree]  # each of them `Parts`, or one thing for all replicas
+    leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas
     spec: TreeSpec
-    rows: tuple[int, ...]  # how many each replica got
-    has_rows: bool = False  # whether there are `Rows` in the pieces, which are lists to the user
+    rows: tuple[int, ...]  # how many rows each replica got
+    has_rows: bool = False  # whether there are `Rows` in the parts, which have to become lists again
 
     def parts(self) -> list[list[Tree]]:
-        """What each replica is given of the leaves that are in pieces."""
+        """For each replica, its parts of the leaves that were split."""
         columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
         return [[column[r] for column in columns] for r in range(len(self.rows))]
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
-        """The element, with a per-replica value in place of its pieces, once those are there."""
+        """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
         columns: Iterator[Sequence[Tree]] = zip(*arrived, strict=True)
         if self.has_rows:
             columns = iter([list(map(rows_as_lists, column)) for column in columns])
@@ -77,7 +78,7 @@ class SplitBatch(NamedTuple):
 
 
 def in_equal_parts(replicas: int) -> Sizes:
-    """Contiguous pieces of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
+    """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
 
     def slices(rows: int) -> list[slice]:
         size = -(-rows // replicas)
@@ -87,12 +88,12 @@ def in_equal_parts(replicas: int) -> Sizes:
 
 
 def in_proportion(shares: Sequence[float]) -> Sizes:
-    """Contiguous pieces, each as near to its share as whole rows allow."""
+    """Contiguous parts whose sizes are in the proportion of `shares`, as nearly as whole rows allow."""
     sums = list(itertools.accumulate(shares))
     parts = [part / sums[-1] for part in sums]
 
     def slices(rows: int) -> list[slice]:
-        # What is over a whole row by rounding only is not over it.
+        # 1e-9 is subtracted so that a rounding error just above a whole number does not add a row.
         ends = [0, *(math.ceil(rows * part - 1e-9) for part in parts)]
         return list(map(slice, ends, ends[1:]))
 
@@ -100,14 +101,14 @@ def in_proportion(shares: Sequence[float]) -> Sizes:
 
 
 def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitBatch:
-    """A batch, cut into a piece for each replica.
+    """Splits a batch into a part for each replica.
 
     Args:
-        batch: What a loader yields.
-        sizes: The rows of each replica.
-        replicas: How many there are.
-        is_moved: Whether the pieces will be moved to devices. Then each replica has its own of every tensor, also of
-            one without rows.
+        batch: A batch of a loader.
+        sizes: Returns the rows of each replica.
+        replicas: How many replicas there are.
+        is_moved: Whether the parts will be moved to devices. Then each replica gets its own copy of every tensor, also
+            of a tensor without rows.
 
     Raises:
         ValueError: If nothing has rows, or two leaves have different numbers of them.
@@ -136,7 +137,7 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitB
 
 
 def joined(elements: Sequence[Tree]) -> SplitBatch:
-    """An element for each replica, as it is; where the data has run out (`ABSENT`), one without rows.
+    """Puts an element for each replica together. A replica for which the data has run out (`ABSENT`) gets no rows.
 
     Raises:
         ValueError: If the elements differ in structure, or the leaves of one have different numbers of rows.
@@ -157,19 +158,19 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
-    """Also a list, or a tuple, of no rows, as other elements have some in its place."""
+    """Whether a value is a leaf, or an empty list or tuple: another element may have rows in its place."""
     return is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
 def _rows_of_element(element: Tree) -> int:
-    """How many examples an element of a replica's own stands for; an unbatched one is one."""
+    """How many examples the element of one replica has; an element without rows is one example."""
     counts = [counts_within(leaf) for leaf in tree_flatten(element, is_leaf)[0]]
     rows = _agreed(counts, element)
     return 1 if rows is None else rows
 
 
 def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
-    """The one number of rows that all leaves have; None if none has any.
+    """The number of rows that all leaves have in common; None if no leaf has rows.
 
     Raises:
         ValueError: If two of them have different numbers of rows.
@@ -200,7 +201,10 @@ def _has_rows(piece: slice) -> bool:
 
 
 def _unmade(leaf: Any) -> Unmade:
-    """A piece of no rows, which there may not be: a function of the user's is asked for it if somebody gets it."""
+    """A placeholder for a part without rows. The user's function is called for it only if somebody reads the part.
+
+    The type of the value may not allow a value without rows.
+    """
 
     def make() -> Any:
         try:

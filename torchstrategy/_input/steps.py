@@ -1,4 +1,4 @@
-"""The steps of a pass: what is read for each, and how it is dealt out."""
+"""What is read for each step, and what each replica gets of it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, Whole, join
 
 
 class ResumePoint(NamedTuple):
-    """Where a consumer stands in a pass when it has consumed a step."""
+    """The position in an epoch after the consumer has received a step, from which the epoch can be resumed."""
 
     position: Position
     consumed: int
     loader: Any
 
     def reach(self) -> None:
-        """Says that it has."""
+        """Says that the consumer has received the step."""
         self.position.count, self.position.loader = self.consumed, self.loader
 
 
 class Splitter(ABC):
-    """Makes steps of the elements of sources.
+    """Reads elements from sources and splits them among the replicas, for each step.
 
     Args:
-        sources: What is read.
-        replicas: To how many replicas it is dealt out.
-        lists_are_rows: Whether each item of a list is a row; None: nobody has said.
+        sources: The sources that are read.
+        replicas: How many replicas there are.
+        lists_are_rows: Whether each item of a list is a row. None: the user has not said.
     """
 
     def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None) -> None:
@@ -47,14 +47,14 @@ class Splitter(ABC):
         self._has_to_be_seen = any(source.shows_each_once for source in sources)
 
     def spec(self) -> Tree:
-        """What its elements are made of."""
+        """What the elements of the distributed dataset are made of."""
         if self._spec is None:
             with self.sources[0].reading():
                 self._spec = self._spec_of(self.split_batch(self.first()))
         return self._spec
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
-        """Deals out the elements of one step, as they are to be understood."""
+        """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if not self._lists_are_rows or self.replicas == 1:
             return self.split(elements)
         split_batch = self.split([element if element is ABSENT else lists_as_rows(element) for element in elements])
@@ -62,7 +62,7 @@ class Splitter(ABC):
         return split_batch._replace(has_rows=True)
 
     def saw(self, split_batch: SplitBatch | Whole) -> None:
-        """Takes the spec from an element that was read, where it will be too late to look at one."""
+        """Takes the spec from an element that was read, if it will not be possible to look at one later."""
         if self._has_to_be_seen and self._spec is None:
             self._spec = self._spec_of(split_batch)
 
@@ -85,36 +85,36 @@ class Splitter(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many steps a pass has."""
+        """How many steps an epoch has."""
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
-        """How many rows each replica gets in every step, if that is certain beforehand."""
+        """How many rows each replica gets in every step, if this is certain beforehand."""
 
     @abstractmethod
     def first(self) -> Sequence[Tree]:
-        """Elements to deal out for a step, which no pass loses."""
+        """Elements for one step, from which to read the spec. No epoch loses them."""
 
     @abstractmethod
     def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        """Reads the elements of one step into a list, which holds what was read before an error."""
+        """Reads the elements of one step into a list. After an error, the list keeps those that were read before."""
 
     @abstractmethod
     def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
-        """Deals them out."""
+        """Splits the elements of one step among the replicas."""
 
 
 @final
 class SplitSteps(Splitter):
-    """Each element is cut into a piece for each replica; a lone replica gets it whole.
+    """Splits each element into a part for each replica; if there is only one replica, it gets the whole element.
 
     Args:
-        source: Yields batches of the global size.
-        replicas: To how many replicas they are dealt out.
-        sizes: How they are cut.
-        lists_are_rows: Whether each item of a list is a row; None: nobody has said.
-        is_moved: Whether pieces will be moved to devices.
-        is_even: Whether a batch that can be cut into equal pieces is.
+        source: The source of batches of the global size.
+        replicas: How many replicas there are.
+        sizes: Returns the rows of each replica.
+        lists_are_rows: Whether each item of a list is a row. None: the user has not said.
+        is_moved: Whether parts will be moved to devices.
+        is_even: Whether all parts have the same size if the number of rows can be divided equally.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class SplitSteps(Splitter):
         if self.replicas == 1:
             return Whole(element)
         if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
-            self._lists_are_rows = False  # which is what nobody said, and once is enough
+            self._lists_are_rows = False  # the default; it is set so that the warning comes only once
             warn(
                 f"A batch is a list of {len(element)} tensors of shape {tuple(element[0].shape)}, which are cut along "
                 "their first dimension, as the columns of a table are. If each of them is a row, as collate_fn=list "
@@ -163,20 +163,20 @@ class SplitSteps(Splitter):
 
 
 def _may_be_rows(batch: Tree) -> bool:
-    """Whether a batch looks as if each tensor in a list were a row, and not a column."""
+    """Whether a batch looks like a list of rows, and not like a list of columns."""
     if type(batch) is not list or len(batch) < _A_FEW or not all(isinstance(item, torch.Tensor) for item in batch):
         return False
     return len({(item.shape, item.dtype) for item in batch}) == 1 and batch[0].dim() > 0
 
 
-_A_FEW = 3  # inputs and targets are two
+_A_FEW = 3  # a list of two tensors probably has inputs and targets
 
 
 @final
 class OneForEach(Splitter):
-    """Each replica is given an element of its own: of the one source in turn, or of a source for each.
+    """Gives each replica an element of its own: from one source in turn, or from a source for each replica.
 
-    Where the data runs out in the middle of a step, the replicas that are left get none, and no element is lost.
+    If the data runs out in the middle of a step, the remaining replicas get no element, and no element is lost.
     """
 
     def __len__(self) -> int:
@@ -206,14 +206,15 @@ class OneForEach(Splitter):
 
 @final
 class Steps:
-    """The steps of one pass, read on one thread at a time. After an error they go on, if the loader does.
+    """The steps of one epoch, read on one thread at a time. After an error, they can go on if the loader can.
 
-    They are read in host memory, whatever the default device is: a strategy's scope has that of its parameters.
+    They are read in host memory, whatever the default device is: in a strategy's scope, this is the device of the
+    parameters.
 
     Args:
-        dealer: Makes them.
-        passes: One over each of its sources.
-        is_ahead: Whether they are read before they are wanted.
+        splitter: Reads the elements of a step and splits them.
+        passes: An epoch over each source of the splitter.
+        is_ahead: Whether steps are read before the consumer asks for them.
     """
 
     def __init__(self, splitter: Splitter, passes: Sequence[Epoch], *, is_ahead: bool) -> None:
