@@ -97,7 +97,7 @@ class Source:
 
     @property
     def makes_columns(self) -> bool:
-        """Whether the tensors in a list from this source are certainly columns: the loader stacks samples to batches."""
+        """Whether the tensors in a list from this source are certainly columns, since the loader stacks samples."""
         return getattr(self._dataset, "collate_fn", None) is default_collate
 
     @property

@@ -1,4 +1,4 @@
-"""The kinds of variables: one copy for all, a copy in each replica, a value in each replica; and a component."""
+"""The kinds of variables: one copy for all replicas, a copy in each, or a value in each; and their components."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from torchstrategy._variables.variable import (
 
 
 class SharedVariable(Variable):
-    """A variable with one value for all replicas, which they write together."""
+    """A variable with one value for all replicas, which the replicas write together."""
 
     def _stand_in(self) -> torch.Tensor:
         local: torch.Tensor = local_object(self)
         if local is self and (context := self._replica()) is not None:
-            return moved(self, memory_device(context.devices[0]))  # made in this very run: the replica has no copy yet
+            return moved(self, memory_device(context.devices[0]))  # created in this run: no copy yet
         return local
 
     def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
@@ -75,12 +75,12 @@ def _first(brought: Tree) -> Any:
 
 @final
 class CentralVariable(SharedVariable):
-    """A variable of which there is one copy, or that belongs to no strategy."""
+    """A variable that has only one copy, or that belongs to no strategy."""
 
 
 @final
 class MirroredVariable(SharedVariable):
-    """A variable with a copy on the device of every replica, all equal. It is itself that of the first replica."""
+    """A variable with equal copies on the devices of all replicas. The variable itself is that of the first replica."""
 
     _devices: tuple[Device, ...]
     _held: tuple[Component, ...] = ()
@@ -113,7 +113,7 @@ class MirroredVariable(SharedVariable):
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """A block in which the components may be written: all with the same."""
+        """A block in which the components may be written. The caller has to write the same on all of them."""
         for component in self._components:
             component.memory()
             component.is_open = True
@@ -126,7 +126,7 @@ class MirroredVariable(SharedVariable):
 
 @final
 class SyncOnReadVariable(Variable):
-    """A variable with a value in each replica, which become one when it is read outside of replicas."""
+    """A variable with a value in each replica. The values become one when it is read outside of replicas."""
 
     _watches = True
     _parts: list[torch.Tensor]
@@ -146,27 +146,30 @@ class SyncOnReadVariable(Variable):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Its shape, also where it cannot be read."""
+        """The shape of the variable, also if its value cannot be read."""
         return self._part().shape
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Its dtype, also where it cannot be read."""
+        """The dtype of the variable, also if its value cannot be read."""
         return self._part().dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the replica's own value is; outside, that of the first."""
+        """The device of the replica's own value; outside of replicas, the device of the first replica's value."""
         return self._part().device
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether its values do. Each replica can differentiate with respect to its own; none is given a gradient."""
+        """Whether the values require grad.
+
+        Each replica can differentiate with respect to its own value, but backward must not reach it.
+        """
         return self._parts[0].requires_grad
 
     @property
     def grad(self) -> None:
-        """None."""
+        """Always None, since there is no gradient of the whole batch with respect to one replica's value."""
         return None
 
     @grad.setter
@@ -235,7 +238,7 @@ class SyncOnReadVariable(Variable):
         return self
 
     def _shares(self, value: Tree) -> list[Tree]:
-        """What each replica gets of a sum."""
+        """The parts of a value, one for each replica, whose sum is the value."""
         with undisturbed():
             whole, count = torch.empty_like(self._parts[0]), len(self._parts)
             write(self, whole, torch.Tensor.copy_, value)
@@ -247,17 +250,17 @@ class SyncOnReadVariable(Variable):
 
 @final
 class Component(Variable):
-    """A distributed variable as one replica has it, held outside of that replica."""
+    """The component of a distributed variable in one replica, as the program has it outside of this replica."""
 
     _watches = True
     container: weakref.ref[MirroredVariable | SyncOnReadVariable]
-    is_open = False  # whether it may be written now
-    known = -1  # the version of the first component that it agrees with
+    is_open = False  # whether the component may be written now
+    known = -1  # the version of the first component when this one was last copied from it
     _memory: torch.Tensor
 
     @staticmethod
     def of(container: MirroredVariable | SyncOnReadVariable, memory: torch.Tensor) -> Component:
-        """The component of a variable that is, or gets its value, in `memory`."""
+        """The component of a variable whose value is in `memory`, or is copied to it."""
         component = make_parameter(Component, memory, False)
         assert isinstance(component, Component)
         component.container, component._memory = weakref.ref(container), memory
@@ -266,7 +269,7 @@ class Component(Variable):
         return component
 
     def memory(self) -> torch.Tensor:
-        """Its value as it is now."""
+        """The present value of the component, brought up to date if need be."""
         container = self.container()
         if isinstance(container, MirroredVariable) and not self.is_open:
             first = container._components[0]._memory

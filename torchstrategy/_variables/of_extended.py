@@ -1,4 +1,4 @@
-"""What `Strategy.extended` does with variables."""
+"""The methods of `Strategy.extended` that take variables."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class VariablesOfExtended(ABC):
         """Calls `fn(component, *args, **kwargs)` for each component of a variable, to write it.
 
         Args:
-            var: A `Variable`, or a parameter of this strategy, of which there is one.
-            fn: Writes on the component that it is given, on all of them the same.
-            args: Further arguments. Of a mirrored value it is given the component of the replica.
-            kwargs: The same by name.
-            group: Whether what the calls return is put together as `run` does. If not, there is a tuple with the result
-                of each call at every leaf.
+            var: A `Variable`, or a parameter of this strategy, which has only one component.
+            fn: A function that writes on its component. It has to write the same on all components.
+            args: Further arguments of `fn`. In place of a mirrored value, `fn` gets the component of the replica.
+            kwargs: Further arguments of `fn` by name, in the same way.
+            group: Whether the results of the calls are put together as those of `run` are. If not, the result has, at
+                each leaf, a tuple of the results of all calls.
 
         Example:
             >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
@@ -49,7 +49,7 @@ class VariablesOfExtended(ABC):
             (3.0, 3.0)
 
         Differs from tf.distribute:
-            The components of a mirrored variable stay equal: after the calls all have what the first has.
+            The components of a mirrored variable stay equal: after the calls, all have the value of the first one.
 
         Raises:
             TypeError: If `var` is neither a variable nor a parameter.
@@ -76,7 +76,7 @@ class VariablesOfExtended(ABC):
         return regroup(results) if group else _side_by_side(results)
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
-        """A block in which variables are created where another one is: here that is where all of them are.
+        """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -104,7 +104,7 @@ class VariablesOfExtended(ABC):
         return nullcontext()
 
     def value_container(self, value: Tree) -> Tree:
-        """The variable that a component belongs to; anything else is returned as it is.
+        """The variable to which a component belongs; anything else is returned as it is.
 
         Example:
             >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
@@ -119,7 +119,7 @@ class VariablesOfExtended(ABC):
         return value if container is None else container
 
     def read_var(self, v: torch.Tensor) -> torch.Tensor:
-        """The value of a variable: where each replica has one, what they are together.
+        """The value of a variable; if each replica has its own value, their aggregate.
 
         Example:
             >>> v = torchstrategy.Variable(1.0, trainable=False)
@@ -143,7 +143,7 @@ class VariablesOfExtended(ABC):
     def _container_strategy(self) -> StrategyLike: ...
 
     def _take_variable(self, variable: Variable) -> None:  # noqa: B027  a strategy may have no use for it
-        """A variable was created in the scope."""
+        """Called when a variable was created in the scope."""
 
 
 def _updated(var: Any, fn: Callable[..., Tree], args: Sequence[Tree], kwargs: dict[str, Tree]) -> list[Tree]:

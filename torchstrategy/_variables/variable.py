@@ -1,12 +1,12 @@
-"""What every variable is: a parameter that the replicas of a strategy share, and may assign.
+"""The base class of all variables: parameters that the replicas of a strategy share, and that a step may assign.
 
-A name in the step means the replica's own component. There are three ways to it:
+When a step uses a parameter or a variable, it uses the component of its own replica. This is one of these tensors:
 
-    a parameter of a module or a `Variable` that is written together     the replica's copy, made by the storage
-    one that each replica writes for itself (`SyncOnReadVariable`)       one of the tensors that the variable holds
-    outside of replicas                                                  the variable itself, or what is read of it
+    a parameter of a module, or a variable that replicas write together     the replica's copy, made by the storage
+    a variable that each replica writes for itself (`SyncOnReadVariable`)   one of the tensors that the variable holds
+    outside of replicas                                                     the variable itself, or its value
 
-Whatever torch does with a variable comes by `__torch_function__`, which puts that component in its place.
+All torch functions on a variable go through `__torch_function__`, which puts this tensor in place of the variable.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ _SUBTRACT: _Operation = torch.Tensor.sub_
 class Variable(ShowsLocalGrad):
     """A tensor that all replicas of a strategy share, and that a step may assign.
 
-    It is a `torch.nn.Parameter`: torch functions, optimizers and modules take it. Created in a strategy's `scope()`, it
-    belongs to the strategy. A step that uses it has its own replica's component; a step that assigns it says with
-    `aggregation` how the values of all replicas become one. Results of operations are plain tensors.
+    It is a `torch.nn.Parameter`, so torch functions, optimizers and modules take it. If it is created in a strategy's
+    `scope()`, it belongs to the strategy. A step that uses it gets the component of its own replica. If the step
+    assigns it, `aggregation` says how the values of all replicas become one. Results of operations are plain tensors.
 
-    `v.assign(x)` in a replica is a meeting: every replica makes the call, and then all read the new value. A variable
-    with `synchronization=ON_READ` under `MirroredStrategy` has a value in each replica, assigned without a meeting, and
-    these become one when it is read outside: that is how metrics are counted.
+    `v.assign(x)` in a replica is a synchronization point: every replica makes the call, and then all read the new
+    value. A variable with `synchronization=ON_READ` under `MirroredStrategy` has a value in each replica. A replica
+    assigns its value without waiting for the others, and the values become one when the program reads the variable
+    outside of replicas. Metrics are counted in this way.
 
-    Writing in place (`v.add_(1)`) is for outside of replicas; in one, it is refused as with any parameter.
+    Write in place (`v.add_(1)`) only outside of replicas; in a replica, this is refused as with any parameter.
 
     Args:
-        initial_value: A tensor, which is copied, an array, a number, or a function without arguments that returns one.
+        initial_value: A tensor, which is copied; an array; a number; or a function without arguments that returns one.
         trainable: Whether it requires grad. None: if its dtype allows it and `synchronization` is not `ON_READ`.
-        name: What messages call it.
-        dtype: None: that of `initial_value`.
+        name: The name of the variable in messages.
+        dtype: The dtype of the variable. None: that of `initial_value`.
         synchronization: When the values of replicas become one: see `VariableSynchronization`. Only
-            `MirroredStrategy` with several replicas has components that can differ; elsewhere it is recorded.
-        aggregation: How they become one: see `VariableAggregation`.
+            `MirroredStrategy` with several replicas has components that can differ; other strategies only record it.
+        aggregation: How the values become one: see `VariableAggregation`.
 
     Example:
         >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
@@ -78,8 +79,8 @@ class Variable(ShowsLocalGrad):
         }
 
     Differs from tf.distribute:
-        One that is created in a replica is created in all of them: that is a meeting. Replicas cannot make a mirrored
-        variable diverge: assigning it in a replica without an aggregation is an error.
+        To create a variable in a replica is a synchronization point: all replicas create it together. Replicas cannot
+        make a mirrored variable diverge: assigning it in a replica without an aggregation is an error.
 
     Raises:
         ValueError: If an enum is none; if it is to be trained and its dtype cannot be; under `MirroredStrategy`, if
@@ -95,7 +96,7 @@ class Variable(ShowsLocalGrad):
     _synchronization: VariableSynchronization
     _aggregation: VariableAggregation
     _strategy: weakref.ref[StrategyLike] | None
-    _watches = False  # whether `_stand_in` is another tensor, whose being written it wants to be told of
+    _watches = False  # whether `_stand_in` is another tensor, and `_was_written` is to be called when it is written
 
     def __new__(
         cls,
@@ -112,12 +113,12 @@ class Variable(ShowsLocalGrad):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the variable in messages."""
         return self._name
 
     @property
     def trainable(self) -> bool:
-        """Whether it requires grad."""
+        """Whether the variable requires grad."""
         return bool(self.requires_grad)
 
     @property
@@ -131,18 +132,18 @@ class Variable(ShowsLocalGrad):
         return self._aggregation
 
     def read_value(self) -> torch.Tensor:
-        """Its value, as a tensor of its own. Gradients flow back to it."""
+        """The value of the variable, as a new tensor. Gradients flow back to the variable."""
         return self.clone()
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
-        """Its value as an array of its own."""
+        """The value of the variable, as a new array."""
         return self.read_value().detach().numpy(force=force or self.device.type != "cpu")
 
     def assign(self, value: Tree) -> Self:
-        """Gives it a value. In a replica, where replicas have it in common, this is a meeting.
+        """Assigns a value. In a replica, if the replicas write the variable together, this is a synchronization point.
 
         Args:
-            value: A tensor of its shape, a number or an array. In a replica: this replica's.
+            value: A tensor of the variable's shape, a number or an array. In a replica: the value of this replica.
 
         Returns:
             The variable.
@@ -161,16 +162,16 @@ class Variable(ShowsLocalGrad):
         return self._assign(_COPY, value)
 
     def assign_add(self, delta: Tree) -> Self:
-        """Adds to it, as `assign`."""
+        """Adds to the variable, in the same way as `assign`."""
         return self._assign(_ADD, delta)
 
     def assign_sub(self, delta: Tree) -> Self:
-        """Subtracts from it, as `assign`."""
+        """Subtracts from the variable, in the same way as `assign`."""
         return self._assign(_SUBTRACT, delta)
 
     @property
     def data(self) -> torch.Tensor:
-        """Its memory, without a history."""
+        """A tensor that shares the memory of the variable, and has no history for autograd."""
         local: Any = local_object(self)
         return _plain_data(self) if local is self else local.data
 
@@ -214,22 +215,22 @@ class Variable(ShowsLocalGrad):
         return result
 
     def _stand_in(self) -> torch.Tensor:
-        """What torch uses in its place, where the caller is."""
+        """The tensor that torch functions use in place of the variable, in the caller's replica or outside."""
         raise NotImplementedError
 
     def _assign(self, operation: _Operation, value: Tree) -> Self:
-        """Writes a value where the caller is."""
+        """Writes a value, in the caller's replica or outside."""
         raise NotImplementedError
 
     def _take_memory(self, value: torch.Tensor) -> None:
-        """Gives it other memory, which may be of another dtype: what `module.double()` does."""
+        """Gives the variable other memory, which may have another dtype, as `module.double()` does."""
         _plainly(_set_plain_data, (), (self, value), {})
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
-        """An operation has written on what stood in its place."""
+        """Called when an operation has written on the tensor that took the place of the variable."""
 
     def _replica(self) -> ReplicaContextLike | None:
-        """The replica that the caller is in, if the variable is one of its strategy's."""
+        """The context of the replica that the caller is in, if the variable belongs to the replica's strategy."""
         frame = current_frame()
         if frame is None or frame.replica_context is None:
             return None
@@ -237,7 +238,7 @@ class Variable(ShowsLocalGrad):
         return frame.replica_context if is_own else None
 
     def _require_here(self, what: str) -> None:
-        """Refuses a caller in the context of another strategy."""
+        """Raises an error if the caller is in the context of another strategy."""
         strategy = None if self._strategy is None else self._strategy()
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             require_cross_replica(strategy, f"Variable.{what}")
@@ -246,7 +247,7 @@ class Variable(ShowsLocalGrad):
         return self.detach().clone(), self.trainable, self._name, self._synchronization, self._aggregation
 
 
-# A compiler that followed it would find the component of one replica, and take it for that of all.
+# If `torch.compile` traced this method, it would find the component of one replica, and use it in all replicas.
 hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 _NAMELESS = "Variable"
@@ -257,7 +258,7 @@ _plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any]
 
 
 def is_variable(thing: object) -> bool:
-    """Whether a thing is a variable; parameters have a slow `isinstance`."""
+    """Whether an object is a variable. `isinstance` is slow for subclasses of `torch.nn.Parameter`."""
     return issubclass(type(thing), Variable)
 
 
@@ -282,13 +283,13 @@ def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> An
 
 
 def _has_a_say(kind: Any) -> bool:
-    """Whether a class of tensors wants to be asked what torch does with them."""
+    """Whether a class of tensors has a `__torch_function__` of its own, which has to be called."""
     says_nothing = kind is torch.Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
     return not says_nothing and not issubclass(kind, Variable)
 
 
 def _without_variables(value: Any) -> Any:
-    """What another class of tensors is asked with: it need not know what a variable is."""
+    """The arguments for the `__torch_function__` of another class: without variables, which it may not know."""
 
     def plain(leaf: Any) -> Any:
         return _plainly(torch.Tensor.view_as, (), (leaf, leaf), {}) if is_variable(leaf) else leaf
@@ -297,22 +298,24 @@ def _without_variables(value: Any) -> Any:
 
 
 def plain_alias(variable: Variable) -> torch.Tensor:
-    """A plain tensor over the memory of a variable."""
+    """A plain tensor that shares the memory of a variable."""
     alias: torch.Tensor = _plainly(torch.Tensor.detach, (), (variable,), {})
     return alias
 
 
 def moved(variable: Variable, device: Device) -> torch.Tensor:
-    """A variable on a device: itself, if it is there. Gradients flow back."""
+    """The value of a variable on a device: the variable itself, if it is there. Gradients flow back to it."""
     there: torch.Tensor = _plainly(torch.Tensor.to, (), (variable, device), {})
     return there
 
 
-_writing = threading.RLock()  # runs of several threads may add to one variable; a caller's mode may write another
+# Runs of several threads may add to one variable. The lock is reentrant, since a mode of the caller may write another
+# variable during a write.
+_writing = threading.RLock()
 
 
 def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree) -> None:
-    """Does what `assign`, `assign_add` or `assign_sub` means to the memory of a variable, or of a component.
+    """Does `assign`, `assign_add` or `assign_sub` on the memory of a variable or of a component.
 
     Raises:
         ValueError: If the value does not fit.
@@ -342,7 +345,7 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
 @final
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What somebody wants a variable to be."""
+    """The arguments with which a variable is created."""
 
     initial_value: Any
     trainable: bool | None
@@ -392,22 +395,22 @@ class Wanted:
         return can_be and self.synchronization is not _ON_READ if self.trainable is None else self.trainable
 
     def like(self) -> tuple[object, ...]:
-        """What has to be the same in all replicas that create a variable together."""
+        """The arguments that have to be the same in all replicas, if they create a variable together."""
         return self.name, self.trainable, self.dtype, self.synchronization, self.aggregation
 
 
 _ON_READ = VariableSynchronization.ON_READ
 
-_makers: list[Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]] = []  # one: of the floor above
+_makers: list[Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]] = []  # only one function, of `kinds`
 
 
 def set_maker(make: Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]) -> None:
-    """Says what makes a variable for a strategy whose parameters are on some devices; on none, for no strategy."""
+    """Sets the function that makes variables, for a strategy with parameters on some devices; without any: for none."""
     _makers[:] = [make]
 
 
 def create(wanted: Wanted) -> Variable:
-    """A variable where the caller is."""
+    """Creates a variable for the strategy of the caller; in a replica, together with the other replicas."""
     frame = current_frame()
     if frame is None or is_default(frame.strategy):
         return _made(wanted, None)
@@ -432,7 +435,7 @@ def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
 def _homes(strategy: StrategyLike) -> tuple[Device, ...]:
     try:
         return strategy.extended.parameter_devices
-    except NotImplementedError:  # a strategy of somebody's own, which keeps no parameters
+    except NotImplementedError:  # a strategy of the user's own class, which keeps no parameters
         return ()
 
 
@@ -449,15 +452,15 @@ def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
 
 
 def aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:
-    """One value of what replicas assign."""
+    """Aggregates the values that the replicas assign to one value."""
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return value.values[0] if type(value) is PerReplica else value
-    if aggregation is VariableAggregation.NONE:  # of one replica
+    if aggregation is VariableAggregation.NONE:  # there is only one replica
         return value
     with undisturbed():
         return strategy.extended._reduce(ReduceOp.from_variable_aggregation(aggregation), value)
 
 
 def make_data(kind: type[Variable], value: torch.Tensor, device: Device | None, is_trained: bool) -> Any:
-    """A variable of a kind with a copy of a value on a device; None: where it is."""
+    """A variable of a class `kind` with a copy of a value, on a device. None: the device of the value."""
     return make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)
