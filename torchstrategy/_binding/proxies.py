@@ -305,7 +305,10 @@ def uninstall(objects: Sequence[object], run: object) -> None:
 
 @contextmanager
 def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
-    """A block in which some objects have their own class again. The replicas of the run must stand still meanwhile."""
+    """A block in which some objects have their own class again. The replicas of the run must stand still meanwhile.
+
+    See Note [What a proxy never shows].
+    """
     with _lock:
         at_rest = _of_no_other(objects, run)
         _exchange_classes(at_rest, _PLAIN)

@@ -87,7 +87,7 @@ def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tenso
     return [arrived[index] for index in range(len(tensors))]
 
 
-_one_at_a_time = threading.Lock()  # two threads may be the first on one device
+_one_at_a_time = threading.Lock()  # two threads that ask for the stream of a device must not both make one
 
 
 def copy_stream(device: Device) -> torch.Stream:

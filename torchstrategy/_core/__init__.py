@@ -1,7 +1,7 @@
 """What every other room uses: types, errors, options, devices, nested and distributed values, and where a thread is.
 
-Nothing here knows a model, a gradient or a batch. A value comes in nested, in containers, and leaves flat; a value of
-several replicas is a `DistributedValues`; a thread asks `context` in which replica it is.
+No file here has to do with models, gradients or batches. `tree` takes nested containers of values apart and puts them
+together again. A value of several replicas is a `DistributedValues`. `context` says in which replica a thread is.
 
     errors                words for messages, and what an exception of a replica says about where it was raised
     options               what a person says about one run, one variable or one value function

@@ -102,6 +102,7 @@ class InlineReplica(Replica):
     def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
-        # the caller's thread, so its frame and its default device have to be put aside.
+        # the caller's thread, so its frame and its default device have to be put aside for a while. See Note
+        # [Who may call what on which thread].
         with nowhere(), in_use(self._callers_device), traced("meeting {}", name):
             return combine([brought])[0]

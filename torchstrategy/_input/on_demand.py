@@ -23,6 +23,7 @@ class BatchTransfer(NamedTuple):
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, made of the parts on the devices. Runs on the consumer's thread."""
+        # See Note [Promises for a copied batch].
         arrived = list(map(Route.receive, routes, self.staged))
         for mark in self.marks:
             mark.reach()

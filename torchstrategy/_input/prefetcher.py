@@ -102,7 +102,7 @@ class _PrefetchQueue:
         self.room.put(None)
         self.send_no_more()
         self.tell()
-        items, self.items = self.items, deque()  # a consumer that was interrupted goes on with the old ones
+        items, self.items = self.items, deque()  # a consumer that was interrupted may still use the old deque
         for item in list(items):
             item.forget()
 

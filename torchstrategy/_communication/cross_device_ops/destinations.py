@@ -43,12 +43,12 @@ def devices_of(where: Destinations) -> list[Device]:
 
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
-    """`value` on its destinations: a tensor, or a mirrored value if there are several. Nobody else may have `value`."""
+    """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
     return as_meant(copied_to(value, devices_of(destinations)), destinations)
 
 
 def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
-    """`value` on each of several devices: itself on the first, if it is there. Nobody else may have `value`."""
+    """`value` on each of several devices; on the first, `value` itself if it is there. Nobody else may write on it."""
     return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
