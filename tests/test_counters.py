@@ -18,7 +18,7 @@ from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import replica_threads
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._strategy.one_machine import ReplicatedExtended
+from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 from torchstrategy.testing._counters import Copy, copies_of
 

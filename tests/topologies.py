@@ -11,7 +11,7 @@ from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._strategy.one_machine import ReplicatedExtended
+from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
 
 # Where the strategies of these tests run: on the one CPU, or each replica on a simulated device of its own.

@@ -32,7 +32,7 @@ The rooms of the package. A room imports only from rooms below it; in its docstr
     nn                losses and batch normalisation over the whole batch
     _replication      a model and its optimizers in several replicas
     ----
-    _strategy         the public classes, and the story of a step: begin with `_strategy/one_machine`
+    _strategy         the public classes, and the story of a step: begin with `_strategy/replicated`
     ----
     _data_parallel    `DataParallel`
     experimental      names that may still change
