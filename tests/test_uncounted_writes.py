@@ -12,7 +12,7 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, compute_devices, mirrored, mirrored_with_copies
-from torchstrategy._binding.tensor_versions import Original, TrackedTensors
+from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}
@@ -279,7 +279,7 @@ def large() -> torch.Tensor:
 )
 def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> None:
     tensor = make()
-    originals = TrackedTensors([Original("t", tensor)])
+    originals = TrackedTensors([TrackedTensor("t", tensor)])
     originals.watch([0])
     originals.take_changes()  # of what is large, sums are made when nothing was written
     assert originals.take_changes() == ([], set())
@@ -290,7 +290,7 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
 
 def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
     memory = torch.zeros(50_000, **F64)
-    originals = TrackedTensors([Original("t", memory[10:40_000])])
+    originals = TrackedTensors([TrackedTensor("t", memory[10:40_000])])
     originals.watch([0])
     originals.take_changes()
     memory.data[:10].add_(1)
@@ -302,7 +302,7 @@ def test_on_an_accelerator_nothing_is_read_back(simulated_devices: list[torch.de
     """To compare memory of an accelerator, each run would wait for it."""
     device = simulated_devices[0]
     tensor = torch.zeros(3, device=device)
-    originals = TrackedTensors([Original("t", tensor)])
+    originals = TrackedTensors([TrackedTensor("t", tensor)])
     originals.watch([0])
     with torchstrategy.testing.count_traffic() as traffic:
         assert originals.take_changes() == ([], set())

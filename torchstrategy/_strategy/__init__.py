@@ -7,8 +7,8 @@ the run, call the step in each replica, end the run, put the results together.
     multi_step_context    what several steps in a row leave behind
     scope                 the block in which a strategy is the current one
     strategy_extended     `Strategy.extended`, and what a strategy of one's own defines
-    strategy_base         the methods that strategies of both versions of the API have
-    strategy              `Strategy`, as version 2 has it
+    strategy_base         the methods that strategies of TensorFlow 1 and 2 have
+    strategy              `Strategy`, as TensorFlow 2 has it
     replica_context       `ReplicaContext`: who a replica is, and how it synchronizes with the others
     current               `get_strategy` and `get_replica_context`
     one_machine           what the strategies on one machine have in common
