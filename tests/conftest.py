@@ -24,7 +24,7 @@ if simulated_devices():
     # What has nothing to do with devices, or simulates them in processes of its own.
     elsewhere = ["examples", "house", "plugin", "process", "readme", "simulation", "thirdparty"]
     elsewhere += ["data_page", "features_page", "input_options", "migrating_page", "numpy_dataset"]
-    collect_ignore += [f"test_{name}.py" for name in elsewhere]
+    collect_ignore += ["house", *(f"test_{name}.py" for name in elsewhere)]
 
 
 def pytest_collection_finish() -> None:
