@@ -22,9 +22,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():
     # What has nothing to do with devices, or simulates them in processes of its own.
-    elsewhere = ["examples", "house", "plugin", "process", "readme", "simulation", "thirdparty"]
-    elsewhere += ["data_page", "features_page", "input_options", "migrating_page", "numpy_dataset"]
-    collect_ignore += ["house", *(f"test_{name}.py" for name in elsewhere)]
+    collect_ignore += ["house", "pages", "unit/cluster_resolver", "unit/strategy", "unit/testing"]
+    collect_ignore += [
+        "contract/test_process.py",
+        "unit/input/test_input_options.py",
+        "unit/input/test_numpy_dataset.py",
+    ]
 
 
 def pytest_collection_finish() -> None:

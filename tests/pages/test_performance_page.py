@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pages import examples_run_on
+from documents import examples_run_on
 from torchstrategy._core import trace
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 TEXT = PAGE.read_text()
 
 

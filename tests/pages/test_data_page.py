@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
-from pages import examples_run_on
+from documents import examples_run_on
 from torchstrategy import _input
 from torchstrategy._input import batch_types
 from torchstrategy._input.dataset import DistributedDataset
@@ -21,7 +21,7 @@ from torchstrategy._input.iterator import DistributedIterator, Optional
 from torchstrategy._input.options import InputOptions
 from torchstrategy._input.splitting import in_equal_parts
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TEXT = PAGE.read_text()
 
 

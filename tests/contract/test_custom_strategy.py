@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from pages import examples_run_on
+from documents import examples_run_on
 from torchstrategy import DistributedValues, ReplicaContext, RunOptions, Strategy, StrategyExtended, get_replica_context
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "custom-strategies.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "custom-strategies.md"
 TEXT = PAGE.read_text()
 [CODE] = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 EXAMPLE: dict[str, Any] = {"__name__": "custom"}

@@ -24,7 +24,7 @@ import torchstrategy
 import torchstrategy.testing
 
 PACKAGE = Path(inspect.getfile(torchstrategy)).parent
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(PACKAGE.rglob("*.py"))
 OF_TENSORFLOW = [
     "torchstrategy",

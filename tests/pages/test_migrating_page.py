@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import torchstrategy
 from processes import NO_ACCELERATOR, python
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "migrating-from-dataparallel.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "migrating-from-dataparallel.md"
 TEXT = PAGE.read_text()
 PYTHON, DIFF = (re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.M | re.S) for language in ("python", "diff"))
 FAULTS = re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.M | re.S)
@@ -41,7 +41,7 @@ torchstrategy.testing.cuda_alias().__enter__()
 
 def printed(place: str, program: str, folder: Path) -> str:
     """What a program prints in a process that has four simulated devices, which are called cuda, or that has none."""
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, ROOT / "tests", ROOT / "tests" / "support", ROOT)))
     done = python("-c", PLACES[place] + program, folder=folder, PYTHONPATH=paths, **NO_ACCELERATOR)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
@@ -195,5 +195,5 @@ def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
         name, _, anchor = link.partition("#")
         page = PAGE.parent / name if name else PAGE
         assert page.is_file() and (not anchor or anchor in anchors(page)), link
-    for page in (HERE.parent / "README.md", PAGE.parent / "data_parallel.md"):
+    for page in (ROOT / "README.md", PAGE.parent / "data_parallel.md"):
         assert f"({PAGE.relative_to(page.parent)})" in page.read_text()

@@ -15,11 +15,11 @@ import torchmetrics
 from torchmetrics import classification, wrappers
 
 import torchstrategy
-from pages import examples_run_on
+from documents import examples_run_on
 from problems import deal, replica_id
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "one_device": lambda: torchstrategy.OneDeviceStrategy(compute_devices(1)[0]),

@@ -13,7 +13,7 @@ import torchstrategy.testing
 from processes import python
 from torchstrategy.testing import _simulation
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[3]
 
 runs_here = pytest.mark.skipif(bool(_simulation.why_not_simulated()), reason=str(_simulation.why_not_simulated()))
 is_plain = pytest.mark.skipif(bool(torchstrategy.testing.simulated_devices()), reason="this process simulates devices")
@@ -22,7 +22,7 @@ is_plain = pytest.mark.skipif(bool(torchstrategy.testing.simulated_devices()), r
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own, in which warnings are errors."""
     lines = ["import torch", "import torchstrategy.testing as testing", program]
-    return python("-W", "error", "-c", "\n".join(lines), folder=HERE.parent)
+    return python("-W", "error", "-c", "\n".join(lines), folder=ROOT)
 
 
 @pytest.mark.parametrize("count", [0, -1, 65, 10**9])
@@ -132,7 +132,7 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(tmp_path:
         "    for _ in range(2): print(outbox.get())\n"
         "    process.join()\n"
     )
-    without, with_devices = python(str(program), folder=HERE.parent, PYTHONPATH=str(HERE.parent)).stdout.splitlines()
+    without, with_devices = python(str(program), folder=ROOT, PYTHONPATH=str(ROOT)).stdout.splitlines()
     assert "Call torchstrategy.testing.simulate_devices(3), or more, in it as well" in without
     assert with_devices == "tensor([1., 1.], device='sim:2')"
 

@@ -16,7 +16,7 @@ import pytest
 
 import torchstrategy
 
-PARITY = runpy.run_path(str(Path(__file__).resolve().parents[1] / "docs" / "parity.py"))
+PARITY = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "parity.py"))
 ROWS: list[Any] = PARITY["rows"]()
 NAMES = {row.name: row for row in ROWS if not row.parameter}
 IS_HERE = ("same", "differs", "extra")

@@ -25,7 +25,7 @@ from random_programs.topologies import Topology
 from random_programs.trials import Verdict, judged
 from torchstrategy.testing import simulated_devices
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 25
 PROGRAMS = 100 if simulated_devices() else 300  # a simulated device takes its time
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_failure import Problem, assert_same
 
 import torchstrategy
 from problems import context, deal, replica_id
-from test_failure import Problem, assert_same
 from topologies import SEVERAL, TOPOLOGIES, central
 from torchstrategy._execution import replica_threads
 from torchstrategy.testing._faults import fail_in_replica, slow_replica

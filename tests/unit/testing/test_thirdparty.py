@@ -12,7 +12,7 @@ import pytest
 
 from processes import NO_ACCELERATOR, python
 
-SOURCES = Path(__file__).resolve().parent / "thirdparty"
+SOURCES = Path(__file__).resolve().parents[2] / "thirdparty"
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from test_readme import BLOCK, commands_in
 
 from house.picture import ROOT, floors, package
-from test_readme import BLOCK, commands_in
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 COMMANDS = [command for match in BLOCK.finditer(PAGE) for command in commands_in(match[2])]
@@ -72,4 +72,7 @@ def test_a_story_that_is_quoted_is_told() -> None:
 
 def test_the_limit_of_lines_is_the_one_that_is_checked() -> None:
     limit = re.findall(r"at most (\d+) lines of code", PAGE)
-    assert re.findall(r"^MAX_LINES = (\d+)$", Path(ROOT / "tests" / "test_house.py").read_text(), re.MULTILINE) == limit
+    assert (
+        re.findall(r"^MAX_LINES = (\d+)$", Path(ROOT / "tests" / "house" / "test_house.py").read_text(), re.MULTILINE)
+        == limit
+    )

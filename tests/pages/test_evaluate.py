@@ -23,7 +23,7 @@ quickly = settings(max_examples=25, deadline=None, derandomize=True, database=No
 @pytest.fixture(scope="module")
 def example() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples")
+        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
         yield importlib.import_module("evaluate")
 
 

@@ -15,7 +15,7 @@ import torch
 
 from processes import python
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def output_of(program: str, *arguments: str) -> str:

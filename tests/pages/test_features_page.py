@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
+from documents import examples_run_on
 from features import FEATURES, Training
-from pages import examples_run_on
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "features.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 TEXT = PAGE.read_text()
 HEADER = "| what | update in the step | update after the run | equal | trained as |"
 
