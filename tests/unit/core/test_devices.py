@@ -106,7 +106,7 @@ def test_no_name_is_the_default_device_of_the_caller() -> None:
     ids=shown,
 )
 def test_a_gpu_is_the_accelerator_of_this_machine(two_cuda: None, name: Any, index: int) -> None:
-    assert devices.canonical(name) == torch.device("cuda", index)
+    assert devices.canonical_device(name) == torch.device("cuda", index)
 
 
 # What is no device
@@ -208,7 +208,7 @@ def test_the_accelerators_that_are_there_are_listed(two_cuda: None, name: Any) -
     with pytest.raises(
         ValueError, match=rf"^The device .*{name}.* is not on this machine, which has cuda:0, cuda:1, cpu:0, "
     ):
-        devices.canonical(name)
+        devices.canonical_device(name)
 
 
 # CentralStorageStrategy: a list of them

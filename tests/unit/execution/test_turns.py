@@ -100,9 +100,9 @@ def test_replicas_in_one_place_run_one_at_a_time_and_in_order() -> None:
 
     def call(replica: Replica) -> int:
         gate.pass_through("begins", replica)
-        replica.meet("a", echo, None)
+        replica.synchronize("a", echo, None)
         gate.pass_through("goes on", replica)
-        replica.meet("b", echo, None)
+        replica.synchronize("b", echo, None)
         gate.pass_through("ends", replica)
         return replica.index * 10
 
@@ -120,7 +120,7 @@ def test_a_replica_does_not_begin_before_those_before_it_stand_still() -> None:
         running.append(replica.index)
         sum(range(10000))
         running.remove(replica.index)
-        replica.meet("m", echo, None)
+        replica.synchronize("m", echo, None)
         assert not running
 
     replicas.run(call, everyone(replicas))
@@ -131,7 +131,7 @@ def test_only_the_replicas_that_are_present_run() -> None:
     brought = []
 
     def call(replica: Replica) -> int:
-        return replica.meet("m", lambda values: brought.append(list(values)) or echo(values), replica.index)
+        return replica.synchronize("m", lambda values: brought.append(list(values)) or echo(values), replica.index)
 
     assert replicas.run(call, [1, 3]) == {1: 1, 3: 3}
     assert brought == [[1, 3]]
@@ -143,7 +143,7 @@ def test_a_lone_replica_runs_here_and_meets_itself() -> None:
     before = set(threading.enumerate())
 
     def call(replica: Replica) -> tuple[Any, ...]:
-        answer = replica.meet("m", lambda values: [sum(values) + 1], 4)
+        answer = replica.synchronize("m", lambda values: [sum(values) + 1], 4)
         return threading.get_ident(), replica.index, replica.device, answer
 
     assert replicas.run(call, [0]) == {0: (threading.get_ident(), 0, canonical_device("cpu:5"), 5)}
@@ -161,7 +161,10 @@ def test_a_meeting_is_held_once_on_the_callers_thread_in_replica_order() -> None
             held.append((replica.index, threading.get_ident(), list(brought)))
             return [value * 2 for value in brought]
 
-        return [replica.meet("m", combine, replica.index + 1), replica.meet("m", combine, replica.index + 5)]
+        return [
+            replica.synchronize("m", combine, replica.index + 1),
+            replica.synchronize("m", combine, replica.index + 5),
+        ]
 
     assert replicas.run(call, everyone(replicas)) == {0: [2, 10], 1: [4, 12], 2: [6, 14]}
     # The lowest replica's combine is the one that is called.
@@ -171,7 +174,7 @@ def test_a_meeting_is_held_once_on_the_callers_thread_in_replica_order() -> None
 def test_replicas_at_meetings_of_different_names_are_refused() -> None:
     replicas = Replicas(cpus(0, 0))
     with pytest.raises(RuntimeError, match="different number of") as caught:
-        replicas.run(lambda replica: replica.meet(f"meeting {replica.index}", echo, None), everyone(replicas))
+        replicas.run(lambda replica: replica.synchronize(f"meeting {replica.index}", echo, None), everyone(replicas))
     assert "replica 0 is at meeting 0" in str(caught.value)
     assert "replica 1 is at meeting 1" in str(caught.value)
 
@@ -182,7 +185,7 @@ def test_replicas_that_wait_for_one_that_has_ended_are_told_so(ends: int) -> Non
 
     def call(replica: Replica) -> None:
         if replica.index != ends:
-            replica.meet("m", echo, None)
+            replica.synchronize("m", echo, None)
 
     with pytest.raises(RuntimeError, match="different number of") as caught:
         replicas.run(call, everyone(replicas))
@@ -194,7 +197,7 @@ def test_replicas_that_wait_for_one_that_has_ended_are_told_so(ends: int) -> Non
 def test_a_meeting_that_gives_too_few_or_too_many_answers_does_not_hang(answers: list[int]) -> None:
     replicas = Replicas(cpus(0, 0))
     with pytest.raises(ValueError, match="zip"):
-        replicas.run(lambda replica: replica.meet("m", lambda brought: answers, None), everyone(replicas))
+        replicas.run(lambda replica: replica.synchronize("m", lambda brought: answers, None), everyone(replicas))
     assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {0: 0, 1: 1}
 
 
@@ -202,10 +205,10 @@ def test_a_meeting_may_hold_a_run_of_the_same_replicas() -> None:
     replicas = Replicas(cpus(0, 0))
 
     def inner(replica: Replica) -> int:
-        return replica.meet("m", lambda brought: [sum(brought)] * 2, replica.index + 1)
+        return replica.synchronize("m", lambda brought: [sum(brought)] * 2, replica.index + 1)
 
     def outer(replica: Replica) -> Any:
-        return replica.meet("m", lambda brought: [replicas.run(inner, everyone(replicas))] * 2, None)
+        return replica.synchronize("m", lambda brought: [replicas.run(inner, everyone(replicas))] * 2, None)
 
     assert replicas.run(outer, everyone(replicas)) == {0: {0: 3, 1: 3}, 1: {0: 3, 1: 3}}
     assert replicas.run(inner, everyone(replicas)) == {0: 3, 1: 3}
@@ -220,7 +223,7 @@ def test_replicas_in_different_places_run_at_the_same_time() -> None:
 
     def call(replica: Replica) -> None:
         together.wait(PATIENCE)
-        replica.meet("m", echo, None)
+        replica.synchronize("m", echo, None)
         together.wait(PATIENCE)
 
     replicas.run(call, everyone(replicas))
@@ -235,7 +238,7 @@ def test_of_replicas_in_two_places_those_in_one_still_take_turns() -> None:
     def call(replica: Replica) -> None:
         gate.pass_through("begins", replica)
         pairs.wait(PATIENCE)  # the n-th of each place
-        replica.meet("m", echo, None)
+        replica.synchronize("m", echo, None)
         gate.pass_through("ends", replica)
         pairs.wait(PATIENCE)
 
@@ -275,7 +278,7 @@ def test_a_meeting_waits_for_all_places_and_all_stand_still_while_it_is_held() -
             sum(range(1000 * (replica.index + 1)))
             with lock:
                 running.discard(replica.index)
-            answers.append(replica.meet("m", combine, replica.index))
+            answers.append(replica.synchronize("m", combine, replica.index))
         return answers
 
     assert replicas.run(call, everyone(replicas)) == {r: [6, 6, 6] for r in range(4)}
@@ -293,7 +296,7 @@ def test_a_failure_ends_the_run_when_the_other_place_stands_still() -> None:
                 raise error
             if replica.index == 1:
                 together.wait(PATIENCE)
-                replica.meet("m", echo, None)
+                replica.synchronize("m", echo, None)
                 log.append("replica 1 went on")
             if replica.index == 2:
                 log.append("replica 2, whose place failed, began")
@@ -357,7 +360,7 @@ def test_places_that_meet_unequally_are_told_so() -> None:
     def call(replica: Replica) -> None:
         together.wait(PATIENCE)
         if replica.index == 0:
-            replica.meet("m", echo, None)
+            replica.synchronize("m", echo, None)
 
     with pytest.raises(RuntimeError, match="different number of"):
         replicas.run(call, everyone(replicas))
@@ -415,7 +418,7 @@ def test_two_threads_may_run_the_same_replicas_at_the_same_time() -> None:
         def of_caller(replica: Replica) -> str:
             if replica.index == 0:
                 together.wait(PATIENCE)
-            return replica.meet("m", lambda brought: ["".join(brought)] * 2, name)
+            return replica.synchronize("m", lambda brought: ["".join(brought)] * 2, name)
 
         return of_caller
 
@@ -460,7 +463,7 @@ def test_a_team_holds_nothing_of_a_run_that_is_over() -> None:
 
     def run(held: Held, fails: bool) -> None:
         def call(replica: Replica) -> Held:
-            replica.meet("m", echo, held)
+            replica.synchronize("m", echo, held)
             if fails and replica.index == 1:
                 raise ValueError("bad")
             return held

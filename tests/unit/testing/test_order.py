@@ -188,7 +188,7 @@ def test_any_order_of_any_program_is_kept(case: tuple[list[int], list[list[str]]
     def step() -> int:
         for stop in programs[replica_id()]:
             if stop == "m":
-                context()._group.replica.meet("m", lambda brought: brought, None)
+                context()._group.replica.synchronize("m", lambda brought: brought, None)
             else:
                 lockstep.point(stop)
         return replica_id()
@@ -476,7 +476,7 @@ def test_a_replica_that_pauses_where_nobody_gives_turns_goes_on() -> None:
 
     def call(replica: Replica) -> int:
         replica.pause()
-        return replica.meet("m", lambda brought: [sum(brought)] * 3, replica.index)
+        return replica.synchronize("m", lambda brought: [sum(brought)] * 3, replica.index)
 
     assert replicas.run(call, range(3)) == {0: 3, 1: 3, 2: 3}
 
