@@ -25,7 +25,7 @@ from contest import Contender, Measure, Row, Work, compared, hold, timed
 from torchstrategy import ReduceOp
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._strategy.one_machine import ReplicatedExtended
+from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 
 BAR = 1.15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,9 +23,34 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():
     # What has nothing to do with devices, or simulates them in processes of its own.
-    elsewhere = ["examples", "house", "plugin", "process", "readme", "simulation", "thirdparty"]
-    elsewhere += ["data_page", "features_page", "input_options", "migrating_page", "numpy_dataset"]
-    collect_ignore += [f"test_{name}.py" for name in elsewhere]
+    collect_ignore += ["house", "pages", "unit/cluster_resolver", "unit/strategy", "unit/testing"]
+    collect_ignore += [
+        "contract/test_process.py",
+        "unit/input/test_input_options.py",
+        "unit/input/test_numpy_dataset.py",
+    ]
+
+
+VARIANTS = 6  # of each test that has parameters, where CI is not set
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Outside of CI each test runs with some of its parameters, spread evenly: all of them take a quarter of an hour.
+
+    A person who names a test, or asks for tests by a word, gets every variant of it.
+    """
+    if "CI" in os.environ or config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for name, of_one in variants.items():
+        step = -(-len(of_one) // VARIANTS)
+        first = zlib.crc32(name.encode()) % step  # so that not all tests run under the same strategies
+        left_out.update(item for i, item in enumerate(of_one) if i % step != first)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

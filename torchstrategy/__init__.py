@@ -13,9 +13,10 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     owner             a parameter of the user's own module, which the optimizer updates
     local             a replica's own: its copy of a module, its parameter, its gradient
     trainer           an object of the user's that holds models or what trains them
-    meeting           where every replica brings something and all go on together
+    meeting           a synchronization point: every replica brings something, and all go on together
 
-The rooms of the package. A room imports only from rooms below it; in its docstring, each file only from files above.
+The rooms of the package, from the lowest floor up. A room imports only from lower floors, which stand before it here; a
+file imports only files that stand before it in its room's docstring.
 
     _core             what every other room uses: types, errors, options, devices, values, where a thread is
     ----
@@ -32,9 +33,9 @@ The rooms of the package. A room imports only from rooms below it; in its docstr
     nn                losses and batch normalisation over the whole batch
     _replication      a model and its optimizers in several replicas
     ----
-    _strategy         the public classes, and the story of a step: begin with `_strategy/one_machine`
+    _strategy         the public classes, and the story of a step: begin with `_strategy/replicated`
     ----
-    _data_parallel    `DataParallel`
+    _data_parallel    a module whose forward runs in replicas, in place of `torch.nn.DataParallel`
     experimental      names that may still change
     ----
     testing           simulated devices, and checks for tests of the user's own

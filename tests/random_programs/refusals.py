@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 # Words of the message: a page, and a sentence that stands there.
-DOCUMENTED: dict[str, tuple[str, str]] = {}
+DOCUMENTED: dict[str, tuple[str, str]] = {
+    "has a gradient hook, and the step ran backward": (
+        "docs/features.md",
+        "a strategy refuses a parameter with a hook",
+    ),
+    "is a tensor that requires grad in a plain attribute": (
+        "docs/features.md",
+        "A strategy refuses a module with a trainable tensor in a plain attribute",
+    ),
+}
 
 
 def documented(message: str) -> str:

@@ -578,6 +578,20 @@ def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
     assert twice.coalesce().values().device == copy.deepcopy(twice).device == ONE
 
 
+@SPARSE_CHECKS
+@pytest.mark.parametrize(
+    "call",
+    [torch.sum, torch.abs, torch.nan_to_num, torch.isinf, torch.Tensor.abs_, torch.norm, torch.clone, torch.deg2rad],
+    ids=lambda call: call.__name__,
+)
+def test_what_the_cpu_does_at_once_with_a_sparse_tensor_is_not_taken_apart(call: Callable[..., Any]) -> None:
+    """A random program: torch took `sum` apart, of which a variant without dimensions came back as it went in."""
+    dense = torch.tensor([[0.0, -1.0], [2.0, 0.0]])
+    expected, found = call(dense.to_sparse()), call(dense.to(ONE).to_sparse())
+    assert (found.shape, found.layout, found.device) == (expected.shape, expected.layout, ONE)
+    assert_close(found.cpu().to_dense(), expected.to_dense())
+
+
 def test_the_gradient_of_a_sparse_embedding_can_be_zeroed_and_added_to() -> None:
     """A random program: the CPU would not give other indices to memory of the device."""
     embeddings = [torch.nn.Embedding(4, 2, sparse=True)]

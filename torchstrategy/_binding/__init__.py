@@ -1,8 +1,8 @@
 """How a name in the step comes to mean the replica's own object, and how changes of the user's objects are seen.
 
-A step uses a global name such as `model`. Before a run, `step_references` finds the objects that the step names, and
-`proxies` makes these objects act, in each replica, as the replica's own copy. The other files find what the user has
-changed between runs.
+A step uses names such as `model`. Before a run, `step_references` finds the objects that the step names, and `proxies`
+makes these objects act, in each replica, as the replica's own copy. Other files copy what the user's objects hold, or
+find what the user has changed since the last run.
 
     attribute_contents    what plain attributes hold, at any depth: containers, objects and tensors
     closure_rebinding     functions that close over parts of a model, for a replica's parts

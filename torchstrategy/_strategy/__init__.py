@@ -1,17 +1,19 @@
 """The public classes: what a strategy is, and of which parts each of them is made.
 
-`Strategy.run` goes through `strategy_base` to `one_machine`, which tells the story of a step: weigh the replicas, begin
+`Strategy.run` goes through `strategy_base` to `replicated`, which tells the story of a step: weigh the replicas, begin
 the run, call the step in each replica, end the run, put the results together.
 
     choices               what a person chooses when a strategy is made
     multi_step_context    what several steps in a row leave behind
     scope                 the block in which a strategy is the current one
     strategy_extended     `Strategy.extended`, and what a strategy of one's own defines
-    strategy_base         the methods that strategies of both versions of the API have
-    strategy              `Strategy`, as version 2 has it
+    strategy_base         the methods that strategies of TensorFlow 1 and 2 have
+    strategy              `Strategy`, as TensorFlow 2 has it
     replica_context       `ReplicaContext`: who a replica is, and how it synchronizes with the others
     current               `get_strategy` and `get_replica_context`
-    one_machine           the two kinds of strategies on one machine: a single replica, and several
+    one_machine           what the strategies on one machine have in common
+    single                a single replica, on the user's own objects
+    replicated            several replicas, and the story of a step in them
     central_storage       parameters on one device, replicas on others
     default               the strategy where nobody chose one
     mirrored              parameters on every device

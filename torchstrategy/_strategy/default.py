@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from torchstrategy._strategy.one_machine import SingleExtended
+from torchstrategy._strategy.single import SingleExtended
 from torchstrategy._strategy.strategy import Strategy
 
 

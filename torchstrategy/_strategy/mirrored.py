@@ -14,7 +14,7 @@ from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import InPlaceStorage, Storage
 from torchstrategy._strategy.choices import averages, devices_of_replicas
-from torchstrategy._strategy.one_machine import ReplicatedExtended
+from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
 
 

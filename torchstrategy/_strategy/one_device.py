@@ -7,7 +7,7 @@ from typing import final
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.types import DeviceLike
 from torchstrategy._replication.storage import InPlaceStorage
-from torchstrategy._strategy.one_machine import SingleExtended
+from torchstrategy._strategy.single import SingleExtended
 from torchstrategy._strategy.strategy import Strategy
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
@@ -31,7 +32,7 @@ class ReplicaWeights:
     fractions: tuple[float, ...]
     reduction: ReduceOp
 
-    @property
+    @cached_property
     def weights(self) -> tuple[float, ...]:
         """What the gradient of each replica of the strategy is multiplied by; 0 where it is dropped."""
         if self.reduction is ReduceOp.MEAN:

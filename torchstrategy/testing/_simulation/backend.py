@@ -32,14 +32,13 @@ class Backend:
     def __init__(self) -> None:
         self._any = Library("_", "IMPL")
         self._aten = Library("aten", "IMPL")
-        self._own: set[str] = set()
+        self._own: dict[str, set[str]] = {_BACKEND: set(), _SPARSE: set()}
 
     def kernel(self, name: str, key: str = _BACKEND) -> Callable[[Kernel], Kernel]:
         """Registers the decorated function as the kernel of an operator: `"add.Tensor"`."""
 
         def register(kernel: Kernel) -> Kernel:
-            if key == _BACKEND:
-                self._own.add(name)
+            self._own.setdefault(key, set()).add(name)
             hide_from_compiler(getattr(kernel, "func", kernel))  # a kernel is where compiling ends, as one of C++ is
             self._aten.impl(name, kernel, key)
             return kernel
@@ -64,10 +63,12 @@ class Backend:
 
     def run_directly(self) -> None:
         """Runs as one call on the CPU what torch would take apart: less to pay, and the CPU's very numbers."""
-        for name in _taken_apart(self._own):
+        for name in _taken_apart(self._own[_BACKEND]):
             op = operator(name)
             run = run_each_on_cpu if name.startswith("_foreach_") else run_on_cpu
             self.kernel(name)(functools.partial(run, op))
+        for name in _taken_apart_if_sparse(self._own[_SPARSE]):
+            self.kernel(name, _SPARSE)(functools.partial(run_on_cpu, operator(name)))
 
 
 def operator(name: str) -> Any:
@@ -101,6 +102,16 @@ def _is_taken_apart(full: str, name: str) -> bool:
     return has_kernel(full, "CPU") and (
         has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
     )
+
+
+def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
+    """The operators that the CPU does not take apart for sparse tensors, and torch would for those of a new device."""
+    for full in operator_names():
+        namespace, _, name = full.partition("::")
+        is_composite = has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
+        is_sparse = has_kernel(full, "SparseCPU") and name not in ("clone", "copy_")  # which may cross devices
+        if namespace == "aten" and name not in but and is_composite and is_sparse and _is_plain(name):
+            yield name
 
 
 def _is_plain(name: str) -> bool:

@@ -1,0 +1,465 @@
+"""The rules of the house: what may import what, what is public, and what an import must not do."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import torchstrategy
+import torchstrategy.testing
+
+PACKAGE = Path(inspect.getfile(torchstrategy)).parent
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(PACKAGE.rglob("*.py"))
+OF_TENSORFLOW = [
+    "torchstrategy",
+    "torchstrategy.cluster_resolver",
+    "torchstrategy.compat.v1",
+    "torchstrategy.compat.v1.experimental",
+    "torchstrategy.experimental",
+    "torchstrategy.nn",
+]
+NAMESPACES = [*OF_TENSORFLOW, "torchstrategy.testing"]
+PUBLIC = [
+    (namespace, name)
+    for namespace in NAMESPACES
+    for name in importlib.import_module(namespace).__all__
+    if not isinstance(getattr(importlib.import_module(namespace), name), ModuleType)
+]
+OTHER_NAMES = {"CollectiveCommunication": "CommunicationImplementation"}  # of one thing, which says the second
+MAX_LINES = 350
+
+# Inside of public folders, whose docstrings are for users: a file imports only from floors below its own. Inside of the
+# other rooms, the room's docstring has the order of its files.
+FLOORS: dict[tuple[str, ...], list[set[str]]] = {
+    ("cluster_resolver",): [
+        {"_cluster_spec"},
+        {"_cluster_resolver"},
+        {"_simple", "_tf_config", "_union"},
+    ],
+    ("compat",): [{"v1"}],
+    ("compat", "v1"): [
+        {"_loss_reduction", "_strategy"},
+        {"_central_storage", "_mirrored", "_one_device"},
+        {"experimental"},
+    ],
+    ("nn",): [{"_losses", "_sync_batch_norm"}],
+    ("testing",): [
+        {"_refusals", "_simulation"},
+        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
+        {"_same_as_plain"},
+    ],
+    ("_communication", "cross_device_ops"): [
+        {"destinations"},
+        {"cross_device_ops"},
+        {"reduction_to_one_device"},
+        {"all_reduce"},
+    ],
+    ("testing", "_simulation"): [
+        {"facades", "ordinals", "pending", "recorder"},  # which devices there are, and what happens on them
+        {"generators", "streams"},
+        {"accounts"},
+        {"memory"},
+        {"storages"},
+        {"kernels", "module", "tensors"},
+        {"accelerator", "backend", "cuda_alias"},
+        {"autocast", "creation", "layers", "sparse"},
+    ],
+    ("testing", "_same_as_plain"): [
+        {"device_errors", "held", "record"},
+        {"difference", "randomness"},
+        {"training"},
+        {"comparison"},
+        {"experiments"},
+        {"causes"},
+        {"messages"},
+        {"same_as_plain"},
+    ],
+}
+
+
+def rooms() -> list[set[str]]:
+    """The rooms on each floor, from below, as the docstring of the package has them."""
+    floors: list[set[str]] = [set()]
+    for line in _map_of(PACKAGE / "__init__.py"):
+        if line == "----":
+            floors.append(set())
+        else:
+            floors[-1].add(line)
+    return floors
+
+
+def _map_of(init: Path) -> list[str]:
+    """The names that stand first in the indented lines at the end of a docstring."""
+    documentation = ast.get_docstring(ast.parse(init.read_text())) or ""
+    lines = documentation.rpartition("\n\n")[2].splitlines()
+    return [line.split()[0] for line in lines if line.startswith("    ")]
+
+
+@functools.cache
+def staircase(folder: tuple[str, ...]) -> list[set[str]]:
+    """What stands in a folder, floor by floor from below."""
+    if not folder:
+        return rooms()
+    if folder in FLOORS:
+        return FLOORS[folder]
+    return [{name} for name in _map_of(PACKAGE.joinpath(*folder, "__init__.py"))]
+
+
+def floor_of(folder: tuple[str, ...], module: str) -> int:
+    floors = staircase(folder)
+    if module == "__init__":
+        return len(floors)
+    return next(floor for floor, modules in enumerate(floors) if module in modules)
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    """`("_input", "dataset")` for torchstrategy/_input/dataset.py."""
+    return path.relative_to(PACKAGE).with_suffix("").parts
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("torchstrategy", *parts_of(path)))
+
+
+def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
+    """The modules of this package that a file imports, for annotations too, as parts of their paths."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [_module_named(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, *rest = name.split(".")
+            if package == "torchstrategy":
+                yield tuple(rest) or ("__init__",)
+
+
+def _module_named(module: str, name: str) -> str:
+    """What `from module import name` imports: a module below it, or the module itself."""
+    below = PACKAGE.parent.joinpath(*module.split("."), name)
+    return f"{module}.{name}" if below.is_dir() or below.with_suffix(".py").is_file() else module
+
+
+# Imports
+
+
+def test_every_room_and_every_file_has_a_place() -> None:
+    there: dict[tuple[str, ...], set[str]] = {}
+    for *folders, module in map(parts_of, FILES):
+        for depth, name in enumerate([*folders, module]):
+            there.setdefault(tuple(folders[:depth]), set()).add(name)
+    for folder, names in there.items():
+        if names == {"__init__"} or folder == ("compat",):
+            continue  # a folder of names only
+        floors = staircase(folder)
+        assert {name for floor in floors for name in floor} == names - {"__init__"}
+        assert sum(map(len, floors)) == len(names - {"__init__"}), f"a part of {folder} stands on two floors"
+
+
+def test_the_house_has_few_rooms() -> None:
+    entries = [entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
+    assert len(entries) <= 18
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_only_go_down(path: Path) -> None:
+    here = parts_of(path)
+    for imported in modules_imported_by(path):
+        # The innermost folder that both are in; importing a folder is importing its `__init__`.
+        depth = next(d for d in range(len(here)) if here[: d + 1] != imported[: d + 1])
+        folder = here[:depth]
+        below = imported[depth] if len(imported) > depth else "__init__"
+        assert floor_of(folder, below) < floor_of(folder, here[depth]), f"{name_of(path)} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_are_absolute_whole_and_at_the_top(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert all(alias.name != "*" for alias in node.names), f"line {node.lineno}: a star import"
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inside = [n.lineno for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+            assert not inside, f"line {inside}: an import in a function"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_torch_names(tree: ast.AST) -> Iterator[str]:
+    """The private names of torch that a file uses, with the line."""
+    of_torch = {"torch"}  # the names in this file that stand for something of torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    of_torch.add((alias.asname or alias.name).split(".")[0])
+                    if any(map(is_private, alias.name.split("."))):
+                        yield f"line {node.lineno}: import {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                of_torch.add(alias.asname or alias.name)
+                if any(map(is_private, [*(node.module or "").split("."), alias.name])):
+                    yield f"line {node.lineno}: from {node.module} import {alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.AST = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in of_torch:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if parts_of(path) != ("_core", "torch_internals")], ids=name_of
+)
+def test_private_names_of_torch_are_used_in_one_module(path: Path) -> None:
+    assert list(private_torch_names(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._C",
+        "import torch.utils._pytree as tree",
+        "from torch.utils._pytree import tree_map",
+        "from torch.overrides import _push_mode",
+        "import torch\ntorch._foreach_add_",
+        "import torch\ntorch.Tensor._make_subclass",
+        "from torch import nn\nnn.modules._x",
+        "from torch.optim import Optimizer as O\nO._step",
+    ],
+)
+def test_a_private_name_of_torch_is_found(line: str) -> None:
+    assert len(list(private_torch_names(ast.parse(line)))) == 1
+
+
+def test_the_module_of_private_names_is_where_they_are() -> None:
+    assert list(private_torch_names(ast.parse((PACKAGE / "_core" / "torch_internals.py").read_text())))
+
+
+# Names
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_all_lists_every_public_name_in_order(namespace: str) -> None:
+    module = importlib.import_module(namespace)
+    # A module below it that somebody has imported is an attribute, too.
+    public = [n for n, v in vars(module).items() if not n.startswith("_") and not isinstance(v, ModuleType)]
+    assert [n for n in module.__all__ if not isinstance(getattr(module, n), ModuleType)] == sorted(public)
+    assert module.__all__ == sorted(module.__all__)
+
+
+@pytest.mark.parametrize(("namespace", "name"), PUBLIC)
+def test_public_names_report_their_public_home(namespace: str, name: str) -> None:
+    thing = getattr(importlib.import_module(namespace), name)
+    assert thing.__module__ in NAMESPACES
+    assert getattr(importlib.import_module(thing.__module__), name) is thing
+    assert thing.__qualname__ == OTHER_NAMES.get(name, name)
+
+
+def test_a_name_has_one_home() -> None:
+    homes: dict[int, set[str]] = {}
+    for namespace, name in PUBLIC:
+        thing = getattr(importlib.import_module(namespace), name)
+        homes.setdefault(id(thing), set()).add(thing.__module__)
+    assert all(len(found) == 1 for found in homes.values())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        torchstrategy.CentralStorageStrategy,
+        torchstrategy.OneDeviceStrategy,
+        torchstrategy.compat.v1.OneDeviceStrategy,
+        torchstrategy.compat.v1.experimental.CentralStorageStrategy,
+    ],
+)
+def test_a_strategy_is_a_constructor_and_overrides_no_public_method(strategy: type) -> None:
+    assert [name for name in vars(strategy) if not name.startswith("_")] == []
+    assert getattr(strategy, "__final__", False)
+
+
+# Documents
+
+
+@pytest.mark.parametrize(("namespace", "name"), PUBLIC)
+def test_every_public_name_has_a_docstring_with_an_example_and_a_source(namespace: str, name: str) -> None:
+    documentation = inspect.cleandoc(getattr(importlib.import_module(namespace), name).__doc__ or "")
+    assert re.search(r"^Example:\n    >>> ", documentation, re.MULTILINE), f"{name} has no example"
+    if namespace in OF_TENSORFLOW:
+        source = re.search(r"^Source: https://(www\.tensorflow|docs\.pytorch)\.org/", documentation, re.MULTILINE)
+        assert source, f"{name} has no source"
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name"),
+    [
+        (namespace, name)
+        for namespace, name in PUBLIC
+        if inspect.isclass(vars(importlib.import_module(namespace))[name])
+    ],
+)
+def test_every_public_method_has_a_docstring(namespace: str, name: str) -> None:
+    cls = getattr(importlib.import_module(namespace), name)
+    for owner in (base for base in cls.__mro__ if base.__module__.startswith("torchstrategy")):
+        for member, value in vars(owner).items():
+            if not member.startswith("_") and isinstance(value, (property, classmethod, staticmethod, type(lambda: 0))):
+                assert (inspect.getdoc(getattr(cls, member)) or "").strip(), f"{name}.{member}"
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Every docstring of a file: of what, below which line, and its text."""
+
+    def below(node: ast.AST, name: str) -> Iterator[tuple[str, int, str]]:
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, (ast.ClassDef, ast.FunctionDef)):
+                inner_name = f"{name}.{inner.name}"
+                yield inner_name, inner.lineno, ast.get_docstring(inner) or ""
+                yield from below(inner, inner_name)
+
+    tree = ast.parse(path.read_text())
+    yield name_of(path), 0, ast.get_docstring(tree) or ""
+    yield from below(tree, name_of(path))
+
+
+EXAMPLES = {
+    name: (text, path, line)
+    for path in FILES
+    for name, line, text in docstrings(path)
+    if doctest.DocTestParser().get_examples(text)
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_do_what_they_say(name: str) -> None:
+    text, path, line = EXAMPLES[name]
+    globs: dict[str, Any] = {public: getattr(torchstrategy, public) for public in torchstrategy.__all__}
+    globs.update(torch=torch, torchstrategy=torchstrategy)
+    test = doctest.DocTestParser().get_doctest(text, globs, name, str(path), line)
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False, optionflags=0).run(test, out=said.append)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(said)
+
+
+def test_the_version_is_that_of_the_newest_heading_in_the_changelog() -> None:
+    headings = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert torchstrategy.__version__ == headings[0]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [torchstrategy.__version__]
+
+
+def test_types_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    data = re.search(r"^\[tool\.setuptools\.package-data\]\n(.+)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert data is not None
+    assert data[1] == 'torchstrategy = ["py.typed"]'
+
+
+# Files
+
+
+def lines_of_code(source: str) -> int:
+    """How many lines of a file are neither empty nor part of a docstring."""
+    lines = {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_holds_one_idea(path: Path) -> None:
+    count = lines_of_code(path.read_text())
+    assert count <= MAX_LINES, f"{path.name} has {count} lines of code: which two ideas is it?"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
+
+
+# What an import does not do
+
+REPORT = """
+import json, logging, os, signal, sys, threading, warnings
+import numpy, torch, typing_extensions
+from torch.nn.modules import module
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "cuda": torch.cuda.is_initialized(),
+        "log handlers": [str(logging.root.handlers), logging.root.level, *(
+            str(logger.handlers) for logger in logging.root.manager.loggerDict.values() if hasattr(logger, "handlers")
+        )],
+        "optimizers": [repr(Optimizer.__init__), repr(Optimizer.step), repr(vars(Optimizer).keys())],
+        "modules": [repr(vars(torch.nn.Module).keys()), repr(torch.nn.Module.__init__), repr(torch.nn.Module.__call__)],
+        "hooks": [len(value) for name, value in sorted(vars(module).items()) if name.endswith("_hooks")],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "warning filters": [repr(f) for f in warnings.filters],
+        "excepthooks": [repr(sys.excepthook), repr(threading.excepthook)],
+        "signals": [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "containers": len(_pytree.SUPPORTED_NODES),
+        "random numbers": torch.get_rng_state().sum().item(),
+        "modes": [torch.is_grad_enabled(), str(torch.get_default_dtype()), str(torch.get_default_device())],
+        "path": sys.path,
+    }
+
+before, known = state(), set(sys.modules)
+import torchstrategy
+after = state()
+strangers = {name.split(".")[0] for name in set(sys.modules) - known}
+strangers -= {"torchstrategy", "torch", "numpy", "typing_extensions", *sys.stdlib_module_names}
+print(json.dumps({"before": before, "after": after, "strangers": sorted(strangers)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What a fresh interpreter says of itself before and after the import, in which a warning is an error."""
+    command = [sys.executable, "-W", "error::UserWarning:torchstrategy", "-c", REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_an_import_leaves_the_process_as_it_was(report: dict[str, Any]) -> None:
+    before, after = report["before"], report["after"]
+    changed = {aspect: (before[aspect], after[aspect]) for aspect in before if after[aspect] != before[aspect]}
+    assert not changed
+    assert before["cuda"] is False
+
+
+def test_an_import_needs_torch_numpy_and_typing_extensions_only(report: dict[str, Any]) -> None:
+    assert report["strangers"] == []
+
+
+def test_what_is_required_is_what_is_imported() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    required = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
+    assert required is not None
+    assert re.findall(r'"([\w-]+)', required[1]) == ["torch", "numpy", "typing-extensions"]

@@ -1,0 +1,78 @@
+"""CONTRIBUTING.md speaks of files, rooms and commands that there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from test_readme import BLOCK, commands_in
+
+from house.picture import ROOT, floors, package
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+COMMANDS = [command for match in BLOCK.finditer(PAGE) for command in commands_in(match[2])]
+QUOTED = sorted({quoted for quoted in re.findall(r"`([^`\n]+)`", BLOCK.sub("", PAGE)) if " " not in quoted})
+LINKS = sorted(set(re.findall(r"\]\(([^)#]+)", PAGE)))
+SCRIPT = re.compile(r"`python (\S+\.py)`")
+
+
+def paths() -> list[str]:
+    """The files and folders that it names, by themselves or in a command."""
+    named = {quoted for quoted in QUOTED if "/" in quoted or quoted.endswith((".py", ".md"))}
+    in_commands = {word.partition("::")[0] for command in COMMANDS for word in command.split() if "tests/" in word}
+    return sorted(named | in_commands | set(SCRIPT.findall(PAGE)) | set(LINKS))
+
+
+def is_there(path: str) -> bool:
+    """Whether a path exists below the repository or the package, or, without folders, in a room."""
+    inside = path.removeprefix("torchstrategy/")
+    return (ROOT / path).exists() or (package() / inside).exists() or ("/" not in path and any(package().rglob(path)))
+
+
+def test_it_names_many_files() -> None:
+    assert len(paths()) > 25
+    assert COMMANDS
+
+
+@pytest.mark.parametrize("path", paths())
+def test_a_file_that_is_named_exists(path: str) -> None:
+    assert is_there(path)
+
+
+def test_a_file_that_does_not_exist_is_noticed() -> None:
+    assert not is_there("_training/no_such_file.py")
+    assert not is_there("no_such_file.py")
+
+
+def test_every_room_that_is_named_exists() -> None:
+    rooms = {room.name for floor in floors() for room in floor}
+    first_folders = {quoted.partition("/")[0] for quoted in QUOTED if re.match(r"_\w+(/|$)", quoted)}
+    assert first_folders <= rooms
+    assert len(first_folders) > 5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_of_ci_or_names_a_test(command: str) -> None:
+    if command in commands_in((ROOT / ".ci" / "run").read_text()):
+        return
+    program, *options, target = [word for word in shlex.split(command) if word != "--simulate-devices=5"]
+    assert [program, *options] == [".venv/bin/python", "-m", "pytest"]
+    file, _, test = target.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert not test or test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_story_that_is_quoted_is_told() -> None:
+    file, story = re.findall(r"`(tests/\S+\.py)` says of one test: \"([^\"]+)\"", PAGE)[0]
+    assert " ".join(story.split()) in (ROOT / file).read_text()
+
+
+def test_the_limit_of_lines_is_the_one_that_is_checked() -> None:
+    limit = re.findall(r"at most (\d+) lines of code", PAGE)
+    assert (
+        re.findall(r"^MAX_LINES = (\d+)$", Path(ROOT / "tests" / "house" / "test_house.py").read_text(), re.MULTILINE)
+        == limit
+    )

@@ -1,0 +1,188 @@
+"""The examples run and learn, their checks can fail, and the digits programs differ by no more than the README says."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from processes import python
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def output_of(program: str, *arguments: str) -> str:
+    """What the program prints. It imports the package as installed, as a user's program does."""
+    return output_of_python(str(EXAMPLES / program), *arguments)
+
+
+def output_of_python(*arguments: str, folder: Path | None = None) -> str:
+    done = python(*arguments, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def digits_problem(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("digits_problem")
+
+
+@pytest.fixture
+def language_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("language_model")
+
+
+@pytest.fixture
+def gan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("gan")
+
+
+def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
+    parser = digits_problem.argument_parser()
+    digits_problem.add_strategy_arguments(parser)
+    return parser.parse_args(arguments.split())
+
+
+def test_the_digits_programs_differ_in_fewer_than_12_lines() -> None:
+    plain, under_strategy = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_plain.py", "digits.py"))
+    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]  # the first two name the files
+    changed = [line for line in diff if line[0] in "+-"]
+    assert 0 < len(changed) < 12, "\n".join(changed)
+
+
+@pytest.mark.slow
+def test_the_plain_digits_program_runs() -> None:
+    assert "test accuracy" in output_of("digits_plain.py", "--epochs", "1")
+
+
+@pytest.mark.slow
+def test_the_digits_program_runs_and_checks_itself() -> None:
+    output = output_of(
+        "digits.py", "--strategy", "central", "--replicas", "3", "--epochs", "1", "--dtype", "float64", "--check"
+    )
+    assert "largest difference from plain PyTorch" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--strategy default",
+        "--strategy one --device cpu:1",
+        "--strategy central --device cpu:1,cpu:0",
+        "--strategy central --replicas 4 --optimizer adam",
+    ],
+)
+def test_an_epoch_of_digits_is_an_epoch_of_plain_pytorch(digits_problem: ModuleType, arguments: str) -> None:
+    options = parsed(digits_problem, f"--epochs 1 --lr 0.01 {arguments}")
+    model, losses = importlib.import_module("digits").train(options)
+    digits_problem.check(options, model, losses)
+
+
+@pytest.mark.slow
+def test_digits_learns_with_four_replicas(digits_problem: ModuleType) -> None:
+    options = parsed(digits_problem, f"--replicas 4 --lr {digits_problem.LEARNING_RATES['sgd']}")
+    model, _ = importlib.import_module("digits").train(options)
+    assert digits_problem.accuracy(model) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [1e-3, float("nan")])
+def test_the_check_of_digits_fails_when_a_weight_differs(digits_problem: ModuleType, damage: float) -> None:
+    options = parsed(digits_problem, "--epochs 1 --lr 0.1")
+    model, losses = importlib.import_module("digits_plain").train(options)
+    digits_problem.check(options, model, losses)
+    with torch.no_grad():
+        model.linear2.bias[0] += damage
+    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+        digits_problem.check(options, model, losses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--strategy one --replicas 2", "--strategy one has one replica, and --replicas asks for 2"),
+        ("--strategy default --device cpu", "--strategy default runs where the tensors are and takes no --device"),
+        ("--strategy central --device cpu,cpu --replicas 3", "--replicas asks for 3, and --device lists 2"),
+    ],
+)
+def test_digits_refuses_arguments_that_it_would_have_to_ignore(
+    digits_problem: ModuleType, arguments: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        digits_problem.new_strategy(parsed(digits_problem, arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "outcome"), [(["--simulate-devices=4"], "28 passed in"), ([], "14 passed, 1 skipped")]
+)
+def test_the_example_of_tests_passes_where_a_user_copies_it(options: list[str], outcome: str, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "test_my_training.py", tmp_path)
+    output = output_of_python("-m", "pytest", "-rs", "-W", "error", *options, folder=tmp_path)
+    assert outcome in output
+    assert ("run pytest with --simulate-devices=4" in output) == ("skipped" in outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "accumulate", "precision"), [(3, 3, "float32"), (2, 2, "bfloat16")])
+def test_the_language_model_learns_what_it_learns_in_plain_pytorch(
+    language_model: ModuleType, replicas: int, accumulate: int, precision: str
+) -> None:
+    arguments = ["--replicas", str(replicas), "--accumulate", str(accumulate), "--batch-size", "7"]
+    language_model.check(language_model.argument_parser().parse_args(arguments), precision, updates=4)
+
+
+@pytest.mark.slow
+def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_of_its_own_words(
+    language_model: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own_mean(losses: torch.Tensor, global_batch_size: int) -> torch.Tensor:
+        return losses.sum() / (losses != 0).sum()
+
+    monkeypatch.setattr("torchstrategy.nn.compute_average_loss", own_mean)
+    options = language_model.argument_parser().parse_args([])
+    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+        language_model.check(options, "float32", updates=2)
+
+
+@pytest.mark.slow
+def test_a_few_updates_make_the_language_model_better_than_guessing(
+    language_model: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    language_model.main(language_model.argument_parser().parse_args(["--updates", "15"]))
+    found, unigram = map(float, re.findall(r": ([\d.]+)", capsys.readouterr().out))
+    guessing = language_model.corpus()[2]
+    assert unigram < guessing / 4 and found < guessing / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_gan_learns_what_it_learns_in_plain_pytorch(gan: ModuleType, replicas: int) -> None:
+    gan.check(gan.argument_parser().parse_args(["--replicas", str(replicas)]), steps=19)  # over the end of an epoch
+
+
+@pytest.mark.slow
+def test_the_check_of_the_gan_fails_when_each_replica_normalises_its_own_rows(
+    gan: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm", lambda generator: generator)
+    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+        gan.check(gan.argument_parser().parse_args([]), steps=2)
+
+
+@pytest.mark.slow
+def test_what_the_gan_draws_comes_nearer_to_digits(gan: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    gan.main(gan.argument_parser().parse_args(["--steps", "150", "--replicas", "1"]))
+    before, after = map(float, re.findall(r"([\d.]+) (?:after one step|now)", capsys.readouterr().out))
+    assert after < before / 2

@@ -1,0 +1,35 @@
+"""docs/performance.md says what is so: it runs, and names the ranges that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from documents import examples_run_on
+from torchstrategy._core import trace
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+TEXT = PAGE.read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # by torch before 2.13
+def test_the_page_runs() -> None:
+    assert examples_run_on(PAGE) > 10
+
+
+def test_the_ranges_that_there_are_are_shown_and_no_others() -> None:
+    there = set(re.findall(r"^    torchstrategy\.(\S+ \S+)", trace.__doc__ or "", re.MULTILINE))
+    assert len(there) > 5
+    assert {name for name in there if name not in TEXT} == set()
+    assert set(re.findall(r"\btorchstrategy\.([a-z]+ [^\s`]+)", TEXT)) <= there
+
+
+def test_links_of_the_page_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    links = re.findall(r"\]\((?!https)(\S+?)\)", TEXT)
+    assert links
+    for link in links:
+        assert link[1:] in anchors if link.startswith("#") else (PAGE.parent / link).is_file(), link

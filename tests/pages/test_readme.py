@@ -1,0 +1,153 @@
+"""The documents say what is so: programs run, commands are the ones that are checked, versions agree."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pytest_torchstrategy
+import torchstrategy
+import torchstrategy.testing
+from processes import LEAN, NO_ACCELERATOR, python
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    document: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The file that it is, if its first line says so."""
+        match = FILE.match(self.text)
+        return match[1] if match else None
+
+    def __str__(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+
+def blocks_of(document: Path) -> list[Block]:
+    text = document.read_text()
+    return [Block(document, text.count("\n", 0, m.start(2)) + 1, m[1], m[2]) for m in BLOCK.finditer(text)]
+
+
+def blocks(*languages: str) -> list[Block]:
+    """The blocks of all documents that are in one of the languages."""
+    return [block for document in DOCUMENTS for block in blocks_of(document) if block.language in languages]
+
+
+def commands_in(shell: str) -> list[str]:
+    """The commands of a shell text, in order, without comments and the `&&` between them."""
+    lines = (line.strip() for line in shell.replace("\\\n", " ").splitlines())
+    pieces = (piece.strip() for line in lines if not line.startswith("#") for piece in line.split("&&"))
+    return [piece for piece in pieces if piece]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in blocks("python") if not block.file], ids=str)
+def test_python_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = "\n" * (block.line - 1) + block.text  # so that a traceback shows the line of the document
+    exec(compile(program, str(block.document), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", blocks("bash", "sh"), ids=str)
+def test_commands_are_the_ones_that_are_checked(block: Block) -> None:
+    checked = commands_in((ROOT / ".ci" / "run").read_text())
+    for command in commands_in(block.text):
+        assert command in checked, f"{block}: .ci/run does not run {command!r}"
+
+
+def test_the_readme_has_a_program_and_commands() -> None:
+    assert blocks("python")
+    assert len(blocks("bash", "sh")) >= 2
+
+
+# A page whose Python blocks are the files of one folder, and whose consoles show what commands print there
+
+
+HERE = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), **NO_ACCELERATOR}
+
+
+def printed_by(command: str, folder: Path) -> str:
+    """What a reader sees who has our environment and no accelerator."""
+    environment = {**os.environ, **LEAN, **HERE, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def printed_sooner_by(command: str, folder: Path) -> str:
+    """The same, without a shell, and in a process that has imported torch already."""
+    program, *arguments = shlex.split(command)
+    found = shutil.which(program, path=HERE["PATH"])
+    assert found, f"there is no {program} here"
+    done = python(found, *arguments, folder=folder, **HERE)
+    return done.stdout + done.stderr
+
+
+def last_console_of(document: Path) -> Block:
+    return [block for block in blocks_of(document) if block.language == "console"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("console", blocks("console"), ids=str)
+def test_a_reader_who_follows_a_page_sees_what_it_shows(console: Block, tmp_path: Path) -> None:
+    for block in blocks_of(console.document):
+        if block.file and block.line < console.line:  # a later version takes the place of an earlier one
+            (tmp_path / block.file).write_text(block.text)
+    command, shown = console.text.removeprefix("$ ").split("\n", 1)
+    as_shown = printed_by if console == last_console_of(console.document) else printed_sooner_by
+    printed = as_shown(command, tmp_path)
+    is_shown = OutputChecker().check_output(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE)
+    assert is_shown, f"{console}: {command} does not print\n\n{shown}\nbut\n\n{printed}"
+
+
+def test_the_last_console_of_a_page_runs_all_its_files() -> None:
+    for document in {block.document for block in blocks("python") if block.file}:
+        *_, last = [block for block in blocks_of(document) if block.file or block.language == "console"]
+        assert last.language == "console" and ".py" not in last.text.splitlines()[0], f"nothing runs {last}"
+
+
+# The reference of what tests use
+
+
+def names_in_reference() -> set[str]:
+    """What the first column of its tables names, without arguments."""
+    reference = (ROOT / "docs" / "testing.md").read_text().partition("\n## Reference\n")[2]
+    rows = re.findall(r"^\| (`.*?) \|", reference, re.MULTILINE)
+    return {re.split(r"[(=]", name)[0] for row in rows for name in re.findall(r"`(.+?)`", row)}
+
+
+def test_the_reference_names_all_that_tests_can_use() -> None:
+    plugin = inspect.getsource(pytest_torchstrategy)
+    options = re.findall(r'addoption\(\s*"(--[\w-]+)"', plugin)
+    fixtures = re.findall(r"^@pytest.fixture\ndef (\w+)", plugin, re.MULTILINE)
+    assert options and fixtures
+    public = {*torchstrategy.testing.__all__, *options, *fixtures, "@pytest.mark.strategies"}
+    assert names_in_reference() == public
+
+
+def test_the_newest_release_in_the_changelog_is_this_version() -> None:
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    releases = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert version and releases[0] == version[1] == torchstrategy.__version__

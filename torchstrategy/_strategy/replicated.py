@@ -1,0 +1,228 @@
+"""Several replicas on one machine, and the story of a step in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.operands import as_axis, as_tensor
+from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.reductions import combined, combined_along, combined_in_packs, gathered
+from torchstrategy._core.context import Frame
+from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.distributed_values import (
+    ABSENT,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    check_component_counts,
+    regroup,
+    select,
+)
+from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.protocols import StrategyLike
+from torchstrategy._core.trace import traced
+from torchstrategy._core.tree import tree_flatten
+from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._execution.collectives import Collective
+from torchstrategy._execution.replica import Replica
+from torchstrategy._execution.replica_group import ReplicaGroup
+from torchstrategy._execution.replicas import Replicas
+from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
+from torchstrategy._input.options import InputOptions
+from torchstrategy._replication.storage import InPlaceStorage, RunState, Storage
+from torchstrategy._strategy.one_machine import (
+    OneMachineExtended,
+    creating_in,
+    gathered_alone,
+    require_variable,
+    run_alone,
+)
+from torchstrategy._strategy.replica_context import running_context
+from torchstrategy._strategy.strategy_extended import StrategyExtended
+from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._variables.kinds import MirroredVariable
+from torchstrategy._variables.variable import Variable
+
+
+@final
+class ReplicatedExtended(OneMachineExtended):
+    """Several replicas: each gets its part of a batch, and what they return is put together. There may be only one.
+
+    Args:
+        replicas: Where they run.
+        storage: Where parameters live.
+        gradient_reduction: How the gradients of the replicas become one, where a run does not say.
+        between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
+        cross_device_ops: How values are reduced; None: they are sent to the parameter device, and added up there.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        storage: Storage,
+        gradient_reduction: ReduceOp,
+        between_graph: bool = False,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        super().__init__()
+        self._cross_device_ops = cross_device_ops
+        self._between_graph = between_graph
+        self._replicas = replicas
+        self._storage = storage
+        self._gradient_reduction = gradient_reduction
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        return self._replicas.devices
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self._storage.parameter_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return self._between_graph
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        require_variable(v)
+        return self._storage.owns(self.value_container(v))
+
+    def _take_variable(self, variable: Variable) -> None:
+        self._storage.take_variable(variable)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._replicas.devices)
+
+    # Note [The story of a step]
+    # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
+    # 2. Begin the run: each replica gets its copies, up to date, and names in the step mean them
+    #    (`_replication/replicated_storage`; its Note tells in which order, and what undoes it).
+    # 3. Call the step in each replica, on a thread of its own (`_execution/replica_threads`).
+    # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas stand still while one function runs
+    #    for them on this thread; there gradients become one (`_training/gradient_reducer`).
+    # 5. End the run: what the step has changed in its copies comes to the user's own objects.
+    # 6. Regroup: what the replicas returned becomes one result (`_core/distributed_values`).
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        if not callable(fn):
+            raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+        strategy, count = self._container_strategy(), self._num_replicas_in_sync
+        if type(self._storage) is InPlaceStorage and options is NO_OPTIONS:  # the storage of a lone replica
+            return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, own_containers=True)
+        leaves, _ = tree_flatten((args, kwargs))
+        check_component_counts(leaves, count)
+        weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
+        with self._storage.begin_run(weights, (fn, leaves), lambda: Frame(strategy)) as run_state:
+
+            def call(replica: Replica) -> Tree:
+                own_args, own_kwargs = select((args, kwargs), replica.index)
+                with (
+                    traced("run {} [replica {}]", fn, replica.index),
+                    self._in_replica(strategy, replica, weights, run_state),
+                ):
+                    result = fn(*own_args, **own_kwargs)
+                    run_state.ends(replica)
+                    return result
+
+            results = self._replicas.run(call, weights.present, run_state.watch)
+            if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
+                run_state.results_require_grad()
+            result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
+        run_state.warn()
+        return result
+
+    def _in_replica(
+        self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: RunState
+    ) -> AbstractContextManager[object]:
+        """A block in which this thread is the replica's: on its device, with its context and its own objects."""
+        collective = Collective(replica, weights.present, weights.weights, self._replicas.devices)
+        group = ReplicaGroup(replica, collective, weights.present, self._num_replicas_in_sync, run_state.published)
+        context = running_context(strategy, group)
+        stack = ExitStack()
+        stack.enter_context(in_use(replica.device))
+        stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
+        stack.callback(context._ends)
+        return stack
+
+    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
+        if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
+            return value.values[0]
+        if isinstance(value, DistributedValues):
+            check_component_counts([value], self._num_replicas_in_sync)
+            if self._cross_device_ops is not None:
+                return self._cross_device_ops.reduce(op, value, self._storage.parameter_device)
+            return combined(op, value.values, self._storage.parameter_device)
+        if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
+            return value
+        if self._num_replicas_in_sync > 1:
+            raise ValueError(
+                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} "
+                "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
+            )
+        return as_tensor(value).clone()
+
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        if not options.bytes_per_pack:
+            return super()._reduce_all(op, leaves, options)
+        together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
+        check_component_counts(leaves, self._num_replicas_in_sync)
+        device = self._storage.parameter_device
+        if self._cross_device_ops is not None:
+            totals = self._cross_device_ops.batch_reduce(op, [(leaves[i], device) for i in together], options)
+        else:
+            totals = combined_in_packs(op, [leaves[i].values for i in together], device, options.bytes_per_pack)
+        reduced = dict(zip(together, totals, strict=True))
+        return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        check_component_counts([value], self._num_replicas_in_sync)
+        # A plain value counts as the same in every replica.
+        values = value.values if isinstance(value, DistributedValues) else [value] * self._num_replicas_in_sync
+        return combined_along(op, values, axis, self._storage.parameter_device)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        if not isinstance(value, DistributedValues):
+            return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
+        check_component_counts([value], self._num_replicas_in_sync)
+        return gathered(value.values, as_axis(axis), self._storage.parameter_device)
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        return distributed(dataset, self._replicas.devices, options)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        return distributed_from_function(dataset_fn, self._replicas.devices, options)
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        self._storage.take_module(module)
+        return module.to(memory_device(self._storage.parameter_device))
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        self._storage.take_optimizer(optimizer)
+
+    def _creation_scope(self) -> AbstractContextManager[Any]:
+        return creating_in(self._storage)
+
+    def _device_of(self, replica: int) -> Device:
+        return self._replicas.devices[replica]
+
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        replicas, storage = Replicas(self._replicas.devices), self._storage.like()
+        settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
+        return ReplicatedExtended(replicas, storage, *settings)
+
+
+def _may_require_grad(value: Tree) -> bool:
+    """Whether a backward may begin at a leaf of a result: an object of the user's own may hold tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return not isinstance(value, _WITHOUT_TENSORS) and torch.is_grad_enabled()
+
+
+_WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
