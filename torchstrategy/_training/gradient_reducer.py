@@ -189,7 +189,7 @@ class GradientReducer:
         self._leave()
 
     def abort(self) -> None:
-        """Gives the user's parameters the gradients that they had before the run, or at its last update if it made one."""
+        """Gives the user's parameters the gradients from before the run, or from its last update if it made one."""
         if self._replica_weights is not None:  # else the run has not begun, or has ended
             with _exchanging:
                 if not self.is_alone:

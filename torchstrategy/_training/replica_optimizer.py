@@ -95,7 +95,7 @@ class ReplicaOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups with this replica's parameters. Settings that the step writes there hold from the next update on."""
+        """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
         refuse_once_per_step_callers()
         if self._groups is None:
             self._groups = [self._local_group(group) for group in self._central_groups]
