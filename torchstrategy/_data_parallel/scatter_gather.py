@@ -58,7 +58,7 @@ def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = 
     """Makes one value on `device` of the values that the replicas returned. Gradients flow back to these.
 
     Raises:
-        ValueError: If the values differ in structure, or tensors do not fit together.
+        ValueError: If they differ in structure, or tensors do not fit together.
     """
     try:
         columns, spec = zip_leaves(outputs)

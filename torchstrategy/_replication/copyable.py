@@ -81,7 +81,7 @@ def refuse_trainable(path: str, value: object, parameters: Container[int], are_a
         are_all: Whether there are no other modules; see `refuse_uncopyable`.
 
     Raises:
-        TypeError: Naming the tensor.
+        TypeError: Naming it.
     """
     # Only leaves learn. A tensor with a history is an output that a forward, or the function, has kept from earlier.
     for where, tensor in _trainable(tensors_in(path, value) if are_all else ()):

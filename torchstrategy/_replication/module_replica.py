@@ -44,6 +44,8 @@ from torchstrategy._variables.variable import Variable, is_variable
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
 # - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
+
+
 @final
 class ModuleReplica:
     """The copies of the user's modules that one replica has.

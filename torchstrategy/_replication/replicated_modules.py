@@ -56,7 +56,7 @@ class ReplicatedModules:
         variables: Variables to be copied, too, whether or not they are in a module.
 
     Raises:
-        TypeError: If a module cannot be copied. The message names it and says what to do.
+        TypeError: If a module cannot be copied; it is named, with what to do.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class ReplicatedModules:
             For each of the replicas, what its step did to buffers and hooks.
 
         Raises:
-            RuntimeError: Naming the parameter or layer, or the module of a hook that may hold parts of the replica.
+            RuntimeError: Naming it.
         """
         changes = [self._replicas[r].changes() for r in present]
         for change in chain.from_iterable(changes):
@@ -283,7 +283,7 @@ class ReplicatedModules:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:
-            RuntimeError: If a replica put a tensor of another shape or dtype in the place of a buffer.
+            RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
         """
         present = [self._replicas[r] for r in replica_weights.present]
         combined = {}

@@ -41,6 +41,8 @@ from torchstrategy._variables.variable import is_variable
 # If anything fails from 2 on, the set is never used again, and what was done is undone: the proxies first (6), since
 # all else writes on the user's own objects; then an update that is under way; then the gradients (5). Whether or not it
 # failed, 3 and 1 are undone last. Each undoing may find that nothing was done: a signal's handler may raise anywhere.
+
+
 @final
 class ReplicatedRun(RunState, Owners):
     """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.

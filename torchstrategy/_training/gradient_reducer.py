@@ -253,8 +253,8 @@ class GradientReducer:
         """Adds the local gradients of all replicas to the accumulated gradients.
 
         Raises:
-            RuntimeError: If some replicas cleared or changed a gradient and others did not; or if backward reached the
-                user's own parameter, which the step used instead of the replica's.
+            RuntimeError: If some replicas cleared or changed a gradient and others did not; or if backward reached an
+                owner itself, which the step used instead of the replica's own parameter.
         """
         # See Note [The states of a gradient].
         assert self._replica_weights is not None

@@ -44,7 +44,7 @@ class ReplicaWeights:
         """The weights for one run whose arguments have these leaves.
 
         Raises:
-            ValueError: If the arguments were split with different row counts, or `options.examples` does not fit.
+            ValueError: If the arguments were dealt with different row counts, or `options.examples` does not fit.
         """
         everyone = tuple(range(num_replicas))
         reduction = ReduceOp.of(options.gradient_reduction or default)

@@ -80,7 +80,7 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
     Such a method is bound to the user's own object, so the step would pass by the object that acts for all replicas.
 
     Raises:
-        RuntimeError: Naming the method.
+        RuntimeError: Naming it.
     """
     for name, thing in named:
         if isinstance(thing, types.MethodType):
@@ -96,7 +96,7 @@ def refuse_different(name: str, first: Any, other: Any) -> None:
     """Refuses different arguments from the replicas for a method that runs once for all of them.
 
     Raises:
-        ValueError: Naming the method.
+        ValueError: Naming what they call.
     """
     (args, kwargs), (other_args, other_kwargs) = first, other
     alike = len(args) == len(other_args) and kwargs.keys() == other_kwargs.keys()

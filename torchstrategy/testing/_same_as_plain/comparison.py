@@ -68,9 +68,9 @@ def first_mismatch(problem: Problem) -> Mismatch | None:
     """Trains both ways until something differs; None if nothing does. Generators get their earlier states back.
 
     Raises:
-        StepFailed: If the step raises in replicas only, or works on no device but one.
-        ValueError: If `model_fn` does not make the same model each time.
-        Exception: Whatever the step raises in plain PyTorch.
+        StepFailed: If the step raises in replicas only, or is not fit for another device than one.
+        ValueError: If `model_fn` makes another model each time.
+        Exception: What the step raises in plain PyTorch.
     """
     sources = Sources((problem.step, problem.model_fn, problem.optimizer_fn), problem.devices)
     with sources.kept():

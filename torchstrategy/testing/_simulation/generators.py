@@ -62,7 +62,7 @@ def check_generator(generator: torch.Generator, index: int) -> None:
     """Refuses a generator of another device, in the words that torch has for accelerators.
 
     Raises:
-        RuntimeError: If it is no generator of this device.
+        RuntimeError: If it is not one of this device.
     """
     wanted = torch.device(NAME, index)
     found = _devices.get(generator_id(generator), generator.device)

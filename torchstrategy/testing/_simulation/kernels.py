@@ -184,9 +184,8 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel of every operator.
 
     Raises:
-        RuntimeError: If the operator's tensors are on several devices.
-        NotImplementedError: If the operator makes a view or draws random numbers in a way that is not simulated, or the
-            CPU has no such operator.
+        RuntimeError: If its tensors are on several devices.
+        NotImplementedError: If what it makes or draws from is not simulated, or the CPU cannot do it.
     """
     operator = _operator(op)
     if operator.is_view or operator.draws_unasked:
