@@ -33,7 +33,6 @@ from torchstrategy._replication.replica_variable import ReplicaVariable
 from torchstrategy._training.replica_gradients import ReplicaParameter, set_plain_data
 from torchstrategy._variables.variable import Variable, is_variable
 
-
 # Note [What is aliased and what is copied]
 # - A parameter is a leaf of the replica's own, with its own slot for gradients. On the device of the user's parameter
 #   it shares the memory (`aliased`), so that after an update nothing has to be copied. On another device, or without

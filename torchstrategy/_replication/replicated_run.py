@@ -29,7 +29,6 @@ from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import SharedStepper
 from torchstrategy._variables.variable import is_variable
 
-
 # Note [The order of a run and of its undoing]
 # 1. The run takes a replica set that no other run has, and brings it up to date.
 # 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
