@@ -1,6 +1,6 @@
-"""DataParallel: a module whose forward runs in replicas, for scripts that compute the loss outside of them.
+"""The module `DataParallel`, whose forward runs in replicas, for scripts that compute the loss outside of them.
 
-inputs --- a piece of each for each replica ---> forward in each ---> outputs, put together on one device
+inputs --- one piece for each replica ---> forward in each ---> outputs, gathered on one device
                                                                             |
 the user's parameters <--- gradients of all replicas, added up <--- the loss, and its backward
 """
@@ -34,31 +34,32 @@ class DataParallel(nn.Module):
 
     It takes the place of `torch.nn.DataParallel` in scripts that compute the loss outside: `criterion(model(inputs),
     targets)`. Such a script trains as it does on one device, also with uneven batches, on the CPU, or with two replicas
-    on one device. A step in which each replica computes its own loss, for `Strategy.run`, gathers no outputs.
+    on one device. If each replica computes its own loss, in a step for `Strategy.run`, no outputs have to be gathered.
 
     Every tensor in the inputs, also in lists, tuples, dicts and dataclasses, is cut along `dim` into pieces of
-    ceil(rows / replicas) rows. Whatever else is there, and a tensor without dimensions, is given to each replica. There
-    may be fewer pieces than replicas; where nothing has rows, the first replica is the only one.
+    ceil(rows / replicas) rows, one for each replica. Any other value, and a tensor without dimensions, is given to
+    every replica. There may be fewer pieces than replicas; if no input has rows, only the first replica runs.
 
-    Of the outputs, which may be nested in the same ways, tensors are put together along `dim`, and those without
-    dimensions to a vector. None stays None, and anything else becomes a list with that of each replica that had rows.
-    With one device the output is what the module returns.
+    Outputs may be nested in the same ways. Their tensors are gathered along `dim`, and tensors without dimensions
+    become a vector. None stays None. Any other value becomes a list with one item from each replica that had rows. With
+    one device the output is what the module returns.
 
     Replicas are made at the first forward, and kept. Running statistics of normalisation layers become the mean of the
-    replicas'. The state dict has the names of the module's own; one with `module.` before each of them is loaded, too.
+    replicas'. The state dict has the names of the module's own state dict. One with `module.` before each name, as
+    `torch.nn.DataParallel` saves it, can be loaded, too.
 
     Args:
-        module: What to run. Its parameters and buffers have to be on the first device when it is called.
+        module: The module to run. Its parameters and buffers have to be on the first device when it is called.
         device_ids: The device of each replica: a `torch.device`, a name, or the index of an accelerator. A device may
-            stand there several times. None: all accelerators of this machine; where there are none, the module is
-            called as it is.
-        output_device: Where outputs are put together. None: on the first device.
-        dim: The dimension in which inputs have their rows, and outputs.
+            be in the list several times. None: all accelerators of this machine; if it has none, the module is called
+            as it is.
+        output_device: The device on which outputs are gathered. None: the first device.
+        dim: The dimension of rows in inputs and outputs.
 
     Attributes:
-        module: The module: whatever else it has is found there, as in `model.module.encode`.
-        device_ids: The devices, an accelerator by its index. Empty where there are no accelerators.
-        output_device: In the same way. None where outputs stay where they are.
+        module: The module. Its other methods and attributes are found there, as in `model.module.encode`.
+        device_ids: The devices, an accelerator by its index. Empty on a machine without accelerators.
+        output_device: The device of outputs, an accelerator by its index. None if outputs stay where they are.
 
     Example:
         >>> model = torchstrategy.DataParallel(torch.nn.Linear(2, 1), device_ids=["cpu", "cpu"])
@@ -71,9 +72,9 @@ class DataParallel(nn.Module):
         ['weight', 'bias']
 
     Differs from torch.nn.DataParallel:
-        Inputs with different numbers of rows, and devices that are not there, are refused. There are no `scatter`,
-        `replicate`, `parallel_apply` and `gather` to override. `torch.compile` of it compiles nothing: compile the
-        module. docs/data_parallel.md has the whole table.
+        Inputs with different numbers of rows, and devices that do not exist, are refused. There are no `scatter`,
+        `replicate`, `parallel_apply` and `gather` to override. `torch.compile` of a DataParallel compiles nothing:
+        compile the module. docs/data_parallel.md has the whole table.
 
     Raises:
         TypeError: If `module` is no module, or is one that cannot be copied; if an argument is of the wrong kind; from
@@ -109,14 +110,15 @@ class DataParallel(nn.Module):
             module.to(memory_device(self._devices[0]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_strategy": None}  # its threads are not copied or pickled: the copy will find its own
+        # The threads of a strategy can be neither copied nor pickled. The copy makes a strategy at its first forward.
+        return {**self.__dict__, "_strategy": None}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module in the replicas.
 
         Args:
-            inputs: Positional arguments of the module.
-            kwargs: Its keyword arguments.
+            inputs: The positional arguments of the module.
+            kwargs: The keyword arguments of the module.
         """
         _refuse_in_replica()
         devices = self._devices
@@ -130,6 +132,7 @@ class DataParallel(nn.Module):
 
     def _in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _require_place(self.module, self._devices[0])
+        # `self.module` may have been replaced since the last forward, by one that the strategy does not have.
         if self._strategy is None or not self._strategy.extended.variable_created_in_scope(self.module):
             self._strategy = _strategy_for(self.module, self._devices)
             self._strategy.distribute_module(self.module)
@@ -141,7 +144,7 @@ class DataParallel(nn.Module):
         return put_together([select(outputs, r) for r in present], self.dim, self._output)
 
 
-# A compiler that traced a DataParallel would trace threads and locks, and not what they run: compile the module.
+# A compiler that traced a DataParallel would trace its threads and locks, and not the forward that they run.
 hide_from_compiler(DataParallel.forward)
 
 _strategies: weakref.WeakSet[CentralStorageStrategy] = weakref.WeakSet()
@@ -149,34 +152,36 @@ _lock = threading.Lock()
 
 
 def _strategy_for(module: nn.Module, devices: tuple[Device, ...]) -> CentralStorageStrategy:
-    """That of another DataParallel on these devices, if it has a part of the module, or a parameter; else a new one."""
+    """The strategy for a module: that of another DataParallel on these devices if they share a part, else a new one."""
+    # A module or parameter belongs to one strategy, so two DataParallels over the same layers have to share theirs.
     things: list[Any] = [*module.modules(), *module.parameters()]
     with _lock:
         for strategy in _strategies:
             extended = strategy.extended
             if extended.worker_devices == devices and any(map(extended.variable_created_in_scope, things)):
                 return strategy
-        # What a forward differentiates itself is added up over the replicas, as what is differentiated outside.
+        # Gradients of a backward within forward are added up over the replicas, as those of a backward outside are.
         strategy = CentralStorageStrategy(devices, devices[0], gradient_reduction=ReduceOp.SUM)
         _strategies.add(strategy)
         return strategy
 
 
 def _callers_device(replicas_device: Device) -> Device | None:
-    """Where tensors that name no device land in a forward: where they do in the caller's script; None: as in a step."""
+    """The default device for a forward: the caller's; None: the replica's, as in a step."""
+    # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device.
     device = torch.get_default_device()
     return None if device.type == replicas_device.type else device
 
 
 def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
-    """What runs in each replica."""
+    """Calls the module. Runs in each replica."""
     inputs, kwargs = arguments
     pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
     with in_use(callers_device), attach_to_graph(pairs):
         return module(*inputs, **kwargs)
 
 
-# What it is told
+# Checks of the constructor's arguments
 
 
 def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
@@ -223,7 +228,7 @@ def _as_torch_has_it(device: Device) -> int | Device:
     return device.index if is_accelerator(device) else device
 
 
-# Where it is called
+# Checks of a call
 
 
 def _refuse_in_replica() -> None:
@@ -256,10 +261,11 @@ def _misplaced(module: nn.Module, device: Device) -> str:
 def _take_prefix_off(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """A state dict has the names that the module has without a DataParallel."""
+    """Gives a state dict the names that the module has without a DataParallel."""
     long = f"{prefix}module."
     _rename(state_dict, {key: prefix + key.removeprefix(long) for key in state_dict if key.startswith(long)})
-    # The versions of modules are there under either name: it may be loaded with a DataParallel or without.
+    # The versions of modules stay under their long names and get the short ones, too: the state dict may be loaded with
+    # a DataParallel or without.
     versions = getattr(state_dict, "_metadata", {})
     found = {f"{key}.": version for key, version in versions.items() if f"{key}.".startswith(long)}
     versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
@@ -268,7 +274,10 @@ def _take_prefix_off(
 def _put_prefix_on(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """What is loaded may have been saved with a `torch.nn.DataParallel`, or with none."""
+    """Gives a state dict that is loaded the names with `module.`, unless it has them.
+
+    It may have been saved with a `torch.nn.DataParallel`, or without.
+    """
     wrapped = module.module
     assert isinstance(wrapped, nn.Module)
     own, long = wrapped.state_dict(keep_vars=True).keys(), f"{prefix}module."
@@ -277,7 +286,8 @@ def _put_prefix_on(
     if as_they_are < sum(key.startswith(long) and key.removeprefix(long) in own for key in keys):
         return
     _rename(state_dict, {key: long + key.removeprefix(prefix) for key in keys})
-    versions = getattr(state_dict, "_metadata", {"module": None})  # only a whole dict has them, and not a part of one
+    # Only a whole state dict has the versions of modules. For a part of one, as of a parent module, there are none.
+    versions = getattr(state_dict, "_metadata", {"module": None})
     if "module" not in versions:
         versions.update({f"module.{key}".rstrip("."): version for key, version in versions.items()})
 

@@ -1,12 +1,12 @@
-"""The arguments of one call, cut into a piece for each replica, and what replicas return, put together again.
+"""Scatters the arguments of one call to the replicas, and gathers their outputs.
 
-                        cut                              put together
-a tensor                pieces along `dim`               one after the other along `dim`
-... without dimensions  given to each replica            a vector
+                        scattered                        gathered
+a tensor                pieces along `dim`               concatenated along `dim`
+... without dimensions  given to each replica            stacked to a vector
 None                    given to each replica            None
-a list, tuple or dict   the same, of pieces              the same, of what is in it
-a dataclass, a mapping  a copy with pieces               a copy of the first, with what is in them
-anything else           given to each replica            a list with that of each replica
+a list, tuple or dict   the same container of pieces     the same container of gathered values
+a dataclass, a mapping  a copy with pieces               a copy of the first, with gathered values
+anything else           given to each replica            a list with one item from each replica
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchstrategy._core.types import Device, Tree
 def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int) -> PerReplica:
     """The arguments of each replica, on its device: the pieces have ceil(rows / replicas) rows, the last ones fewer.
 
-    Where nothing has rows, they are all for the first replica. Gradients flow back to the arguments.
+    If nothing has rows, only the first replica gets the arguments. Gradients flow back to them.
 
     Raises:
         ValueError: If two tensors have different numbers of rows, or one has no such dimension.
@@ -40,6 +40,7 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     rows = _rows([("inputs", inputs), *kwargs.items()], dim)
     if not rows:
         return PerReplica([moved((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
+    # Rounded up, as `torch.chunk` does, which cuts the inputs of `torch.nn.DataParallel`.
     size = -(-rows // len(devices))
     starts = [min(r * size, rows) for r in range(len(devices) + 1)]
     counts = tuple(end - start for start, end in pairwise(starts))
@@ -54,7 +55,7 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
 
 
 def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = "output") -> Tree:
-    """One value on `device` of what the replicas returned. Gradients flow back to them.
+    """Makes one value on `device` of the values that the replicas returned. Gradients flow back to these.
 
     Raises:
         ValueError: If they differ in structure, or tensors do not fit together.

@@ -1,20 +1,20 @@
 """The user's modules and optimizers in several replicas, kept in step with the user's own objects.
 
-The first run copies the modules for each replica; a parameter on the device of the user's own shares its memory.
-Before each run the copies get what the user has changed, and after it the user's objects get what the step has
-changed.
+The first run copies the modules for each replica. A replica's parameter on the device of the user's parameter shares
+its memory. Before each run the copies get what the user has changed, and after it the user's objects get what the step
+has changed.
 
-    copyable                 what replicas cannot have copies of, refused by its path in the model
+    copyable                 refuses objects of which replicas cannot have copies, by their path in the model
     lost_buffers             a warning for buffers that replicas wrote differently
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     replica_variable         a variable of a module, in one replica
     storage                  what every storage of parameters offers to a strategy, and the storage of a single replica
     undistributed_batches    a warning for steps that train on batches that were not distributed
-    module_replica           the copies of the user's modules in one replica
+    module_replica           the copies of the user's modules that one replica has
     shared_writes            a warning for writes on tensors that all replicas share
-    plain_attributes         what plain attributes of modules hold, in the user's modules and in the copies
+    plain_attributes         what plain attributes hold, in the user's modules and in the replicas' copies
     replicated_modules       the copies of all replicas, kept in step with the user's modules
-    replica_set              what all replicas have of modules and optimizers, for one run at a time
-    replicated_run           one run on one replica set: how it begins, and how it is undone
-    replicated_storage       the user's parameters, and which runs have which replica set
+    replica_set              what all replicas have of the user's modules and optimizers, for one run at a time
+    replicated_run           one run on one replica set: how it begins, how it ends, and how it is undone
+    replicated_storage       the user's parameters, and the replica sets that runs have of them
 """

@@ -1,4 +1,4 @@
-"""Of what replicas cannot have copies, each refused by its path in the model."""
+"""Refuses objects of which replicas cannot have copies, by their path in the model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from torchstrategy._variables.variable import is_variable
 
 
 def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further: Sequence[torch.Tensor] = ()) -> None:
-    """Refuses modules that can have no copies.
+    """Refuses modules of which replicas cannot have copies.
 
     Args:
-        roots: Modules, which are looked at with all below them.
-        are_all: Whether there are no others: a trainable tensor may be a parameter of one of those.
-        further: What is copied besides, and may be held by a module as anything.
+        roots: Modules, which are checked with all modules below them.
+        are_all: Whether there are no other modules. Else a trainable tensor in a plain attribute may be a parameter of
+            one of those, and is not refused.
+        further: Tensors that are copied besides, and that a module may hold in any way.
 
     Raises:
         TypeError: Naming what cannot be copied.
@@ -45,6 +46,8 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
         for name, parameter in module._parameters.items():
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
+        # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
+        # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)
         for name, value in vars(module).items():
             if name not in TORCHS_OWN and name not in computed:
@@ -69,26 +72,27 @@ def refuse_lazy(roots: Sequence[nn.Module]) -> None:
 
 
 def refuse_trainable(path: str, value: object, parameters: Container[int], are_all: bool = True) -> None:
-    """Refuses a plain attribute that holds what would learn, or a function that closes over such a tensor.
+    """Refuses a plain attribute that holds a trainable tensor, or a function that closes over one.
 
     Args:
-        path: The attribute.
-        value: What it is.
-        parameters: The ids of the parameters of modules: an LSTM lists its own.
-        are_all: Whether there are no others.
+        path: The path of the attribute.
+        value: Its value.
+        parameters: The ids of the parameters of modules, which may be held: an LSTM keeps a list of its own.
+        are_all: Whether there are no other modules; see `refuse_uncopyable`.
 
     Raises:
         TypeError: Naming it.
     """
+    # Only leaves learn. A tensor with a history is an output that a forward, or the function, has kept from earlier.
     for where, tensor in _trainable(tensors_in(path, value) if are_all else ()):
-        if id(tensor) not in parameters and tensor.is_leaf:  # others are outputs that a forward has kept
+        if id(tensor) not in parameters and tensor.is_leaf:
             raise TypeError(
                 f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
                 "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "
                 "detach it."
             )
     for name, tensor in _trainable(closed_over(value) if are_all and isinstance(value, types.FunctionType) else ()):
-        if id(tensor) not in parameters and tensor.is_leaf:  # others are what the function saw in an earlier step
+        if id(tensor) not in parameters and tensor.is_leaf:
             raise TypeError(
                 f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter of the "
                 "model: every replica would add to its one gradient. Make it a parameter of the module, "

@@ -1,7 +1,8 @@
-"""Buffers of which replicas wrote different numbers, and only those of the first replica are kept: a queue, a codebook.
+"""A warning for buffers that replicas wrote differently, such as a queue or a codebook.
 
-To compare numbers of several accelerators is to wait for them. So a buffer is looked at after the first run that wrote
-it, the second, the fourth, the eighth and so on.
+Only the numbers of the first replica are kept. To compare them with those of other accelerators, the program has to
+wait for the accelerators. So a buffer is compared after the first run that wrote it, the second, the fourth, the eighth
+and so on.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts
 
 @final
 class LostBuffers:
-    """The buffers of some modules: which of them differed between replicas.
+    """Remembers which buffers differed between replicas.
 
     Args:
-        buffers: The originals.
+        buffers: The user's buffers.
     """
 
     def __init__(self, buffers: TrackedTensors) -> None:
         self._buffers = buffers
-        self._runs: dict[int, int] = {}  # that wrote a buffer
-        self._differing: set[int] = set()
+        self._runs: dict[int, int] = {}  # by the position of a buffer: how many runs wrote it
+        self._differing: set[int] = set()  # the positions of buffers that are to be warned of
 
     def look(self, index: int, kept: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Compares what is kept of a buffer with what other replicas wrote."""
+        """Compares the value of a buffer that is kept with the values that other replicas wrote."""
         self._runs[index] = count = self._runs.get(index, 0) + 1
+        # `count & (count - 1)` is zero for powers of two.
         is_due = count & (count - 1) == 0 and not self._buffers.names[index].endswith(_COUNTER)
         if is_due and not all(_are_close(kept, other.to(kept.device)) for other in others):
             self._differing.add(index)
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
-        """Warns of those that differ; `warned` are those that were warned of before."""
+        """Warns of buffers that differed; `warned` has those of which users were warned before."""
         for index in sorted(self._differing):
             name = self._buffers.names[index]
             key = (id(self._buffers.tensors[index]), name)
@@ -49,12 +51,14 @@ class LostBuffers:
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, but for the rounding of several devices. Of sparse ones it may be."""
+    """Whether two tensors hold the same numbers, but for rounding, which differs between devices."""
+    # `torch.allclose` takes neither sparse nor nested tensors, and a warning that may be wrong is worse than none.
     if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested:
         return True
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
-    if one.element_size() == 1:  # torch compares no float8
+    # Torch does not compare tensors of float8.
+    if one.element_size() == 1:
         one, other = one.float(), other.float()
     return torch.allclose(one, other, equal_nan=True)
 

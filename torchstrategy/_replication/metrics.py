@@ -1,11 +1,12 @@
-"""Metrics of torchmetrics among the user's modules: each replica counts for itself, and the counts become one.
+"""Metrics of torchmetrics: each replica counts, and the counts become one.
 
-A metric keeps what it has counted, its states, in plain attributes, and says how those of several processes become one.
-That is done here at the end of each run: the first replica goes on from what the user's own metric has, the others
-begin afresh, and their states are reduced into it. So outside of runs the metric is as if it had seen all rows, and can
-be computed, reset and saved. `compute()` in a replica is a meeting, by way of the metric's own hook for it.
+A metric keeps its counts, which are called states, in plain attributes, and says how the states of several processes
+are reduced to one. This file reduces the states of the replicas at the end of each run: the first replica goes on from
+the states of the user's own metric, the others begin with the default states, and the reduced states go into the user's
+metric. So outside of runs the metric is as if it had seen all rows, and can be computed, reset and saved. In a replica
+`compute()` is a synchronization point, through the hook that a metric has for it (`dist_sync_fn`).
 
-torchmetrics is not imported: its metrics are known by what they have.
+torchmetrics is not imported: a metric is recognized by its attributes.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from torchstrategy._core.torch_internals import version
 from torchstrategy._execution.replica_group import group_here
 from torchstrategy._training.replica_weights import ReplicaWeights
 
-Inside = dict[str, Any]  # what a module has in its `__dict__`
+Inside = dict[str, Any]  # the `__dict__` of a module
 
 _OF_A_METRIC = {"_defaults", "_reductions", "_update_count", "_computed", "dist_sync_fn", "distributed_available_fn"}
 _OF_A_COLLECTION = {"_groups", "_groups_checked", "_modules"}
 
 
 class State(NamedTuple):
-    """What a run has made of one state of a metric."""
+    """One state of a metric after a run."""
 
     position: int  # of the metric, among the modules
     name: str
     value: Any
 
     def write(self, inside: Inside) -> None:
-        """Puts it into the user's metric, which has computed nothing of it yet."""
+        """Puts the state into the user's metric."""
         before = inside[self.name]
+        # A metric appends to its list in place, so whoever has the list sees the new items: here, too.
         if isinstance(before, list) and isinstance(self.value, list):
-            before[:] = self.value  # as the metric itself appends to it
+            before[:] = self.value
         else:
             inside[self.name] = self.value
+        # The result that the metric keeps from an earlier `compute()` is outdated.
         inside["_computed"] = None
 
 
@@ -49,10 +52,10 @@ class Metrics:
     """The metrics among some modules.
 
     Args:
-        originals: What the user's modules have inside.
-        names: What the user calls them.
-        local: The same of each replica's copies.
-        devices: Where each replica computes.
+        originals: The `__dict__` of each of the user's modules.
+        names: What the user calls the modules.
+        local: For each replica, the `__dict__` of each of its copies.
+        devices: The device of each replica.
     """
 
     def __init__(
@@ -68,16 +71,20 @@ class Metrics:
         self._devices = devices
         self._metrics = [p for p, inside in enumerate(originals) if is_metric(inside)]
         self._collections = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_COLLECTION]
-        self.states = {p: set(_states(originals[p])) for p in self._metrics}  # which are brought here, at each run
-        self._given: dict[tuple[int, int, str], list[object]] = {}  # how each state was when the run began
+        # The attributes that are states: this file brings them to the replicas and back, at each run.
+        self.states = {p: set(_states(originals[p])) for p in self._metrics}
+        # By replica, position and name: what each state was when the run began.
+        self._given: dict[tuple[int, int, str], list[object]] = {}
 
     def hand_out(self, present: Sequence[int]) -> None:
-        """Before a run: the first replica goes on from what the user's metrics have, the others begin afresh."""
+        """Before a run: the first replica gets the states of the user's metrics, the others the default states."""
         for position in self._metrics:
             for r in present:
                 self._hand_out(position, r, r == present[0], len(present) > 1)
         for position in self._collections:
-            for r in present:  # metrics that share states would share them with nobody else here
+            # A `MetricCollection` lets metrics with equal states share them. In a replica each metric got states of its
+            # own above, so each has to update them.
+            for r in present:
                 local = self._local[r][position]
                 local["_groups"] = {index: [name] for index, name in enumerate(local["_modules"])}
                 local["_groups_checked"] = True
@@ -88,12 +95,13 @@ class Metrics:
         if original["dist_sync_fn"] is None and can_meet:
             local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, _is_in_replica
         for name in _states(original):
+            # States that are means are averaged over the replicas, so all replicas go on from the user's.
             goes_on = is_lead or _kind(original, name) == _MEAN
             state = _on(self._devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
             local[name], self._given[r, position, name] = state, _noted(state)
 
     def put_together(self, replica_weights: ReplicaWeights) -> list[State]:
-        """After a run: what the user's metrics have, with what the replicas have counted.
+        """After a run: the states of the user's metrics with the counts of all replicas.
 
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
@@ -106,7 +114,7 @@ class Metrics:
         ]
 
     def let_go(self) -> None:
-        """What was counted is in the user's metrics now, and is theirs to drop."""
+        """Drops the replicas' references to their lists, so that a `reset()` of the user's metric frees the memory."""
         for r, position, name in self._given:
             local = self._local[r][position]
             if isinstance(local[name], list):
@@ -125,7 +133,8 @@ class Metrics:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
-        if _kind(original, name) == _MEAN:  # all went on from the same, so that each brings its rows' part
+        # All replicas went on from the same state, so the means are weighted by the rows of each.
+        if _kind(original, name) == _MEAN:
             parts = [(replica_weights.fractions[r], value) for r, value in zip(present, values, strict=True)]
             return torch.stack([value * fraction for fraction, value in parts if fraction]).sum(0)
         if _kind(original, name) == "dim_zero_cat":
@@ -141,17 +150,17 @@ class Metrics:
 
 
 def is_metric(inside: Inside) -> bool:
-    """Whether a module is a metric of torchmetrics, by what it has inside."""
+    """Whether a module is a metric of torchmetrics, by the names in its `__dict__`."""
     return inside.keys() >= _OF_A_METRIC
 
 
 def _states(original: Inside) -> list[str]:
-    """The names of what a metric counts; a wrapper may pass on those of another metric."""
+    """The names of the states of a metric. A wrapper may list states that another metric has."""
     return [name for name in original["_defaults"] if name in original]
 
 
 def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
-    """A tensor of each replica; what a metric calls when it is computed in a replica."""
+    """Gathers a tensor of each replica. A metric calls this when it is computed in a replica."""
     group = group_here("compute() of a metric")
     assert group is not None, "outside of replicas a metric has counted everything"
     of_all = group.replica.synchronize("compute() of a metric", lambda brought: [list(brought)] * len(brought), tensor)
@@ -164,7 +173,7 @@ def _is_in_replica() -> bool:
 
 
 def _kind(original: Inside, name: str) -> str:
-    """What the reduction of a state is called."""
+    """The name of the function that reduces a state."""
     return getattr(original["_reductions"][name], "__name__", "")
 
 
@@ -172,7 +181,7 @@ _MEAN = "dim_zero_mean"
 
 
 def _noted(state: Any) -> list[object]:
-    """What is another list after the state was written, or put another in the place of."""
+    """A list that differs, item by item, after the state was written or replaced."""
     return [*state, state] if isinstance(state, list) else [state, version(state)]
 
 

@@ -1,7 +1,7 @@
 """The copies of the user's modules that one replica has: how they are made, and how values reach them.
 
-`copy.deepcopy` copies the structure, with every tensor put there beforehand: the replica's own parameters, and its
-buffers.
+`copy.deepcopy` copies the modules. Its memo has the replica's own parameters, buffers and other tensors beforehand, so
+it copies the structure and no tensor.
 """
 
 from __future__ import annotations
@@ -33,18 +33,29 @@ from torchstrategy._replication.replica_variable import ReplicaVariable
 from torchstrategy._training.replica_gradients import ReplicaParameter, set_plain_data
 from torchstrategy._variables.variable import Variable, is_variable
 
+# Note [What is aliased and what is copied]
+# - A parameter is a leaf of the replica's own, with its own slot for gradients. On the device of the user's parameter
+#   it shares the memory (`aliased`), so that after an update nothing has to be copied. On another device, or without
+#   `may_alias`, it has memory of its own, on which `bring_parameters` writes.
+# - A variable with one value for all replicas is treated as a parameter. A `SyncOnReadVariable` holds a component for
+#   each replica itself: the copies of the modules have the user's variable.
+# - Buffers and tensors in plain attributes are always copied: a step may write on them, from the rows of its replica.
+# - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
+#   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
+# - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
+
 
 @final
 class ModuleReplica:
-    """The copies of one replica.
+    """The copies of the user's modules that one replica has.
 
     Args:
-        roots: The user's modules: none of them is part of another.
-        modules: They and everything below them.
+        roots: The user's modules that are part of no other.
+        modules: These and all modules below them.
         parameters: Their parameters.
         buffers: Their buffers.
         device: Where the replica computes.
-        may_alias: Whether a parameter on that device shares the memory of its original.
+        may_alias: Whether a parameter shares the memory of the user's, if both are on the same device.
 
     Raises:
         TypeError: If a module cannot be copied.
@@ -59,8 +70,8 @@ class ModuleReplica:
         device: Device,
         may_alias: bool,
     ) -> None:
+        # See Note [What is aliased and what is copied].
         owners = parameters.tensors
-        # Which parameters share the memory of their original:
         self.aliased = [may_alias and owner.device == device for owner in owners]
         data = [
             owner.detach() if aliased else sent_to([owner], [device])[0][0]
@@ -68,13 +79,15 @@ class ModuleReplica:
         ]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self.trained = requires_grad_of(self.parameters)
-        # Those that count for themselves what is written on them; of the others, the originals count it.
+        # The parameters with memory of their own. Writes on the others are counted by the user's parameters: both have
+        # one version counter.
         self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
         self.parameters_are_known()
         own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
-        self._held: list[torch.Tensor] = []  # for as long as their ids are in the memo
+        # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
+        self._held: list[torch.Tensor] = []
         for module in modules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
             for name, value in _plain(module).items():
@@ -83,13 +96,15 @@ class ModuleReplica:
                         self._memo[id(held)] = _copy_of(held, device, path)
                         self._held.append(held)
             for tensor in chain(module._parameters.values(), module._buffers.values()):
-                self._memo.setdefault(id(tensor), tensor)  # a variable of which each replica has a value
+                # What is not in the memo yet is a variable that holds a component for each replica.
+                self._memo.setdefault(id(tensor), tensor)
         copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
-        # An output holds its graph, and with it parameters. The user may drop it: it is not held here.
+        # An output that a module keeps holds its graph, and so parameters and activations. It is not held here, so that
+        # the user can drop it.
         outputs = [tensor for tensor in self._held if not tensor.is_leaf]
         self._held = [tensor for tensor in self._held if tensor.is_leaf]
         for output in outputs:
@@ -106,7 +121,7 @@ class ModuleReplica:
         self._structure = Snapshot(self.insides, counts_hooks=True)
 
     def _close_over_own(self) -> None:
-        """Functions that the modules hold close over this replica's, where the user's close over the originals."""
+        """Makes functions that the copies hold close over this replica's objects instead of the user's."""
         rebinding = ClosureRebinder(self._memo)
         for inside in self.insides:
             for name in inside.keys() - TORCHS_OWN:
@@ -115,10 +130,16 @@ class ModuleReplica:
                 table.update({key: rebinding.of(hook) for key, hook in table.items()})
 
     def bring_parameters(self, originals: TrackedTensors, changed: Sequence[int], moved: set[int]) -> Write:
-        """What has to be written to bring the values of parameters: of what is in shared memory, nothing."""
+        """The writes that bring the values of parameters. Parameters that share the user's memory need none.
+
+        Args:
+            originals: The user's parameters.
+            changed: The positions of those that were written or moved.
+            moved: The positions of those that lie in other memory now.
+        """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        counting: set[int] = set()  # those that count for themselves from here on
+        counting: set[int] = set()  # the positions of those that get memory of their own, or other memory, here
         owners = originals.tensors
         for index in changed if self._counting else moved:
             if self.aliased[index] and index not in moved:
@@ -132,18 +153,19 @@ class ModuleReplica:
                 self.aliased[index] = False
                 counting.add(index)
             else:
+                # The source is the same tensor for every replica, so that `write` can broadcast it.
                 targets.append(local)
-                sources.append(owner)  # the very same for each replica: `write` may broadcast it
+                sources.append(owner)
         if counting:
             self._counting = sorted({*self._counting, *counting})
         return Write(targets, sources)
 
     def parameters_are_known(self) -> None:
-        """The parameters agree with the originals: whatever is written on them from here on, the step writes."""
+        """Says that the parameters agree with the user's: whatever is written on them from here on, the step writes."""
         self._versions = self._counted()
 
     def written_parameters(self) -> list[int]:
-        """Those on which the step wrote, as far as they count it themselves."""
+        """The positions of parameters with memory of their own on which the step wrote."""
         counted = self._counted()
         if counted == self._versions:
             return []
@@ -154,14 +176,14 @@ class ModuleReplica:
         return versions([self.parameters[index] for index in self._counting]) if self._counting else []
 
     def bring_requires_grad(self, flags: Sequence[bool]) -> None:
-        """Brings which parameters are trained."""
+        """Brings the `requires_grad` of the user's parameters."""
         if self.trained != flags:
             self.trained = list(flags)
             for parameter, flag in zip(self.parameters, flags, strict=True):
                 parameter.requires_grad_(flag)
 
     def noted_requires_grad(self) -> list[bool]:
-        """Which parameters are trained, after a step that may have changed it."""
+        """The `requires_grad` of this replica's parameters, which a step may have changed."""
         self.trained = requires_grad_of(self.parameters)
         return self.trained
 
@@ -170,6 +192,7 @@ class ModuleReplica:
         are_others = False
         for index in indices:
             own, original = self._agreed[index][0], originals.tensors[index]
+            # A buffer with a history was made by the last step: a write on it would become a part of that graph.
             if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
                 own, are_others = original.detach().to(own.device, copy=True), True
             else:
@@ -183,7 +206,7 @@ class ModuleReplica:
             self._writes.agree()
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
-        """Brings a plain attribute of a module; `MISSING` takes it away."""
+        """Brings a plain attribute of a module; `MISSING` removes it."""
         inside = self.insides[position]
         if value is MISSING:
             inside.pop(name, None)
@@ -192,11 +215,11 @@ class ModuleReplica:
         self._agree()
 
     def copied(self, value: Any, own: Mapping[int, Any], name: str = "") -> Any:
-        """A copy of what the user holds, for this replica: of what it has already, that.
+        """A copy of a value of the user's for this replica, with the replica's own objects where it has them already.
 
         Args:
-            value: What the user holds.
-            own: By the id of further things of the user's, what this replica has.
+            value: The user's value.
+            own: By the ids of further objects of the user's: the objects that this replica has in their place.
             name: What to call the value in a message.
         """
         memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}, **own}
@@ -205,7 +228,7 @@ class ModuleReplica:
         return ClosureRebinder({**self._memo, **own}).of(deep_copied(value, memo))
 
     def changes(self) -> list[Edit]:
-        """What the step made, replaced or took away: parameters and layers, buffers and hooks."""
+        """The parameters, layers, buffers and hooks that the step made, replaced or removed."""
         found = list(self._structure.changes())
         made = [change for change in found if not change.is_value()]
         if found and not made:
@@ -215,15 +238,15 @@ class ModuleReplica:
     def return_attributes(
         self, originals: Sequence[dict[str, Any]], computed: Sequence[Set[str]], states: Mapping[int, Set[str]]
     ) -> list[tuple[int, str]]:
-        """Brings to the originals the plain attributes that the step replaced.
+        """Brings the plain attributes that the step replaced to the user's modules.
 
         Returns:
-            The positions of the modules, and the names, of those that it brought.
+            The positions of the modules, and the names, of the attributes that it brought.
 
         Args:
-            originals: What the user's modules have inside.
-            computed: Of each module, the attributes that its hooks compute.
-            states: By the position of a module, the attributes that are brought otherwise.
+            originals: The `__dict__` of each of the user's modules.
+            computed: For each module, the attributes that its hooks compute.
+            states: By the position of a module, the attributes that `Metrics` brings.
         """
         brought: list[tuple[int, str]] = []
         if same(self._known_values, entries_of(self.insides)):
@@ -241,14 +264,17 @@ class ModuleReplica:
         return brought
 
     def _agree(self) -> None:
-        """The plain attributes agree with the originals: what is replaced from here on, the step replaces."""
+        """Notes that plain attributes agree with the user's: whatever is replaced from here on, the step replaces."""
         self._known = [dict(inside) for inside in self.insides]
         self._known_values = entries_of(self.insides)
 
     def return_hook(self, change: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:
-        """Registers a hook on an original, or removes it, as the step did on the copy.
+        """Registers a hook on one of the user's modules, or removes it, as the step did on the copy.
 
-        It closes over originals, by the id of what this replica has in the place of each.
+        Args:
+            change: What the step did.
+            original: The `__dict__` of the user's module.
+            originals: By the ids of this replica's objects: the user's, over which the hook is to close.
         """
         table, number = original[change.table], change.name
         if change.after is MISSING:
@@ -260,7 +286,7 @@ class ModuleReplica:
                 original[flags][number] = True
 
     def return_buffer(self, change: Edit, original: dict[str, Any], device: Device) -> None:
-        """Makes a buffer in an original, or takes it away, as the step did in the copy."""
+        """Makes a buffer in one of the user's modules, or removes it, as the step did in the copy."""
         table, name, value = original["_buffers"], change.name, change.after
         if isinstance(value, torch.Tensor):
             table[name] = value.detach().to(device, copy=True)
@@ -273,18 +299,18 @@ class ModuleReplica:
         original[unsaved].update({name} & self.insides[change.position][unsaved])
 
     def buffer(self, index: int) -> torch.Tensor:
-        """The replica's own buffer, or what the step put in its place."""
+        """The replica's own buffer, or the tensor that the step put in its place."""
         table, name = self._slots[index]
         value = table.get(name)
         return self._agreed[index][0] if value is None else value
 
     def written_buffers(self, originals: TrackedTensors) -> set[int]:
-        """The buffers that the step wrote, or put another tensor in the place of."""
+        """The positions of buffers that the step wrote or replaced."""
         agreed = enumerate(self._agreed)
         counted = {i for i, (own, count) in agreed if self.buffer(i) is not own or version(own) != count}
         written = counted | self._writes.take(counted)
         for index, (own, _) in enumerate(self._agreed):
-            # torch's kernels do not count what they write on running statistics.
+            # Torch's kernels write running statistics without counting a version. On the CPU `_writes` has seen that.
             if originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index]):
                 written.add(index)
         return written
@@ -304,7 +330,7 @@ def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
 def _slot_of(
     tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]
 ) -> tuple[dict[str, Any], str]:
-    """Where the replica's copy of a buffer is held."""
+    """The table that holds the replica's copy of a buffer, and the buffer's name there."""
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is tensor:
@@ -313,13 +339,14 @@ def _slot_of(
 
 
 def _hooks_to_share(module: nn.Module) -> list[object]:
-    """The hooks of which a replica uses the user's own object: a recorder that is not copied records all replicas."""
+    """The hooks of which a replica uses the user's own object."""
+    # A hook that records activations, say, is to record those of all replicas, in the object that the user reads.
     hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
     return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
 
 
 def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]:
-    """The optimizers, schedulers and scalers that a module holds, perhaps in an object: of them there are no copies."""
+    """The optimizers, schedulers and scalers that a module holds, perhaps in an object. They are not copied."""
     for value in attributes.values():
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         for item in several:
@@ -330,13 +357,13 @@ def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]
 
 
 def _return(original: dict[str, Any], name: str, value: Any, is_computed: bool) -> None:
-    """Brings to an original what a step has put in the place of a plain attribute, if it is data."""
+    """Writes the new value of a plain attribute on one of the user's modules, if it is data."""
     before = original.get(name, MISSING)
     if value is MISSING:
         original.pop(name, None)
     elif isinstance(value, torch.Tensor):
         fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
-        # An output that forward keeps has the rows of one replica only: it stays there.
+        # An output that forward keeps has the rows of one replica only, so it stays in the replica.
         if fits and (is_computed or not (value.requires_grad or before.requires_grad)):
             original[name] = value.detach().to(before.device, copy=not is_computed)
     elif is_data(value, lambda _: False):
@@ -344,7 +371,7 @@ def _return(original: dict[str, Any], name: str, value: Any, is_computed: bool) 
 
 
 class _KeptOutput(torch.autograd.Function):
-    """A copy of an output that a module keeps: a backward does not go through it, and says so."""
+    """Copies an output that a module keeps. A backward through the copy raises, since the copy has no history."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, path: str) -> torch.Tensor:
@@ -379,13 +406,14 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
-    """New ones in the place of the tables in which modules have nothing: those are most of what there is to copy."""
+    """A new table for each empty table of the modules, by the id of the user's."""
+    # Most tables of hooks are empty. For `copy.deepcopy` they would be most of the work.
     tables = (value for module in modules for value in vars(module).values() if type(value) in (OrderedDict, dict))
     return {id(table): type(table)() for table in tables if not table}
 
 
 def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
-    """Copies of all roots at once, so that what they share stays shared."""
+    """Copies all roots at once, so that objects that they share stay shared."""
     try:
         copied: list[nn.Module] = deep_copied(list(roots), memo)
         return copied
@@ -402,7 +430,7 @@ def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.M
 
 
 def uncopyable(name: str, error: Exception) -> TypeError:
-    """What is raised when `copy.deepcopy` fails on something of the user's."""
+    """The error for objects of the user's on which `copy.deepcopy` fails."""
     return TypeError(
         f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Tensors and modules "
         "that a module holds must be ones that copy.deepcopy can copy; keep tensors with a history elsewhere."

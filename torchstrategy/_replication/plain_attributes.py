@@ -1,8 +1,9 @@
-"""What the plain attributes of the user's modules hold, and what each replica has in its place.
+"""What plain attributes hold, in the user's modules and in the replicas' copies.
 
-A configuration, a list of numbers, an object that counts: a replica has copies of them. What the user changes in them
-between runs reaches the copies before the next run; what a step changes in its own copies reaches the originals after
-it, if it is data: numbers, texts, and containers of them. What else a step keeps there stays with the replica.
+A plain attribute may hold a configuration, a list of numbers or an object that counts. Replicas have copies of these.
+What the user changes in them between runs reaches the copies before the next run. What a step changes in its own copies
+reaches the user's modules after the run, if it is data: numbers, texts, and containers of them. Anything else that a
+step keeps there stays in the replica.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from torchstrategy._core.torch_internals import versions
 from torchstrategy._replication.module_replica import ModuleReplica
 
 NamedAttributes = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
-"""Lists attributes: for each the path, the value, and what each replica has in its place."""
+"""Lists attributes: for each its path, its value in the user's module, and its value in each replica."""
 
 
 @final
 class Attributes:
-    """What the plain attributes of some modules hold.
+    """The containers and tensors that the plain attributes of some modules hold.
 
     Args:
-        replicas: What each replica has.
-        known: The ids of parameters and buffers, which are brought otherwise.
-        named: Lists the attributes of the originals.
+        replicas: The copies of the modules in each replica.
+        known: The ids of parameters and buffers, which other code keeps in step.
+        named: Lists the attributes of the user's modules.
     """
 
     def __init__(self, replicas: Sequence[ModuleReplica], known: Set[int], named: NamedAttributes) -> None:
         self._replicas = replicas
         self._known_tensors = known
-        self._unbrought: set[int] = set()  # the ids of tensors of which the replicas do not agree with the original
+        # The ids of the user's tensors with which the copies of the replicas do not agree.
+        self._unbrought: set[int] = set()
         self.collect(named)
 
     def collect(self, named: NamedAttributes) -> None:
-        """Looks for all that they hold now, in which the copies agree with the originals."""
+        """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places: dict[int, Place] = {}
         leaves: dict[int, Leaf] = {}
         for path, value, local in named():
@@ -59,12 +61,13 @@ class Attributes:
         self._agree()
 
     def bring(self, named: NamedAttributes) -> bool:
-        """Before a run: brings to the copies what was changed in the originals. False if it cannot be brought."""
+        """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
         written = unbrought.union(self._tensors.take_changes()[0])
         self._unbrought.clear()
         for index in written:
             original, local = self._leaves[index].original, self._leaves[index].local
+            # A tensor of another shape cannot be written on the copy, to which a step may have other references.
             if any(one.shape != original.shape or one.dtype != original.dtype for one in local):
                 return False
             for one in local:
@@ -82,13 +85,14 @@ class Attributes:
         return True
 
     def give_back(self, lead: int, named: NamedAttributes) -> None:
-        """After a run: brings to the originals, and to the other replicas, what the first replica changed."""
+        """After a run: brings what the first replica changed to the user's modules, and to the other replicas."""
         changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
         if self._leaves:
             self._give_back_tensors(lead)
         if not changed:
             return
         own = {id(place.local[lead]): place for place in self._places}
+        # What deepcopy left the same object in both, such as a lock, stays the same object.
         shared = self._known.common(self._known_local[lead])
         has_brought = False
         for index in changed:
@@ -110,7 +114,9 @@ class Attributes:
             own, original = local[index], self._leaves[index].original
             if own.shape == original.shape and not own.requires_grad:
                 write_value(original, own, False)
-                self._unbrought.add(id(original))  # a backward may still need what the other replicas have
+                # The other replicas get the value before the next run: a backward through the results of this run may
+                # still need the tensors that they have now.
+                self._unbrought.add(id(original))
 
     def _agree(self) -> None:
         self._known = Contents([place.original for place in self._places])
@@ -121,7 +127,7 @@ class Attributes:
 
 
 def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:
-    """The original of a container and the copies of the other replicas, each with what it has of any other one."""
+    """The user's container and the copies of the other replicas, each with its counterpart of any other container."""
     others: list[tuple[Any, Callable[[Place], Any]]] = [(place.original, lambda other: other.original)]
     for r in range(len(place.local)):
         if r != lead:

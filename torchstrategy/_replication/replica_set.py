@@ -1,4 +1,4 @@
-"""What the replicas of one run at a time have of the user's modules and optimizers."""
+"""What all replicas have of the user's modules and optimizers, for one run at a time."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Placement(NamedTuple):
 
     devices: Sequence[Device]  # of each replica
     parameter_device: Device
-    may_alias: Sequence[bool]  # of each replica, whether its parameters there have the memory of the originals
+    may_alias: Sequence[bool]  # of each replica: whether parameters on the user's device share the user's memory
     averages_buffers: bool
-    is_mirrored: bool  # whether replicas update parameters themselves
-    all_reduce: AllReduce | None  # how gradients get to all of them
+    is_mirrored: bool  # whether replicas on other devices update their parameters themselves
+    all_reduce: AllReduce | None  # adds up gradients and leaves the sums on all devices
 
 
 @final
 class ReplicaSet:
-    """What the replicas of one run at a time have of the user's modules and optimizers.
+    """What all replicas have of the user's modules and optimizers, for one run at a time.
 
     Args:
-        roots: The user's modules.
+        roots: The user's modules that are part of no other.
         variables: The user's variables.
         optimizers: The user's optimizers.
         layout: Where the copies are, and how they are kept in step.
-        generation: Of the set of modules that they are copies of.
+        generation: A number that the storage counts up when the user's set of modules changes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ReplicaSet:
         generation: int,
     ) -> None:
         self.generation = generation
-        self.thread = 0  # of the run that has them
+        self.thread = 0  # the thread that called the run which has this set
         self._layout = layout
         self._num_replicas = len(layout.devices)
         with undisturbed():
@@ -66,20 +66,23 @@ class ReplicaSet:
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Brings what the user wrote on the originals to the copies. False if they have to be made anew."""
+        """Brings what the user wrote on modules and optimizers to the copies. False if a new set has to be made."""
         with undisturbed():
             if not self.replicated.refresh():
                 return False
+        # The gradients of a set are those of the parameters of these optimizers, and their copies are made for these
+        # parameters: after `add_param_group`, or where a parameter moved, both are made anew.
         if _signature(optimizers) != self._optimizer_signature or self.replicated.sharing() != self._sharing:
             self._take_optimizers(optimizers)
         return True
 
     def originals(self) -> list[object]:
-        """What stand-ins are needed for."""
+        """The user's objects that become proxies during a run."""
         return [*self.replicated.originals(), *self.optimizers(), *self.plain_owners()]
 
     def plain_owners(self) -> list[nn.Parameter]:
-        """The user's parameters."""
+        """The user's parameters, without the variables."""
+        # A variable needs no proxy: it asks by itself which replica it is in.
         return [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
 
     def optimizers(self) -> list[Optimizer]:
@@ -89,11 +92,14 @@ class ReplicaSet:
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._optimizer_signature = _signature(optimizers)
+        # Parameters that an optimizer has and no module, such as those of a layer that the user has removed. Replicas
+        # have no copies of them, and may clear and read their gradients.
         loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
         self.gradients = GradientReducer(
             [*self.replicated.owners, *(p for _, p in loose.values())],
             [*self.replicated.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [self.replicated.parameters(r) for r in range(self._num_replicas)],
+            # Replicas on one device run one at a time.
             len({memory_device(device) for device in self._layout.devices}) == 1,
             self._layout.all_reduce,
         )
@@ -103,18 +109,19 @@ class ReplicaSet:
         self._sharing = self.replicated.sharing()
         local = {r: self.replicated.own_parameters(r) for r in range(self._num_replicas)}
         self._local = {r: parameters for r, parameters in local.items() if parameters}
+        # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
         if self._layout.is_mirrored and self._local and all(self._sharing[0]):
             self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
-        """Asks for the state of an optimizer that a replica has of its own, if it has."""
+        """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
         copies = self._optimizer_copies.get(id(optimizer))
         return (
             functools.partial(copies.state, optimizer, replica) if copies is not None and copies.has(replica) else None
         )
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """The user's optimizer is about to take a step: what it begins with, its copies begin with."""
+        """The user's optimizer is about to take a step: its copies get the settings and the state that it has now."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             with undisturbed():
@@ -124,7 +131,7 @@ class ReplicaSet:
                 copies.begin(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """The user's optimizer has taken a step: its copies take the same."""
+        """The user's optimizer has taken a step: its copies take the same step."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._index_of]
@@ -133,7 +140,8 @@ class ReplicaSet:
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
         copies = self._optimizer_copies.get(id(optimizer))
-        # Parameters may have moved in this run: then values are sent until the next.
+        # If parameters moved to other memory in this run, the copies would update the old memory. So values are sent
+        # until the next run, which makes new copies.
         is_usable = copies is not None and can_have_copies(optimizer) and self.replicated.sharing() == self._sharing
         return copies if is_usable else None
 

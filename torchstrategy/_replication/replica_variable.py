@@ -1,4 +1,4 @@
-"""A variable in one replica, where the step has it from a module of its own."""
+"""A variable of a module, in one replica."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _OF_VARIABLES = frozenset(
 class ReplicaVariable(ReplicaParameter):
     """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
 
+    # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
     variable: weakref.ref[Variable]
 
     @staticmethod
@@ -39,6 +40,7 @@ class ReplicaVariable(ReplicaParameter):
         return self._variable.numpy(force=force)
 
     def __getattr__(self, name: str) -> Any:
+        # A method of the user's variable acts for the replica that calls it: the variable asks whose thread it is on.
         if name in _OF_VARIABLES:
             return getattr(self._variable, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -1,11 +1,11 @@
-"""Copies of the user's modules, one set for each replica, made once and kept in step with the originals.
+"""The copies of all replicas, made once and kept in step with the user's modules.
 
-A replica's modules are real modules with real leaf parameters. What the user writes on the originals between runs
-(`train()`, a dropout rate, a frozen layer, loaded weights) reaches them before the next run; what a step writes on its
-own copy, if it is plain (`model.train()`, a counter) or a buffer, reaches the originals after it.
+A replica's modules are real modules with real leaf parameters. What the user writes on the modules between runs
+(`train()`, a dropout rate, a frozen layer, loaded weights) reaches the copies before the next run. What a step writes
+on buffers and plain attributes of its own copy (`model.train()`, a counter) reaches the user's modules after the run.
 
                            parameters                              buffers
-    the original           the values; the optimizer writes them   the values between runs
+    the user's module      the values; the optimizer writes them   the values between runs
     a replica's copy       the same memory on the same device,     memory of its own
                            else memory of its own
 """
@@ -45,13 +45,13 @@ from torchstrategy._variables.variable import Variable, is_variable
 
 @final
 class ReplicatedModules:
-    """The copies of some modules, and all below them, on some devices.
+    """The copies that all replicas have of the user's modules.
 
     Args:
-        roots: The originals: none of them is part of another.
+        roots: The user's modules that are part of no other.
         devices: The device of each replica.
-        parameter_device: Where the originals are.
-        may_alias: Of each replica, whether a copy on the device of its original shares the memory of its parameters.
+        parameter_device: The device of the user's modules.
+        may_alias: For each replica, whether parameters on the device of the user's share the user's memory.
         averages_buffers: Whether running statistics become the mean of the replicas'.
         variables: Variables to be copied, too, whether or not they are in a module.
 
@@ -77,7 +77,8 @@ class ReplicatedModules:
         loose = [variable for variable in variables if id(variable) not in in_modules]
         refuse_uncopyable(roots, further=loose)
         refuse_lazy(roots)
-        # Only the insides of the originals are held: they die with the user's last reference, and the copies with them.
+        # The user's modules are referred to weakly, and only their `__dict__`s are held: the modules die with the
+        # user's last reference, and then the storage drops the copies.
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
@@ -95,22 +96,25 @@ class ReplicatedModules:
         self._metrics = Metrics(self._insides, self._paths, local, [memory_device(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._structure = Snapshot(self._insides)
-        self._is_outdated = False  # the buffers of the originals, or of some copies, are not those of the others
-        self._computed = [computed_by_hooks(module) for module in modules]  # plain attributes, by each replica's hooks
+        # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
+        self._is_outdated = False
+        # The plain attributes that hooks compute, in each replica for itself.
+        self._computed = [computed_by_hooks(module) for module in modules]
         self._known = [dict(inside) for inside in self._insides]
         self._known_values = entries_of(self._insides)
-        self._unbrought: set[tuple[int, str]] = set()  # attributes that the first replica has given to the originals
+        # The plain attributes that the user's modules got from the first replica, and the others have not got yet.
+        self._unbrought: set[tuple[int, str]] = set()
         known = self._index_of.keys() | set(map(id, self._buffers.tensors))
         self._attributes = Attributes(self._replicas, known, self._named_attributes)
 
     @property
     def owners(self) -> list[torch.Tensor]:
-        """The parameters of the originals."""
+        """The user's parameters."""
         return self._parameters.tensors
 
     @property
     def names(self) -> list[str]:
-        """What the user calls each of the owners: `Net.layers.0.weight`."""
+        """What the user calls each of the `owners`: `Net.layers.0.weight`."""
         return self._parameters.names
 
     def parameters(self, replica: int) -> list[ReplicaParameter]:
@@ -122,11 +126,12 @@ class ReplicatedModules:
         return [module for reference in self._references if (module := reference()) is not None]
 
     def local_objects(self, replica: int) -> dict[int, object]:
-        """The modules and parameters of one replica, by the id of the original."""
+        """The modules and parameters of one replica, by the ids of the user's."""
         return self._replicas[replica].local_objects
 
     def refresh(self) -> bool:
-        """Brings to the copies what was written on the originals. False if they have to be made anew."""
+        """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
+        # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same():
             return False
         if not self._attributes.bring(self._named_attributes):
@@ -148,18 +153,20 @@ class ReplicatedModules:
         return True
 
     def hand_out(self, present: Sequence[int]) -> None:
-        """Says which replicas take part in the run that begins."""
+        """Says which replicas take part in the run that begins. Metrics get their states."""
         self._metrics.hand_out(present)
 
     def refresh_parameters(self) -> None:
-        """Brings changed parameters to the copies. Which are trained, a step may have changed on its copies."""
+        """Brings changed values of parameters to the copies."""
+        # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
         changed, moved = self._parameters.take_changes()
         try:
             if changed:
                 with traced("bring parameters"):
                     write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
         except BaseException:
-            self._parameters.are_uncounted(changed)  # some copies may not have them
+            # Some copies may not have got the values: the next refresh brings them again.
+            self._parameters.are_uncounted(changed)
             raise
         for replica in self._replicas:
             replica.parameters_are_known()
@@ -167,32 +174,33 @@ class ReplicatedModules:
             self._watch_parameters()
 
     def _watch_parameters(self) -> None:
-        """What all replicas share can be written in any way; of the others, copies have to follow."""
+        """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
+        # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
         by_all = map(all, zip(*self.sharing(), strict=True))
         self._parameters.watch(index for index, is_shared in enumerate(by_all) if not is_shared)
 
     def sharing(self) -> list[list[bool]]:
-        """For each replica, which of its parameters share the memory of the originals."""
+        """For each replica, which of its parameters share the memory of the user's."""
         return [list(replica.aliased) for replica in self._replicas]
 
     def own_parameters(self, replica: int) -> dict[int, ReplicaParameter]:
-        """The parameters of one replica that have memory of their own, by the id of the original."""
+        """The parameters of one replica that have memory of their own, by the ids of the user's."""
         local, aliased = self._replicas[replica].parameters, self._replicas[replica].aliased
         return {id(o): p for o, p, is_shared in zip(self.owners, local, aliased, strict=True) if not is_shared}
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
-        """Says that originals, and all copies that have memory of their own, were written alike."""
+        """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
         for replica in self._replicas:
             replica.parameters_are_known()
         self._parameters.are_counted(self._index_of[id(owner)] for owner in owners)
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Says that originals were written in a way that torch does not count."""
+        """Says that some of the user's parameters were written in a way that torch does not count."""
         index_of = self._index_of
         self._parameters.are_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def check_unwritten(self, present: Sequence[int]) -> None:
-        """Refuses that the step of a replica wrote on parameters, which every replica would do once.
+        """Refuses writes of a step on parameters, since every replica would write once.
 
         Raises:
             RuntimeError: Naming the parameter.
@@ -202,10 +210,10 @@ class ReplicatedModules:
             raise RuntimeError(written_in_replica(self.names[min(written)]))
 
     def check_structure(self, present: Sequence[int]) -> list[list[Edit]]:
-        """Refuses that the step of a replica made parameters or layers, or replaced some, or took some away.
+        """Refuses parameters and layers that a step made, replaced or removed in a replica.
 
         Returns:
-            For each of the replicas, what it did to buffers and hooks.
+            For each of the replicas, what its step did to buffers and hooks.
 
         Raises:
             RuntimeError: Naming it.
@@ -220,16 +228,16 @@ class ReplicatedModules:
         return changes
 
     def return_to_originals(self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]]) -> None:
-        """After a run: brings to the originals what the replicas wrote on their buffers and plain attributes.
+        """After a run: brings what the replicas wrote on buffers and plain attributes to the user's modules.
 
-        The running statistics of normalisation layers are averaged by share, if they are to be; all else is that of
-        the first replica.
+        Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
+        averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self._replicas[replica_weights.present[0]]
         self._check_flags(replica_weights)
         values = self._buffer_values(replica_weights)
         states = self._metrics.put_together(replica_weights)
-        # These may refuse; after them nothing does.
+        # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
         for position, name in lead.return_attributes(self._insides, self._computed, self._metrics.states):
             Written(self._known[position], name, self._insides[position].get(name, MISSING)).apply()
             self._unbrought.add((position, name))
@@ -248,7 +256,7 @@ class ReplicatedModules:
             self._buffers.take(index, value)
 
     def _return_changes(self, replica_weights: ReplicaWeights, changes: Sequence[Edit]) -> None:
-        """Makes, or takes away, the hooks and buffers of the originals, as the first replica did with its own."""
+        """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
         lead = self._replicas[replica_weights.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
@@ -272,7 +280,7 @@ class ReplicatedModules:
                 )
 
     def _buffer_values(self, replica_weights: ReplicaWeights) -> dict[int, torch.Tensor]:
-        """What becomes of the buffers that a replica wrote.
+        """By position, the new values of the buffers that any replica wrote.
 
         Raises:
             RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
@@ -296,13 +304,15 @@ class ReplicatedModules:
         return combined
 
     def _changed_buffers(self) -> list[int]:
-        buffers, local = self._buffers, self._replicas[0]  # all agree between runs: the first speaks for them
+        # The copies of all replicas agree between runs, so one is compared with the user's. A forward of the user's own
+        # module writes running statistics, and torch's kernels do not count that.
+        buffers, local = self._buffers, self._replicas[0]
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
 
     def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
-        """The plain attributes of all modules: the path, the value, and what each replica has in its place."""
+        """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
         for position, inside in enumerate(self._insides):
             left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
             for name in [name for name in inside if name not in left_out]:
@@ -342,7 +352,8 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
     found: dict[int, TrackedTensor] = {}
     for module in modules:
         for name, tensor in module.__dict__[table].items():
-            # A variable in the place of a buffer is a variable; and of some each replica has a value already.
+            # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
+            # it holds a component for each replica already.
             if is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable):
                 continue
             if tensor is not None:
@@ -352,8 +363,8 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
-    # The base classes of all batch and instance normalisation layers, without their private names; and those who
-    # follow torch in what they call such a buffer.
+    # The base classes of torch's batch and instance normalisation layers have private names. Layers of other packages
+    # follow torch in the names of such buffers.
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
     return isinstance(module, norms) or name.startswith("running_")
 

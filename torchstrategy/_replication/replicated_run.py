@@ -1,4 +1,4 @@
-"""One run on one set of copies."""
+"""One run on one replica set: how it begins, how it ends, and how it is undone."""
 
 from __future__ import annotations
 
@@ -29,10 +29,35 @@ from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import SharedStepper
 from torchstrategy._variables.variable import is_variable
 
+# Note [The order of a run and of its undoing]
+# 1. The run takes a replica set that no other run has, and brings it up to date.
+# 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
+# 3. Optimizers tell the run before they step, so that one which is not the strategy's is refused.
+# 4. Metrics hand out their states.
+# 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
+# 6. Proxies take the place of the user's objects. The replicas run, and the proxies are taken away.
+# 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
+# If anything fails from 2 on, the set is never used again, and what was done is undone: the proxies first (6), since
+# all else writes on the user's own objects; then an update that is under way; then the gradients (5). Whether or not it
+# failed, 3 and 1 are undone last. Each undoing may find that nothing was done: a signal's handler may raise anywhere.
+
 
 @final
 class ReplicatedRun(RunState, Owners):
-    """One run on one set of copies."""
+    """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
+
+    Args:
+        copies: The replica set.
+        replica_weights: How much each replica counts.
+        outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
+        steppers: The schedulers and scalers of the strategy, and those that the step names.
+        trainers: The user's objects that hold models, with their attributes in each replica.
+        cross_replica: Enters the strategy's cross-replica context.
+        as_they_are: A block in which the user's parameters are no proxies.
+        watch: Looks on while the replicas run, for writes on shared tensors.
+        warned: What users were warned of before.
+        has_plain_rows: Whether the arguments have rows and were not distributed.
+    """
 
     def __init__(
         self,
@@ -54,19 +79,22 @@ class ReplicatedRun(RunState, Owners):
         self._copies = copies
         self._as_they_are = as_they_are
         self._replica_weights = replica_weights
-        # A variable that is not the strategy's may be assigned: by each replica for itself.
+        # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
         written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
         self._counters = steppers
         self._trainers = trainers
         self._cross_replica = cross_replica
-        self._threads = {threading.get_ident()}  # those that speak for all replicas
+        # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
+        self._threads = {threading.get_ident()}
         self._callers_device = torch.get_default_device()
-        self._local: dict[int, Mapping[int, object]] = {}
-        self._optimizers: dict[int, list[ReplicaOptimizer]] = {}  # of each replica
-        self._on_other_thread: str | None = None  # what is wrong with a step that an optimizer has taken there
-        self._shown = ExitStack()  # in which the owners have their gradients
+        self._local: dict[int, Mapping[int, object]] = {}  # by replica: what stands there for the user's objects
+        self._optimizers: dict[int, list[ReplicaOptimizer]] = {}  # by replica
+        # The message for an optimizer that took a step on a thread of the user's own. The caller's thread raises it
+        # later: on the other thread, nobody might see it.
+        self._on_other_thread: str | None = None
+        self._shown = ExitStack()  # while it is open, the user's parameters have their gradients; see `show`
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         copies, leads = self._copies, replica.index == self._replica_weights.present[0]
@@ -101,11 +129,13 @@ class ReplicatedRun(RunState, Owners):
     @contextmanager
     def published(self) -> Iterator[None]:
         with self._published():
-            self._copies.gradients.forget_arrived()  # a merge function may write on gradients as it likes
+            # A merge function may write on gradients through `.data`, so copies of them may be outdated from here on.
+            self._copies.gradients.forget_arrived()
             yield
 
     @contextmanager
     def _published(self) -> Iterator[None]:
+        # Writes of the step on parameters are looked for now: after the block they could not be told from an update.
         self._check_unwritten()
         with self._as_they_are(), self._copies.gradients.published():
             yield
@@ -116,8 +146,9 @@ class ReplicatedRun(RunState, Owners):
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         with self._cross_replica(), self._updating():
+            # A scaler divides gradients by its scale, and torch does not count these writes.
             if optimizer is None:
-                self._copies.gradients.forget_arrived()  # a scaler writes on gradients, and torch does not count it
+                self._copies.gradients.forget_arrived()
             result = call()
             self._has_written(optimizer)
             return result
@@ -150,7 +181,8 @@ class ReplicatedRun(RunState, Owners):
         self._copies.gradients.deliver_late_ones()
 
     def end(self) -> None:
-        """Brings everything that the run made to the user's own objects; what may fail comes first."""
+        """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
+        # See Note [The order of a run and of its undoing], step 7.
         self._check_unwritten()
         changes = self._copies.replicated.check_structure(self._replica_weights.present)
         with undisturbed():
@@ -176,7 +208,7 @@ class ReplicatedRun(RunState, Owners):
             warn_of_plain_batch(len(self._lent))
 
     def let_go(self) -> None:
-        """What the replicas had is not wanted any more, and does not wait for the collector of cycles."""
+        """Drops the objects that the replicas had, whose memory would else wait for Python's collector of cycles."""
         self._local.clear()
         self._optimizers.clear()
 
@@ -185,11 +217,13 @@ class ReplicatedRun(RunState, Owners):
         frame = current_frame()
         in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
         is_on_other_thread = not in_this_run and threading.get_ident() not in self._threads
+        # The optimizer belongs to another run, or to this run on the thread of a replica.
         if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
-            return  # another run's, or what this run has on the thread of a replica
+            return
+        # Else the optimizer trains something that the step made itself.
         known = self._copies.known | self._outsider_ids
         if not any(isinstance(p, ReplicaParameter) or id(p) in known for p in parameters_of(optimizer)):
-            return  # it trains something of the step's own
+            return
         if is_on_other_thread:
             self._on_other_thread = _stepped_on_other_thread(optimizer)
         elif in_this_run:
@@ -203,14 +237,17 @@ class ReplicatedRun(RunState, Owners):
             self._copies.gradients.keep()
 
     def _has_written(self, optimizer: Optimizer | None) -> None:
-        """Torch's own optimizers write in ways that torch counts, or tells of; others write through `.data`, too."""
+        """Says that an optimizer may have written on parameters in ways that torch does not count."""
+        # Torch's own optimizers count their writes, but for fused ones, which `ReplicatedStorage` handles. Others may
+        # write through `.data`, and need not call the hooks that torch calls at each step.
         if optimizer is not None and not is_torchs(optimizer):
             self._copies.gradients.keep()
             self._copies.replicated.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
         self._trainers.check_unwritten()
-        if self._copies.gradients.is_alone:  # else another thread may train the same parameters
+        # Else a run of another thread may have trained the same parameters meanwhile.
+        if self._copies.gradients.is_alone:
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
             self._copies.replicated.check_unwritten(self._replica_weights.present)
@@ -221,6 +258,7 @@ class ReplicatedRun(RunState, Owners):
     @contextmanager
     def _updating(self) -> Iterator[None]:
         self._copies.replicated.check_structure(self._replica_weights.present)
+        # The update is to use the learning rate that the step has just set.
         self._return_settings()
         with self._published():
             yield

@@ -1,7 +1,7 @@
-"""Parameters of the user's, and copies of them for each replica: on one device, or on all.
+"""The user's parameters, and the replica sets that runs have of them.
 
-Each run borrows a set of copies. One set serves all runs that follow one another; runs at the same time, of several
-threads or from a merge function, get sets of their own, so no two runs ever touch one copy.
+Each run borrows a replica set. One set serves all runs that follow one another. Runs at the same time, of several
+threads or from a merge function, get sets of their own, so no two runs ever use the same copy.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class ReplicatedStorage(Storage):
 
     Args:
         devices: The device of each replica.
-        parameter_device: Where the parameters are.
-        may_alias: Whether replicas on the parameters' own device share the memory of the parameters. Without, they have
-            real copies, as replicas on several devices have; the numbers are the same.
+        parameter_device: The device of the user's parameters.
+        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
+            copies, as replicas on several devices have; the numbers are the same.
         averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
         is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
             own; else values are sent to them.
-        all_reduce: How gradients get to all replicas, if they update their parameters themselves.
+        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
+            themselves.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class ReplicatedStorage(Storage):
         self._in_use: list[ReplicaSet] = []
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
-        self._new: set[int] = set()  # modules and variables of which there are no copies yet
-        self._generation = 0  # of the set of modules: copies of an earlier one are not used again
+        self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
+        self._generation = 0  # counts changes of the set of modules: replica sets of an earlier one are not used again
+        # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
-        self._is_copying = False  # in which case new modules are copies, not the user's
+        self._is_copying = False  # while it is true, new modules are copies and not the user's
         tell_always(self._before_any_step, self._after_any_step)
         if any(map(is_accelerator, (*self.devices, parameter_device))):
             listen_to_data()
@@ -97,11 +99,13 @@ class ReplicatedStorage(Storage):
         self._take_around(named)
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
         refuse_bound_methods([*named.steppers, *ours])
-        variables = _alive(self._variables)  # held for as long as the run has copies of them
-        copies = self._borrow(variables)
+        # See Note [The order of a run and of its undoing]; the numbers below are its steps.
+        # The list keeps the variables alive for as long as the run has copies of them.
+        variables = _alive(self._variables)
+        copies = self._borrow(variables)  # 1
         originals = copies.originals()
         run, run_state = object(), None
-        # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was finished.
+        # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             seen = (thing for _, thing in named.steppers)
             steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
@@ -112,22 +116,24 @@ class ReplicatedStorage(Storage):
             )
             originals += [*steppers, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
-            # Optimizers look at the class of parameters: of a subclass, they update one after the other.
+            # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is
+            # slow. So while an optimizer steps, the user's parameters are no proxies.
             as_they_are = functools.partial(suspended, copies.plain_owners(), run)
             several, watch = len(replica_weights.present) > 1, None
             if several:
                 watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
             parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, as_they_are, watch
-            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(step[1]))
-            tell_before(run, run_state.before_any_step)
-            copies.replicated.hand_out(replica_weights.present)
-            copies.gradients.begin(replica_weights, outsiders, run_state.together)
-            install(originals, run)
+            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(step[1]))  # 2
+            tell_before(run, run_state.before_any_step)  # 3
+            copies.replicated.hand_out(replica_weights.present)  # 4
+            copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
+            install(originals, run)  # 6
             yield run_state
             uninstall(originals, run)
-            run_state.end()
+            run_state.end()  # 7
         except BaseException:
-            copies.generation = -1  # a step that failed has written who knows what on them
+            # A step that failed may have written anything on the copies.
+            copies.generation = -1
             uninstall(originals, run)
             if run_state is not None:
                 run_state.take_back()
@@ -159,8 +165,9 @@ class ReplicatedStorage(Storage):
         if isinstance(variable, SharedVariable):
             self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
             self._new.add(id(variable))
+            # The run in which the variable is made has no copies of it: a backward that reaches it is refused.
             for copies in self._standing_still() if self._in_use else []:
-                copies.gradients.watch(variable, variable.name)  # the run that makes it has no copies of it
+                copies.gradients.watch(variable, variable.name)
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         if not is_in_replica():
@@ -168,11 +175,11 @@ class ReplicatedStorage(Storage):
 
     def take_stepper(self, stepper: Stepper) -> None:
         if not is_in_replica():
-            # Nothing hangs on those that are gone: they are left out here, and by `_alive`.
+            # No copies depend on schedulers and scalers. Those that are gone are left out here, and by `_alive`.
             self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), stepper)}
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
-        """Drops the copies of what the user no longer has. Called by the collector, on any thread."""
+        """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
         for table in (self._modules, self._optimizers, self._variables):
             for key in [key for key, known in list(table.items()) if known is reference]:
                 del table[key]
@@ -188,6 +195,7 @@ class ReplicatedStorage(Storage):
             if self._new:
                 self._new.clear()
                 self._generation += 1
+            # The last set that was returned comes first. One that does not fit any more is dropped.
             copies = None
             while self._idle and copies is None:
                 copies = self._idle.pop()
@@ -203,7 +211,10 @@ class ReplicatedStorage(Storage):
             return copies
 
     def _standing_still(self) -> list[ReplicaSet]:
-        """The copies that this thread may write: those of the run in which it is at a meeting, or of the last run."""
+        """The replica sets that this thread may write, since no replica uses them now.
+
+        That is the set of the run of which this thread holds a synchronization point, or between runs the last one.
+        """
         with self._lock:
             if not self._in_use:
                 return self._idle[-1:]
@@ -230,10 +241,11 @@ class ReplicatedStorage(Storage):
                 self._idle.append(copies)
 
     def _take_around(self, named: StepReferences) -> None:
-        """What is around modules or optimizers of the scope, and has no parameters of its own, is as if made there."""
+        """Takes in wrappers around modules or optimizers of the scope, if they have no parameters of their own."""
         for optimizer in named.optimizers:
             is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
-            # Of one that does not call `Optimizer.__init__` nobody tells that it was created, or that it takes a step.
+            # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
+            # created, and nobody is told when it takes a step.
             is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
             if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
                 self.take_optimizer(optimizer)
@@ -246,7 +258,7 @@ class ReplicatedStorage(Storage):
                         self.take_part(part)
 
     def _outsiders(self, named: StepReferences, copies: ReplicaSet) -> Iterator[tuple[torch.Tensor, str]]:
-        """The parameters and trainable tensors that the step names and no replica has of its own."""
+        """The parameters and trainable tensors that the step names and of which replicas have no copies."""
         for name, tensor in named.tensors:
             if id(tensor) not in copies.known:
                 yield tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},"
@@ -265,14 +277,14 @@ class ReplicatedStorage(Storage):
         if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)
-        # Only torch's own are known to write in ways that torch counts, and of those the fused ones do not.
+        # Only torch's own optimizers are known to write in ways that torch counts, and fused ones do not.
         if not is_torchs(optimizer) or any(group.get("fused") for group in own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
                 copies.replicated.note_written(parameters_of(optimizer))
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Calls a bound method for as long as its object lives, and does not keep it alive."""
+    """A function that calls a bound method while its object lives, and does not keep the object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(argument: Any) -> None:
@@ -287,6 +299,6 @@ def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:
 
 
 def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are part of no other."""
+    """The modules that are part of no other."""
     children = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in children]

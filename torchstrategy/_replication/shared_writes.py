@@ -1,16 +1,18 @@
-"""Who writes in place on the tensors that all replicas of a run share?
+"""A warning for writes on tensors that all replicas share.
 
-A tensor that is neither in a module of the strategy nor in a variable is one for all replicas: a total, a moving
-average in a dict, a teacher that was made outside of the scope. For a count, and for rows of one's own, it is right
-that each replica writes on it; a mean or a decay comes out n times. Nobody can tell them apart, so it is warned of.
+A tensor that is neither in a module of the strategy nor in a variable is one tensor for all replicas: a total, a moving
+average in a dict, a teacher that was made outside of the scope. If it is a count, or each replica writes rows of its
+own, the writes are right. A mean or a decay is applied once by each replica, which is wrong. This file cannot tell them
+apart, so it warns.
 
-What is written is known by the versions that torch counts, which are looked at whenever a replica stands still. Where
-replicas run one at a time it is then known who has written. On several devices they do so in the first run of a step
-that reaches such a tensor, and in the run after one in which it is not clear who wrote.
+Writes are known by the versions that torch counts. These are read whenever a replica stops to wait. If replicas run one
+at a time, a new version tells which replica has written. On several devices they run one at a time in the first run of
+a step that reaches such a tensor, and in the run after one in which it was not clear who wrote.
 
-Writes through `.data` and NumPy count no version. In the first run, the second, the fourth, the eighth and so on, what
-lies in the memory of the CPU is read as well. On accelerators that would wait for the device: there they are not seen.
-In the same runs, modules of no strategy are looked into: to do so costs much, and they write in every run or in none.
+Writes through `.data` and NumPy count no version. So in the first run, the second, the fourth, the eighth and so on,
+the numbers in the memory of the CPU are read as well. On accelerators the program would have to wait for the device to
+read them: there such writes are not noticed. Modules of no strategy are looked into in the same runs only, since this
+costs much, and a module writes in every run or in none.
 """
 
 from __future__ import annotations
@@ -32,23 +34,24 @@ from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
-_READ = 2**24  # bytes of a tensor are read at the most: an average changes all of them
-_SHOWN = 3  # names in a message
+_READ = 2**24  # at the most so many bytes of a tensor are read, since an average changes all of them
+_SHOWN = 3  # at the most so many names are in a message
 
 
 @final
 class SharedTensors:
-    """What is known of the tensors that the steps of a strategy reach and no replica has of its own."""
+    """What a strategy remembers of tensors that its steps reach and of which replicas have no copies."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, int] = {}  # in which a name was reached
-        self._unclear: set[str] = set()  # names of tensors of which it is not known who wrote on them
-        self._warned: set[tuple[int, str]] = set()  # by id and name, since no tensor is kept
+        self._runs: dict[str, int] = {}  # by name: how many runs have reached it
+        self._unclear: set[str] = set()  # names of tensors on which somebody wrote, nobody knows which replica
+        # By id and name: to keep the tensors themselves would keep their memory.
+        self._warned: set[tuple[int, str]] = set()
 
     def watch(
         self, named: StepReferences, is_own: Callable[[nn.Module], bool], known: Collection[int]
     ) -> SharedWrites | None:
-        """Looks at tensors for the length of a run; None: there is nothing to look at. See `shared_tensors`."""
+        """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
         roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         for root in roots:
             self._runs[root] = self._runs.get(root, 0) + 1
@@ -62,14 +65,15 @@ class SharedTensors:
         return SharedWrites(self, tensors, read, take_turns)
 
     def _is_due(self, root: str) -> bool:
-        """Whether what is below a name is looked at closely in this run."""
+        """Whether tensors and modules below a name are looked at closely in this run."""
         count = self._runs[root]
         return count & (count - 1) == 0 or root in self._unclear
 
     def warn(self, found: Iterable[tuple[tuple[str, torch.Tensor], list[Collection[int]]]]) -> None:
-        """Warns of what several replicas have written, once for each tensor; see `SharedWrites.warn`."""
+        """Warns of tensors on which several replicas have written, once for each; see `SharedWrites.warn`."""
         by_several = {}
         for (name, tensor), writers in found:
+            # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
             if any(len(who) > 1 for who in writers):
                 self._unclear.add(_root(name))
                 continue
@@ -86,12 +90,12 @@ class SharedTensors:
 
 @final
 class SharedWrites(Watch):
-    """Who has written on which of some tensors, in one run.
+    """Notes which replicas have written on which of some tensors, in one run.
 
     Args:
-        known: What is known of tensors.
-        tensors: Those whose versions are looked at.
-        read: Those whose numbers are looked at as well.
+        known: What the strategy remembers of tensors.
+        tensors: The tensors whose versions are read.
+        read: Those of them whose numbers are read as well.
         take_turns: Whether replicas should run one at a time.
     """
 
@@ -111,7 +115,8 @@ class SharedWrites(Watch):
         self._marks: list[int] = []
 
     def look(self, running: Collection[int]) -> None:
-        """Notes that what has changed since the last look was changed by these replicas; if by none, by nobody."""
+        """Notes that tensors which changed since the last look were written by these replicas; by nobody if by none."""
+        # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
             marks = [*versions([tensor for _, tensor in self._counted]), *(_digest(tensor) for _, tensor in self._read)]
         if running and marks != self._marks:
@@ -122,7 +127,7 @@ class SharedWrites(Watch):
         self._marks = marks
 
     def warn(self) -> None:
-        """Warns of what several replicas have written, once for each tensor."""
+        """Warns of tensors on which several replicas have written, once for each."""
         pairs = [*self._counted, *self._read]
         by_tensor: dict[int, list[Collection[int]]] = {}
         for index, writers in self._writers.items():
@@ -137,7 +142,7 @@ def shared_tensors(
     known: Collection[int],
     is_due: Callable[[str], bool] = lambda name: True,
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a step reaches and no replica has of its own, each with its path.
+    """The tensors that a step reaches and of which replicas have no copies, each with its path.
 
     Args:
         named: What the step names.
@@ -151,7 +156,8 @@ def shared_tensors(
             for path, part in module.named_modules(prefix=name):
                 if not is_own(part) and not is_metric(vars(part)):
                     pairs += _tensors_of(path, part)
-    found = {id(pair[1]): pair for pair in reversed(pairs)}  # by the first name of each
+    # Reversed, so that each tensor is known by the first of its names.
+    found = {id(pair[1]): pair for pair in reversed(pairs)}
     return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
 
 
@@ -163,22 +169,24 @@ def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 @functools.lru_cache(maxsize=4096)
 def _root(name: str) -> str:
-    """The name with which a path begins: what is below it may be another thing in each run, as in a list."""
+    """The name with which a path begins. The objects below it may change from run to run, as the items of a list do."""
     return name.partition("[")[0].partition(".")[0]
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """What changes with the numbers, if they lie in one piece of the CPU's memory in which there is nothing else."""
+    """A checksum of the numbers of a tensor, if they fill one piece of the CPU's memory without gaps; else 0."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.device.type != "cpu":
         return 0
+    # Bytes in gaps between the numbers may belong to another tensor.
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
             return 0
         expected *= size
     begin, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-    if not size or begin + size > tensor.untyped_storage().nbytes():  # some take the memory away while it is not used
+    # Some programs take the memory of a tensor away while they do not use it, as FSDP does by `storage.resize_(0)`.
+    if not size or begin + size > tensor.untyped_storage().nbytes():
         return 0
     return zlib.crc32((ctypes.c_char * min(size, _READ)).from_address(tensor.data_ptr()))
 

@@ -1,6 +1,7 @@
-"""Where parameters live: what every storage offers to a strategy, and the one of a single replica.
+"""What every storage of parameters offers to a strategy, and the storage of a single replica.
 
-A storage takes in what is created in the strategy's scope, and lends it to each run.
+A storage takes in the modules, variables and optimizers that are created in the strategy's scope, and gives each run
+what its replicas need of them.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ CrossReplica = Callable[[], AbstractContextManager[None]]
 
 
 Step = tuple[Callable[..., Any], Sequence[Any]]
-"""What is run, and the leaves of its arguments."""
+"""The step that is run, and the leaves of its arguments."""
 
 
 class RunState(ABC):
-    """The parameters as one run has them: from when it begins until it ends or fails."""
+    """What one run has of the user's modules and optimizers, from when it begins until it ends or fails."""
 
     watch: Watch | None = None
-    """What looks on while the replicas run."""
+    """Looks on while the replicas run."""
 
     @abstractmethod
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        """What the user's objects are in `replica`, by their id. Called on its thread, when the step begins there."""
+        """The objects that `replica` has in the place of the user's, by the ids of the user's.
+
+        Called on the replica's thread, when the step begins there.
+        """
 
     @abstractmethod
     def ends(self, replica: Replica) -> None:
@@ -48,14 +52,14 @@ class RunState(ABC):
 
     @abstractmethod
     def published(self) -> AbstractContextManager[None]:
-        """For the length of the block, the user's own parameters have the gradients of the run so far."""
+        """For the length of the block, the user's own parameters have the accumulated gradients of the run."""
 
     @abstractmethod
     def results_require_grad(self) -> None:
-        """The caller may run a backward through the results: its gradients have to reach the user's parameters."""
+        """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
 
     def warn(self) -> None:  # noqa: B027  a lone replica does what plain PyTorch does
-        """After the run: warns of what may not be the numbers of one device."""
+        """After the run: warns of numbers that may not be those of one device."""
 
 
 class Storage(ABC):
@@ -72,20 +76,21 @@ class Storage(ABC):
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        """Where parameters are: the one device, or all that have them."""
+        """Where parameters are: one device, or every device that has copies of them."""
         return (self.parameter_device,)
 
     def watching(self) -> AbstractContextManager[None]:
-        """For the length of the block, takes in what this thread creates."""
+        """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
         return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_stepper)
 
     def take_module(self, module: nn.Module) -> None:
-        """Takes in a module, and all below it.
+        """Takes in a module, and all modules below it.
 
         Raises:
             RuntimeError: If a part of it belongs to another strategy.
             TypeError: If it cannot be used in replicas.
         """
+        # All are claimed before any is taken in: if one belongs to another strategy, none has been taken in.
         parts = parts_of([module])
         for part in parts:
             self.claim(part)
@@ -134,7 +139,7 @@ class Storage(ABC):
 
     @abstractmethod
     def take_part(self, module: nn.Module) -> None:
-        """Takes in one module; it may have been taken in before, and gained a part since."""
+        """Takes in one module. It may have been taken in before, and have got another child since."""
 
     @abstractmethod
     def take_optimizer(self, optimizer: Optimizer) -> None:
@@ -155,8 +160,8 @@ class Storage(ABC):
         """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed.
 
         Args:
-            shares: How much each replica counts.
-            step: What is run, with the leaves of its arguments.
+            replica_weights: How much each replica counts.
+            step: The step that is run, with the leaves of its arguments.
             cross_replica: Enters the cross-replica context.
         """
 
@@ -168,7 +173,7 @@ _holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] =
 
 
 def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
-    """A module that was given a parameter is gone. Called by the collector, on any thread."""
+    """Called when a module that had a parameter is gone, by Python's garbage collector, on any thread."""
     others = [pair for pair in _holders.pop(key, []) if pair[0] is not module]
     if others:
         _holders[key] = others
@@ -187,7 +192,8 @@ def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
 
 
 def _owner_now(thing: nn.Module | torch.Tensor) -> Storage | None:
-    """The same, also of a parameter that a module got without a word, as from `load_state_dict(assign=True)`."""
+    """The storage that a module or parameter belongs to, also if no hook has told of the parameter."""
+    # `load_state_dict(assign=True)` puts parameters into modules without `register_parameter`, which has hooks.
     owner = _owner_of(thing)
     if owner is None and isinstance(thing, torch.Tensor) and not is_variable(thing):
         for module, reference in list(_owners.items()):

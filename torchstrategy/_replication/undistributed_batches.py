@@ -1,9 +1,9 @@
-"""Was a step trained on a batch that nobody dealt out? Then every replica computed with all of its rows.
+"""A warning for steps that train on batches that were not distributed: every replica computes with all rows.
 
-A tensor that is the same in all replicas is nothing unusual: a mask, noise, a table of weights. So three things come
-together where it is warned of: none of the arguments is a value of each replica's own and one is a tensor with rows;
-no replica asked for its id, by which it could choose rows of its own; and the run trained, which means that gradients
-came to the parameters or the parameters were updated.
+An argument that is the same tensor in all replicas is nothing unusual: a mask, noise, a table of weights. So the
+warning comes only if three conditions hold. No argument is a distributed value, and one is a tensor with rows. No
+replica asked for its id, by which it could choose rows of its own. And the run trained: parameters got gradients, or
+were updated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchstrategy._variables.variable import is_variable
 
 
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
-    """Whether something among the leaves of arguments has rows, and nothing was dealt out."""
+    """Whether a leaf of the arguments has rows, and none is a distributed value."""
     flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
     is_dealt = any(isinstance(leaf, DistributedValues) for leaf in flat)
     return not is_dealt and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
@@ -35,7 +35,7 @@ def _within(leaves: Sequence[Any]) -> Iterator[Any]:
 
 
 def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
-    """What is another list after gradients came to some parameters, or an update."""
+    """A list that differs, item by item, after some parameters got gradients or were updated."""
     gradients = raw_grads(parameters)
     return [*versions(parameters), *((id(g), None if g is None else version(g)) for g in gradients)]
 

@@ -1,4 +1,4 @@
-"""Gradients that are added up for all replicas at once, each of which has the sums on its own device."""
+"""Gradients that an all-reduce added up for all replicas and left on every device."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
     Sequence[Sequence[torch.Tensor | None]],
 ]
-"""Adds up what several replicas have, times their weights, and returns a sum where each replica wants it."""
+"""Adds up the gradients of several replicas, times their weights, and returns the sums on the device of each replica.
+
+It gets the gradients of each of these replicas, their weights, and for each replica of the strategy its parameters,
+which tell where it wants the sums.
+"""
 
 
 @final
 class AllReducedGradients:
-    """What replicas have got of the gradients of the whole batch, until somebody may write on these.
+    """The copies of accumulated gradients that all-reduces left on the devices, for as long as they are sure to agree.
 
     Args:
-        all_reduce: What adds them up.
+        all_reduce: Adds the gradients up.
     """
 
     def __init__(self, all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
-        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}  # by the id of the owner's gradient
+        # By the id of an accumulated gradient: the gradient, so that no other tensor gets its id; its version, which
+        # shows writes; and the copy of each replica.
+        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
 
     def combined(
         self,
@@ -36,7 +42,7 @@ class AllReducedGradients:
         of_replicas: Sequence[ReplicaGradients],
         owners: Sequence[torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The gradients of some replicas, weighed and added up, by parameter, where the owners are."""
+        """The weighted sums of the gradients of some replicas, on the devices of the user's parameters."""
         local = [of_replicas[r].take_local()[0] for r in weighing]
         indices = sorted(set().union(*local))
         sums = self._all_reduce(
@@ -48,16 +54,16 @@ class AllReducedGradients:
         total: dict[int, torch.Tensor] = {}
         for index, column in zip(indices, zip(*sums, strict=True), strict=True):
             gradients = [gradient for gradient in column if gradient is not None]
-            # A sum may be a view of the pack that it came in, and torch clears no views.
+            # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
             total[index] = gradient = gradients[0].detach().to(owners[index].device)
             self._arrived[id(gradient)] = gradient, version(gradient), gradients
         return total
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
-        """What a replica has got of an owner's gradient already, if nobody has written on it since."""
+        """A replica's copy of an accumulated gradient; None if it has none, or somebody has written on the gradient."""
         known = self._arrived.get(id(gradient))
         return known[2][replica] if known is not None and version(gradient) == known[1] else None
 
     def forget(self) -> None:
-        """The owners' gradients may be written from here on, also in ways that torch does not count."""
+        """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
         self._arrived.clear()

@@ -1,16 +1,17 @@
-"""What becomes of gradients: each replica collects its own, and together they are the gradient of the whole batch.
+"""The gradients of all replicas, reduced to the gradient of the whole batch.
 
-    so far      the owner's gradient when the run began, and everything that was settled since
-    local       what backward added in one replica and nobody has combined yet
-    view        a replica's copy of what is so far, made when the step reads it; the step may change it or clear it
+    local          what backward has added in one replica since the last reduction
+    accumulated    the `.grad` of the user's parameter when the run began, plus everything that was reduced since
+    visible        one replica's copy of the accumulated gradient, which the step may read, change or clear
 
-    settle:     so far  =  what the replicas left of it in their views  +  sum over replicas of share * local
+    reduce:        accumulated  =  what the replicas left of it in their visible gradients
+                                   +  sum over replicas of weight * local
 
-Replicas settle at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when the
-run ends. Clearing is no meeting: it empties the replica's local gradient and its view.
+Gradients are reduced at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when
+the run ends. Clearing a gradient is no synchronization point: it empties the replica's local and visible gradient.
 
-Nothing is written to the owner's gradients before an update begins, so a run that fails before leaves them as they
-were.
+Nothing is written to the `.grad` of the user's parameters before an update begins, so a run that fails earlier leaves
+them as they were.
 """
 
 from __future__ import annotations
@@ -55,21 +56,36 @@ from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import is_variable
 
 Together = Callable[[Callable[[], None]], None]
-"""Calls something for all replicas, with the gradients of the whole batch; it may update parameters."""
+"""Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters."""
+
+
+# Note [The states of a gradient]
+# While a run is under way, the gradient of one of the user's parameters is in three kinds of places:
+# - local: each replica's parameter has a slot of its own, which autograd writes, so that backward needs no lock and
+#   waits for nobody.
+# - accumulated: one tensor for all replicas, in `GradientReducer.accumulated`. Only the thread that called `run`
+#   changes it, in `reduce` and `published`, while every replica waits at a synchronization point or has ended.
+# - visible: a replica's copy of the accumulated gradient, made when the step reads `.grad`. What the step does to it
+#   stays in the replica until `reduce`, which requires that all replicas did the same or each put a gradient there.
+# `reduce` empties the local and visible gradients of all replicas into the accumulated ones. Meanwhile `.grad` of the
+# user's own parameter is None, so that a backward which reaches it by mistake is noticed. It has a gradient only inside
+# `published` (an update, a merge function) and from `end` or `abort` on.
 
 
 @final
 class GradientReducer:
-    """The gradients of all replicas of one run, and what they are together.
+    """The gradients of all replicas of one run, and their sum, which is the gradient of the whole batch.
 
-    Used on the thread that called `run`, while every replica stands still.
+    Used on the thread that called `run`, while every replica stands still. Only `enter` and `accumulate` are called on
+    the thread of a replica.
 
     Args:
-        owners: The parameters that the gradients are of.
+        owners: The user's parameters.
         names: What to call each of them in a message.
-        parameters: For each replica its own parameters, in the order of the owners.
+        parameters: For each replica its own parameters, in the order of the user's.
         take_turns: Whether no two replicas ever run at once.
-        all_reduce: What adds up gradients for all replicas at once; None: they are added up where the owners are.
+        all_reduce: Adds up gradients for all replicas at once; None: they are added up on the devices of the user's
+            parameters.
     """
 
     def __init__(
@@ -80,42 +96,51 @@ class GradientReducer:
         take_turns: bool,
         all_reduce: AllReduce | None = None,
     ) -> None:
-        # Between runs a variable is not held: it lives as long as the user has it.
+        # Between runs no variable is held here: it lives only as long as the user has a reference to it.
         self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
         self._own_names = list(names)
         self.owners: list[torch.Tensor] = []
         self.names = list(names)
         self.accumulated: list[torch.Tensor | None] = []
         self.of_replicas = [ReplicaGradients(self, local) for local in parameters]
-        self.is_alone = True  # whether no other run has had the same owners since this one began
+        # Whether no other run, of another thread, has had the same parameters since this one began. Else a gradient in
+        # their `.grad` may be the other run's, and is no mistake of this step.
+        self.is_alone = True
         self._is_remote = [
             any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
         ]
         self._all_reduce = None if all_reduce is None else AllReducedGradients(all_reduce)
         self._take_turns = take_turns
-        self._total: dict[int, torch.Tensor] = {}  # of what was handed in since gradients were settled, weighed
+        # The weighted sum of the local gradients that were accumulated since the last reduction, and of how many
+        # replicas it is.
+        self._total: dict[int, torch.Tensor] = {}
         self._num_accumulated = 0
-        self._replica_weights: ReplicaWeights | None = None
-        self._kept: list[torch.Tensor | None] = []  # what the owners get back if the run fails now
+        self._replica_weights: ReplicaWeights | None = None  # None between runs
+        self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
         self._has_updated = False
-        self.hooked: set[int] = set()  # owners with hooks
+        self.hooked: set[int] = set()  # the positions of the user's parameters that have gradient hooks
         self._together: Together | None = None
 
     def begin(
         self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], together: Together
     ) -> None:
-        """Takes the owners' gradients for the length of a run: whatever backward adds to an owner stands out.
+        """Takes the gradients of the user's parameters away for the length of a run.
+
+        So a gradient that backward adds to the user's own parameter is noticed.
 
         Args:
-            shares: How much each replica counts.
-            outsiders: Further trainable tensors that the step names, which no replica has of its own, and their names.
-            together: Settles, and calls something that may update parameters.
+            replica_weights: How much each replica counts.
+            outsiders: Further trainable tensors that the step names and of which the replicas have no copies, each
+                with its name.
+            together: Reduces gradients, and calls a function that may update parameters.
         """
         own = self._own()
         self._together = together
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
         self._has_updated = False
+        # See Note [The states of a gradient]. A signal's handler may raise between any two of these lines. Once
+        # `_replica_weights` is set, `abort` gives `_kept` back: so it is set after `_kept`, before the slots are empty.
         with _exchanging:
             self._kept = raw_grads(self.owners)
             self.accumulated = list(self._kept)
@@ -131,28 +156,31 @@ class GradientReducer:
         self.of_replicas[replica.index].enter(replica)
 
     def accumulate(self, replica: int) -> None:
-        """Called on the replica's thread, where it has come to what settles gradients, or to its end.
+        """Called on the replica's thread, when it comes to a synchronization point that reduces gradients, or ends.
 
-        If it is its turn to be added up, in replica order, and no other replica runs, its gradients become a part of
-        the total here, where they are in the processor's caches, and their memory is free for the next replica.
+        If this replica is the next one in replica order and no other replica runs, its gradients become a part of the
+        total here, while they are in the processor's caches, and their memory is free for the next replica.
         """
         weighing = self._weighing()
         is_next = self._num_accumulated < len(weighing) and weighing[self._num_accumulated] == replica
         if self._take_turns and self._all_reduce is None and is_next:
+            # The user's function modes, inference mode and grad mode are in force on this thread, and must neither see
+            # these operations nor act on them.
             with unseen_by_function_modes(), undisturbed(), traced("hand in gradients"):
                 self.of_replicas[replica].accumulated_here = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
-        """From here on to the end of the run, backward may not reach one more tensor of which replicas have no own."""
+        """Until the end of the run, backward may not reach one more tensor, of which the replicas have no copies."""
         self.owners.append(owner)
         self.names.append(name)
         self.accumulated.append(raw_grad(owner))
         self._kept.append(raw_grad(owner))
 
     def end(self) -> None:
-        """Gives the owners the gradient of everything that was settled."""
+        """Gives the user's parameters their accumulated gradients."""
         with _exchanging:
-            if not self.is_alone:  # what a run of another thread has given them meanwhile is kept, as backward would
+            # A run of another thread may have given them gradients meanwhile: both are added, as two backwards would.
+            if not self.is_alone:
                 for index, owner in enumerate(self.owners):
                     other = raw_grad(owner)
                     if other is not None:
@@ -161,8 +189,8 @@ class GradientReducer:
         self._leave()
 
     def abort(self) -> None:
-        """Gives the owners what they had before the run, or, if it made an update, what they had then."""
-        if self._replica_weights is not None:  # else it has not begun, or has ended
+        """Gives the user's parameters the gradients from before the run, or from its last update if it made one."""
+        if self._replica_weights is not None:  # else the run has not begun, or has ended
             with _exchanging:
                 if not self.is_alone:
                     both = zip(self.owners, self._kept, strict=True)
@@ -172,7 +200,7 @@ class GradientReducer:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Settles, and for the length of the block the owners have their gradients, as plain PyTorch would."""
+        """Reduces gradients; for the length of the block the user's parameters have them, as in plain PyTorch."""
         self.reduce()
         self._give(self.accumulated)
         try:
@@ -180,33 +208,40 @@ class GradientReducer:
         finally:
             self.forget_arrived()
             self._take()
+            # After an update, the gradients from before the run belong to parameter values that are gone.
             if self._has_updated:
                 self._kept = list(self.accumulated)
             self._show_again()
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
-        """What a replica has got of an owner's gradient already, if nobody has written on it since."""
+        """The copy of an accumulated gradient that the all-reduce left on a replica's device.
+
+        None if there is none, or somebody has written on the gradient since.
+        """
         return None if self._all_reduce is None else self._all_reduce.arrived(gradient, replica)
 
     def forget_arrived(self) -> None:
-        """The owners' gradients may be written from here on, also in ways that torch does not count."""
+        """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
         if self._all_reduce is not None:
             self._all_reduce.forget()
 
     def keep(self) -> None:
-        """An update begins: a failure from here on leaves the owners the gradients that it leaves them."""
+        """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
         self._has_updated = True
 
     def deliver_late_ones(self) -> None:
-        """From here on, what a backward between runs adds to the replicas' parameters goes on to the owners at once."""
+        """From here on, the gradients of a backward between runs go on to the user's parameters at once."""
         deliver_late(self._held, [of_replica.parameters for of_replica in self.of_replicas])
 
     def _own(self) -> list[torch.Tensor]:
         owners = [held() for held in self._held]
-        return [owner for owner in owners if owner is not None]  # all of them, while there is a run
+        # During a run none is missing, since the run holds its variables.
+        return [owner for owner in owners if owner is not None]
 
     def reduce_in_step(self) -> None:
-        """Settles at a meeting after which the step goes on; the hooks of owners may update parameters at it."""
+        """Reduces gradients at a synchronization point after which the step goes on."""
+        # A hook of one of the user's parameters may update parameters, as an optimizer in a
+        # `register_post_accumulate_grad_hook` does. So it is called like an update, as one for all replicas.
         if self.hooked:
             assert self._together is not None
             self._together(lambda: None)
@@ -215,12 +250,13 @@ class GradientReducer:
             self._show_again()
 
     def reduce(self) -> None:
-        """Adds up what the replicas have collected.
+        """Adds the local gradients of all replicas to the accumulated gradients.
 
         Raises:
             RuntimeError: If some replicas cleared or changed a gradient and others did not; or if backward reached an
                 owner itself, which the step used instead of the replica's own parameter.
         """
+        # See Note [The states of a gradient].
         assert self._replica_weights is not None
         if self.is_alone:
             for name, stray in zip(self.names, raw_grads(self.owners), strict=True):
@@ -239,7 +275,7 @@ class GradientReducer:
             combined_gradients()
 
     def check_reads(self, reads: Sequence[Reads]) -> None:
-        """Refuses to settle if a replica has read, as complete, a gradient that others still had to add to.
+        """Refuses to reduce if a replica has read, as complete, a gradient to which others still had to add.
 
         Raises:
             RuntimeError: Naming the parameter and the replicas.
@@ -252,7 +288,9 @@ class GradientReducer:
         for r, read in zip(present, reads, strict=True):
             for other, others in zip(present, reads, strict=True):
                 missed = local[other] & read.doubtful - local[r]
-                if not local[r]:  # it ran no backward: was this read the one at which the other has come here?
+                # Replica `r` ran no backward, and the other one is here for a read after its own: did `r` take the same
+                # gradient for complete, and read it without coming here?
+                if not local[r]:
                     missed |= local[other] & read.all - others.all
                 if missed:
                     raise RuntimeError(_missed(self.names[min(missed)], r, other))
@@ -262,7 +300,7 @@ class GradientReducer:
             of_replica.show_again()
 
     def _weighing(self) -> list[int]:
-        """The replicas whose gradients count: those that were dealt rows."""
+        """The replicas whose gradients count: those that got rows of the batch."""
         assert self._replica_weights is not None
         return [r for r in self._replica_weights.present if self._replica_weights.weights[r]]
 
@@ -271,7 +309,8 @@ class GradientReducer:
         of_replicas = [self.of_replicas[r] for r in self._weighing()]
         first = of_replicas[0].visible
         if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):
-            for index in first:  # as a rule: every replica called zero_grad()
+            # The usual case: every replica called zero_grad(). No gradient has to be compared.
+            for index in first:
                 self.accumulated[index] = None
         else:
             for index in {index for of_replica in of_replicas for index in of_replica.visible}:
@@ -280,7 +319,7 @@ class GradientReducer:
             of_replica.reduced()
 
     def _agreed(self, index: int) -> torch.Tensor | None:
-        """What the replicas have left of the gradient so far."""
+        """What the replicas have left of an accumulated gradient in their visible gradients."""
         accumulated, device = self.accumulated[index], self.owners[index].device
         visible = [self.of_replicas[r].visible.get(index) for r in self._weighing()]
         if all(view is CLEARED or (view is CLEARED_NOTHING and accumulated is None) for view in visible):
@@ -288,22 +327,25 @@ class GradientReducer:
         shown = [
             None if view is None or view.gradient is None else view.gradient.detach().to(device) for view in visible
         ]
-        # A step may write on what it was shown through `.data`, which counts no version: the numbers tell.
+        # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
         has_changed = any(gradient is not None and not equal(gradient, accumulated) for gradient in shown)
         has_cleared = any(view is CLEARED for view in visible)
         if not has_cleared and not has_changed:
             return accumulated
         tensors = [gradient for gradient in shown if gradient is not None]
         if accumulated is None and not has_cleared and all(view is not None for view in visible):
-            return tensors[0]  # zeros in the place of a gradient that not every replica had
+            # `zero_grad(set_to_none=False)` left zeros here, where not every replica had a gradient.
+            return tensors[0]
         if has_cleared or len(tensors) < len(visible):
             raise RuntimeError(
                 f"The replicas disagree about the gradient of {self.names[index]}: some cleared or changed what was "
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
         if all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
-            return tensors[0]  # all did the same to the gradient of the whole step, such as clipping it
-        return self._merged(accumulated, tensors)  # each put its own there
+            # All replicas did the same to the gradient of the whole batch, such as clipping it.
+            return tensors[0]
+        # Each replica put a gradient of its own rows there: they are weighted as local gradients are.
+        return self._merged(accumulated, tensors)
 
     def _merged(self, accumulated: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self._replica_weights is not None
@@ -314,11 +356,13 @@ class GradientReducer:
         return start + weighted([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
-        """The local gradients of all replicas, weighted and added up on their owners' devices."""
+        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
         assert self._replica_weights is not None
         weighing = self._weighing()
         for r in set(self._replica_weights.present) - set(weighing):
-            self.of_replicas[r].take_local()  # of no rows: dropped, since zero times NaN would be NaN
+            # A replica without rows may have gradients of NaN. They are dropped and not multiplied by zero, which would
+            # give NaN.
+            self.of_replicas[r].take_local()
         if self._all_reduce is not None:
             weights = [self._replica_weights.weights[r] for r in weighing]
             return self._all_reduce.combined(weighing, weights, self.of_replicas, self.owners)
@@ -328,13 +372,14 @@ class GradientReducer:
         return total
 
     def _add_up(self, r: int) -> set[int]:
-        """Makes the gradients of one more replica a part of the total, and says of which parameters it had any."""
+        """Adds the gradients of one more replica to the total, and returns the positions of their parameters."""
         assert self._replica_weights is not None
         (local, are_ours), weight = self.of_replicas[r].take_local(), self._replica_weights.weights[r]
         if self._is_remote[r]:
             local = self._brought(local)
         if weight == 1 and len(self._weighing()) == 1:
-            # What came together is in one piece of memory; the owner's gradients are each in its own.
+            # Gradients that came from another device together are parts of one piece of memory. In plain PyTorch each
+            # gradient has memory of its own.
             self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
@@ -342,7 +387,7 @@ class GradientReducer:
         return set(local)
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The gradients of one replica, each on the device of its owner."""
+        """The gradients of one replica, each on the device of the user's parameter."""
         arrived: dict[int, torch.Tensor] = {}
         for device in {self.owners[index].device for index in local}:
             indices = [index for index in local if self.owners[index].device == device]
@@ -352,9 +397,11 @@ class GradientReducer:
     def _add(self, index: int, gradient: torch.Tensor, is_seen: bool) -> None:
         owner, accumulated = self.owners[index], self.accumulated[index]
         if is_seen:
-            # The owner's hooks see the gradient of the whole batch, once, as autograd would show it to them.
+            # The hooks of the user's parameter see the gradient of the whole batch, once: a backward from the parameter
+            # itself calls them as autograd would. It runs on this thread, which is known to speak for all replicas; the
+            # threads of autograd's own pool are not.
             set_raw_grad(owner, None if accumulated is None else accumulated.clone())
-            with torch.autograd.set_multithreading_enabled(False):  # on this thread, on which replicas are known
+            with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward([owner], [gradient])
             self.accumulated[index] = raw_grad(owner)
             set_raw_grad(owner, None)
@@ -369,7 +416,8 @@ class GradientReducer:
         set_raw_grads(self.owners, gradients)
 
     def _leave(self) -> None:
-        self._replica_weights = None  # first: what is interrupted after this has ended
+        # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.
+        self._replica_weights = None
         self.forget_arrived()
         self.accumulated, self._kept = [], []
         self._total, self._num_accumulated = {}, 0
@@ -402,7 +450,9 @@ def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return lambda: owner
 
 
-_exchanging = threading.RLock()  # runs of several threads take gradients from the same owners, and give them back
+# Runs of several threads take gradients from the same parameters, and give them back.
+_exchanging = threading.RLock()
 
 
-hide_from_compiler(GradientReducer.accumulate)  # a step that is compiled comes here, too
+# A compiled step calls this, too. A compiler that followed it would trace locks, and sums of other replicas.
+hide_from_compiler(GradientReducer.accumulate)

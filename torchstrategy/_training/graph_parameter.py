@@ -1,8 +1,8 @@
-"""A replica's parameter as a part of the user's own graph, which begins at the user's own parameter.
+"""A replica's parameter as a part of the user's own autograd graph, which begins at the user's own parameter.
 
-A replica's parameter is a leaf. That is right for a step that runs its own backward, and has to be undone for one whose
-results the user differentiates: whoever asks there for the gradient of the user's parameter, `backward`,
-`torch.autograd.grad`, a hook, a second derivative, has to find it in the graph.
+A replica's parameter is a leaf, which is right for a step that runs backward itself. If the user differentiates the
+results of the step instead (`DataParallel`), the graph has to reach the user's own parameter: `backward`,
+`torch.autograd.grad`, hooks and second derivatives all look for it there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torchstrategy._training.replica_gradients import ReplicaParameter
 
 @contextmanager
 def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """A block in which parameters of a replica have a history, so that gradients flow on to their owners.
+    """A block in which parameters of a replica have a history, so that gradients flow on to the user's parameters.
 
-    They are the same objects as before, wherever the step has them: in several modules, in a dict, in a closure.
+    The parameters stay the same Python objects, wherever the step refers to them: in several modules, in a dict, in a
+    closure.
 
     Args:
         pairs: Tensors of a replica, each with the user's own.
@@ -41,50 +42,57 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
 
 
 def is_in_replica() -> bool:
-    """Whether this thread is that of a replica, and not the user's."""
+    """Whether this thread runs a step in a replica, and does not belong to the user."""
     frame = current_frame()
     return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
 
 
 @final
 class _Linked(NamedTuple):
-    """A parameter, and the tensor with which it exchanges what they are for the length of a block."""
+    """A replica's parameter, and the result of the link, with which it changes places for the length of a block."""
 
     local: ReplicaParameter
     other: torch.Tensor
-    leaf: list[torch.Tensor]  # where the link finds what collects the gradients of a backward in the block
+    leaf: list[torch.Tensor]  # during the block it holds the leaf to which a backward in the block adds gradients
 
     def begin(self) -> None:
+        # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be put into
+        # every module, dict and closure that refers to the parameter.
         swap_tensors(self.local, self.other)
         self.leaf[:] = [self.other]
         self._collects(self.other)
 
     def end(self) -> None:
-        self.leaf.clear()  # it would be a circle: the other tensor is what the link has made
+        # The node of the graph refers to this list. Once the two have changed back, the tensor in the list has that
+        # node as its `grad_fn`: a cycle. An empty list also tells the node that the block has ended.
+        self.leaf.clear()
         if not self.local.is_leaf:
             swap_tensors(self.local, self.other)
             self._collects(self.local)
 
     def _collects(self, leaf: torch.Tensor) -> None:
-        """Says where the replica's own gradient lies."""
+        """Says in the slot of which tensor the replica's local gradient lies."""
         gradients: Any = self.local.run.gradients
         if gradients is not None:
             gradients.parameters[self.local.position] = leaf
 
 
 class _Link(torch.autograd.Function):
-    """The memory of one parameter, with the history of another."""
+    """Makes a tensor with the memory of the replica's parameter and the history of the user's."""
 
     @staticmethod
     def forward(ctx: Any, owner: torch.Tensor, leaf: list[torch.Tensor]) -> torch.Tensor:
-        ctx.device, ctx.leaf = owner.device, leaf  # in a list, so that it is no input of the graph
+        # The replica's parameter comes in a list, so that autograd does not take it for an input of this function.
+        ctx.device, ctx.leaf = owner.device, leaf
         return leaf[0].detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if not ctx.leaf:
             return gradient.to(ctx.device), None
-        (leaf,) = ctx.leaf  # a forward that runs a backward: its gradients are collected as those of a step
+        # This backward runs within the block, in the user's forward: its gradients stay in the replica, as those of a
+        # step do, and are reduced when the run ends.
+        (leaf,) = ctx.leaf
         before = raw_grad(leaf)
         set_raw_grad(leaf, gradient if before is None else before + gradient)
         return None, None

@@ -1,7 +1,7 @@
-"""Gradient hooks of the user's parameters: they see what all replicas have added together, once.
+"""Gradient hooks of the user's parameters, which see the sum of all replicas once.
 
-A replica's own parameters have none of these hooks. What backward adds to them is counted, so that hooks see it when
-replicas settle, and not what a step assigns.
+A replica's parameters have none of the user's hooks. Hooks of ours count how often backward adds to them. So when
+gradients are reduced, the user's hooks see a gradient that backward made, and none that a step assigned.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None
     """From here on, counts how often backward adds to the gradient of one parameter, in each replica."""
     for of_replica in of_replicas:
         parameter = of_replica.parameters[index] if index < len(of_replica.parameters) else None
+        # These hooks stay as long as the parameter. `counts` remembers them: a later run does not add them again.
         if parameter is not None and parameter.requires_grad and not parameter.counts:
             parameter.counts = True
             on_computed(parameter, functools.partial(_computed, parameter.run, index))
@@ -28,7 +29,9 @@ def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None
 def seen_by_hooks(
     of_replicas: Sequence[ReplicaGradients], owners: Sequence[torch.Tensor], names: Sequence[str]
 ) -> set[int]:
-    """The owners whose hooks see what backward has added. What a step puts there itself, no hook sees.
+    """The positions of the user's parameters whose hooks are to see what backward has added.
+
+    No hook sees a gradient that a step assigned itself.
 
     Raises:
         RuntimeError: If a hook would see something else than in plain PyTorch; the parameter is named.
@@ -46,6 +49,7 @@ def seen_by_hooks(
             if has_gradient_hooks(owner):
                 seen.add(index)
         for index, times in of_replica.computed.items():
+            # `torch.autograd.grad` computes a gradient of a parameter and adds it to no slot.
             if times > of_replica.added.get(index, 0) and owners[index]._backward_hooks:
                 raise RuntimeError(
                     f"{names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "

@@ -1,4 +1,4 @@
-"""Gradients that come between runs, from a backward through results of a run: they go on to the user's parameters."""
+"""Gradients of a backward that runs between two runs, through results of a run: they go on to the user's parameters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torchstrategy._core.torch_internals import (
 from torchstrategy._training.replica_gradients import ReplicaParameter
 
 Owner = Callable[[], torch.Tensor | None]
-"""Asks for a parameter of the user's; None: nobody has it any more."""
+"""Returns one of the user's parameters; None if nobody has it any more."""
 
 
 def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaParameter]]) -> None:
-    """From here on, what a backward between runs adds to the parameters of replicas goes on to their owners at once.
+    """From here on, the gradients of a backward between runs go on from the replicas' parameters to the user's at once.
 
     Args:
-        owners: The owners.
-        parameters: Of each replica, its own, in the order of the owners.
+        owners: The user's parameters.
+        parameters: For each replica its own parameters, in the order of the user's.
     """
     late: dict[int, list[ReplicaParameter]] = {}
     for local in parameters:
@@ -45,14 +45,15 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
             on_gradient(parameter, delivery.arrived)
 
 
-_delivering = threading.RLock()  # the backward of several accelerators runs on a thread for each
+# Autograd runs the backward of each accelerator on a thread of its own, so several gradients may come at once.
+_delivering = threading.RLock()
 
 
 @final
 class _Delivery:
-    """What a backward between runs adds to the replicas' parameters of one owner goes on to the owner.
+    """Delivers the gradients of all replicas' copies of one parameter to the user's own parameter.
 
-    The parameters hold it, and it holds none of them: a cycle would keep their memory.
+    The hooks of the copies refer to this object, and it refers to the copies weakly: a cycle would keep their memory.
     """
 
     def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[ReplicaParameter]) -> None:
@@ -60,20 +61,22 @@ class _Delivery:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Adds the gradients to the owner's, as they are: whoever ran the backward has weighed the replicas."""
+        """Adds the gradients to the user's as they are: the loss of this backward already combines the replicas."""
         assert isinstance(parameter, ReplicaParameter)
+        # During a run gradients stay local: see Note [The states of a gradient].
         if parameter.run.gradients is not None:
             return
         with _delivering:
             owner, parameters = self._owner(), [parameter]
             if owner is not None and has_gradient_hooks(owner):
-                # They see, in each backward, what all replicas have for it, once.
+                # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
+                # backward has reached the last of the copies.
                 parameters = [known for reference in self._parameters if (known := reference()) is not None]
                 if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
                     return
             gradients = [gradient for gradient in raw_grads(parameters) if gradient is not None]
             set_raw_grads(parameters, repeat(None))
-            if owner is not None:  # else nobody has it any more
+            if owner is not None:
                 _deliver(owner, gradients)
 
 

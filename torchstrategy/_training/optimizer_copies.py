@@ -1,11 +1,12 @@
-"""Copies of the user's optimizers, with which replicas update parameters of their own.
+"""Copies of the user's optimizers, for replicas that have parameters of their own.
 
-The user's own optimizer updates the user's own parameters, which are those of every replica on their device. For each
-replica on another device there is a copy of it, with a state of its own, that takes every step that the user's takes,
-after it, on the same gradients. So all replicas come to the same bits, and no parameter is sent.
+The user's own optimizer updates the user's own parameters, whose memory the replicas on that device share. Each replica
+on another device has a copy of the optimizer, with a state of its own. After each step of the user's optimizer, the
+copy takes the same step on the same gradients. So all replicas have bitwise the same parameters, and no parameter is
+sent.
 
-What decides by other things than gradients, or draws random numbers, could come to other bits: only torch's own
-optimizers have copies. After a step of any other one, values are sent.
+An optimizer that draws random numbers, or looks at more than gradients, could come to other bits. So only torch's own
+optimizers have copies. After a step of any other optimizer, the new values of the parameters are sent.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from torchstrategy._core.trace import traced
 from torchstrategy._training.replica_gradients import ReplicaParameter
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
+"""Returns the copy of an accumulated gradient that is on the device of a replica already, or None."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All that it updates, in order, whatever it is here."""
+    """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
     return [parameter for group in own(optimizer, "param_groups") for parameter in group["params"]]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its class is torch's own."""
+    """Whether the class of an optimizer is torch's own."""
     return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
@@ -48,7 +50,7 @@ def can_have_copies(optimizer: Optimizer) -> bool:
         return False
     inside = vars(optimizer)
     has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"]
-    # A fused one is told by a GradScaler, and by nobody else, what to divide gradients by.
+    # A fused optimizer divides gradients by the scale of a GradScaler, which tells it to the user's optimizer only.
     return not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
 
 
@@ -58,12 +60,14 @@ class OptimizerCopies:
 
     Args:
         optimizer: The user's own.
-        local: Of each replica that has parameters with memory of their own: those, by the id of the owner.
+        local: For each replica that has parameters with memory of their own: these, by the ids of the user's.
     """
 
     def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]) -> None:
         self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
-        self._known: _State | None = None  # the state that the copies agree with
+        # The state of the user's optimizer that the copies agree with.
+        self._known: _State | None = None
+        # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
     def has(self, replica: int) -> bool:
@@ -71,13 +75,14 @@ class OptimizerCopies:
         return replica in self._copies
 
     def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
-        """That of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
+        """The state of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
         with self._lock, undisturbed():
             self.begin(optimizer)
             return self._copies[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Before a step: brings to the copies what was written on the settings and on the state."""
+        """Before a step: brings the settings and the state of the user's optimizer to the copies, if they changed."""
+        # A state dict may have been loaded, or a state tensor written, since the copies took their last step.
         is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
         for copied in self._copies.values():
             copied.bring_settings(optimizer)
@@ -87,18 +92,19 @@ class OptimizerCopies:
             self._known = _State(optimizer)
 
     def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> None:
-        """After a step: the copies take the same, on the counterparts of some of the parameters.
+        """After a step of the user's optimizer: the copies take the same step on the replicas' parameters.
 
         Args:
             optimizer: The user's own.
-            owners: The parameters.
-            arrived: What a replica has got of a gradient already, if it has.
+            owners: The user's parameters whose counterparts are updated.
+            arrived: Returns the copy of a gradient that a replica has already.
         """
         with_gradient = [owner for owner in owners if raw_grad(owner) is not None]
         for replica, copied in self._copies.items():
             trained = [owner for owner in with_gradient if copied.has(owner)]
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
+        # The step itself has written the state of the user's optimizer, and the copies have done the same to theirs.
         if self._known is not None and self._known.is_that_of(optimizer):
             self._known.take_changes()
         else:
@@ -116,27 +122,30 @@ class _State:
         self._tensors.watch(range(len(tensors)))
 
     def is_that_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has the very same values in its state."""
+        """Whether an optimizer has the very same objects in its state."""
         values = _values(optimizer)
         return len(values) == len(self._values) and all(map(is_, values, self._values))
 
     def take_changes(self) -> bool:
-        """Whether any tensor of it was written; from here on it counts as it is."""
+        """Whether any tensor of the state was written since this was last asked."""
         return bool(self._tensors.take_changes()[0])
 
 
 @final
 class _Copy:
-    """The copy for one replica. It has plain parameters: torch chooses other loops for subclasses, and other bits."""
+    """The copy of an optimizer for one replica."""
 
     def __init__(self, optimizer: Optimizer, local: Mapping[int, ReplicaParameter]) -> None:
         cls, inside = plain_class(type(optimizer)), vars(optimizer)
         self._local = local
+        # The copy updates plain parameters over the same memory: for a subclass, such as `ReplicaParameter`, torch
+        # chooses another loop, which rounds otherwise.
         self._plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
         groups = [
             {**group, "params": [self._plain[id(owner)] for owner in group["params"] if id(owner) in local]}
             for group in inside["param_groups"]
         ]
+        # Not by the constructor: those of torch's optimizers differ in their arguments.
         self._optimizer: Any = object.__new__(cls)
         self._optimizer.__setstate__(
             {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
@@ -167,6 +176,7 @@ class _Copy:
         trained = [self._plain[id(owner)] for owner in owners]
         for owner, plain in zip(owners, trained, strict=True):
             local = self._local[id(owner)]
+            # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
         missing = [i for i, gradient in enumerate(arrived) if gradient is None]
@@ -176,6 +186,7 @@ class _Copy:
         try:
             self._optimizer.step()
         finally:
+            # The gradients were lent for the step. To keep them would cost their memory until the next one.
             for plain in trained:
                 plain.grad = None
 
@@ -193,7 +204,8 @@ def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
 def _sent(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    stays = value.is_cpu and value.dim() == 0  # the number of steps, say, which torch keeps on the CPU
+    # Torch keeps some scalars of the state on the CPU, such as the number of steps.
+    stays = value.is_cpu and value.dim() == 0
     return value.detach().to(value.device if stays else parameter.device, copy=True)
 
 

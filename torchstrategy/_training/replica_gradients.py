@@ -1,8 +1,9 @@
-"""The gradients of one replica, as the step sees them.
+"""The gradients of one replica, as its step sees them.
 
-What backward adds lies in the slot that autograd writes. What the step reads as `.grad` is the gradient of the whole
-step, so the first read after a backward is a meeting; what it then does to the gradient that it was shown, or puts in
-its place, is kept as its view until the replicas settle. See `_training/gradient_reducer`.
+Backward adds to the local gradient, in the slot that autograd writes. The step reads as `.grad` the gradient of the
+whole batch, so the first read after a backward is a synchronization point. What the step then does to the gradient that
+it was shown, or puts in its place, is kept as its visible gradient until gradients are reduced. See
+`_training/gradient_reducer`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
 
 
 class GradientTotals(Protocol):
-    """The gradients of all replicas together, as one replica uses them: `GradientReducer`, of the file above."""
+    """What one replica uses of the gradients of all replicas: of `GradientReducer`, which a file above defines."""
 
     owners: list[torch.Tensor]
     names: list[str]
@@ -48,39 +49,37 @@ class GradientTotals(Protocol):
     hooked: set[int]
 
     def accumulate(self, replica: int) -> None:
-        """The replica has come to what settles gradients."""
+        """The replica has come to a synchronization point that reduces gradients."""
 
     def reduce_in_step(self) -> None:
-        """Settles at a meeting after which the step goes on."""
+        """Reduces gradients at a synchronization point after which the step goes on."""
 
     def check_reads(self, reads: Sequence[Reads]) -> None:
-        """Refuses what replicas have read too early."""
+        """Refuses gradients that replicas have read before they were complete."""
 
 
 @final
 class CurrentRun:
-    """What all parameters of one replica know of the run that they are in.
-
-    Between runs that is nothing: what has the gradients of all replicas has all parameters, and a parameter that had it
-    would keep itself alive.
-    """
+    """The one object by which all parameters of a replica know the run that they are in."""
 
     def __init__(self) -> None:
+        # None between runs. `ReplicaGradients` refers to all parameters: a parameter that referred to it all the time
+        # would keep itself alive until Python's collector of cycles runs.
         self.gradients: ReplicaGradients | None = None
 
 
 class ReplicaParameter(torch.nn.Parameter):
-    """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole step.
+    """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole batch.
 
-    Autograd writes the replica's own gradient into the slot below `grad`, and operations on the parameter cost what
-    they always cost: nothing but reading, setting and deleting `grad` goes through here. Outside a run it is a plain
-    Parameter.
+    Autograd writes the replica's local gradient into the slot below `grad`. Operations on the parameter cost what they
+    cost on any parameter: only reading, setting and deleting `grad`, and `data`, go through this class. Outside a run
+    it behaves as a plain Parameter.
     """
 
     run = CurrentRun()
-    position: int  # in the ledger
-    delivers = False  # whether a gradient that comes between runs goes on to the owner
-    counts = False  # whether its gradients are counted
+    position: int  # among the parameters of the replica
+    delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
+    counts = False  # whether hooks count its gradients; see `hooked_gradients`
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
@@ -108,7 +107,8 @@ class ReplicaParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        # In a step: the same memory, but what is written there is counted, and so noticed.
+        # In a step `.data` is the same memory with the parameter's version counter, which torch's own `.data` lacks. So
+        # a write through it is counted, and refused at the next synchronization point.
         return _plain_data(self) if self.run.gradients is None else self.detach()
 
     @data.setter
@@ -126,18 +126,18 @@ class ReplicaParameter(torch.nn.Parameter):
 
 
 class VisibleGradient(NamedTuple):
-    """What a step was shown of a gradient, or put in its place; None: it cleared it."""
+    """The gradient that a step was shown, or has put in its place; None if the step cleared it."""
 
     gradient: torch.Tensor | None
-    had_none: bool = False  # it cleared it when there was none, of this replica or so far
-    version: int | None = None  # of what it was shown
-    are_zeros: bool = False  # it cleared it, and left zeros that count what is written on them
+    had_none: bool = False  # the step cleared it when there was neither a local nor an accumulated gradient
+    version: int | None = None  # of the gradient, when the step was shown it
+    are_zeros: bool = False  # the step cleared it to zeros; their version tells whether it has written on them since
 
     def is_as_shown(self, accumulated: torch.Tensor | None) -> bool:
-        """Whether the step has done nothing to what it was shown.
+        """Whether the step has not changed the gradient since it was shown.
 
-        Torch does not count what is written through `.data`, or by NumPy. In host memory the numbers tell, of which no
-        more are looked at than cost nothing.
+        Torch does not count writes through `.data` or by NumPy. In the memory of the CPU the numbers are compared: a
+        sample of them, so small that it costs nothing.
         """
         shown = self.gradient
         if shown is None or accumulated is None or _version(shown) != self.version:
@@ -149,43 +149,45 @@ class VisibleGradient(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """The parameters whose gradients a replica took for settled, and read without a meeting."""
+    """The parameters whose gradients a replica took for complete, and read without a synchronization point."""
 
     all: set[int]
-    doubtful: set[int]  # since backward may have run before
+    doubtful: set[int]  # those among them before whose read backward may have run unnoticed
 
 
 CLEARED = VisibleGradient(None)
 CLEARED_NOTHING = VisibleGradient(None, had_none=True)
 
 
-# The C library gives what is free at the end of a thread's heap back to the kernel, which makes it anew, page by page,
-# for the gradients of the next run. Backward makes those of the first few parameters last: the smallest of them is held
-# back until then, so that the end of the heap is not free. Where gradients are large, their memory is for others.
+# The C library gives free memory at the end of a thread's heap back to the kernel, which then has to provide it again,
+# page by page, for the gradients of the next run. Backward makes the gradients of the first few parameters last, so
+# they lie at the end. The smallest of these few is kept until the next gradients are taken, and the heap does not
+# shrink. Where the gradients of a replica are large (`_SMALL`), none is kept: others may need the memory.
 _FEW = 4
-_SAMPLE = 1 << 14
-_MANY = 4096  # slots that can be looked at in a time that does not matter beside a meeting: 0.2 ms
+_SAMPLE = 1 << 14  # numbers of a gradient that are compared, about
+_MANY = 4096  # slots that can be looked at in 0.2 ms, which does not matter beside a synchronization point
 _SMALL = 1 << 25  # bytes of all gradients of a replica
 
 
 @final
 class ReplicaGradients:
-    """The gradients of one replica. Used on that replica's thread, and by `GradientReducer` while it stands still.
+    """The gradients of one replica. Used on the replica's thread, and by `GradientReducer` while the replica waits.
 
     Args:
-        gradients: What it shares with the other replicas.
-        parameters: This replica's parameters, in the order of their owners.
+        gradients: The gradients of all replicas.
+        parameters: This replica's parameters, in the order of the user's.
     """
 
     def __init__(self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]) -> None:
-        self._totals = weakref.ref(gradients)  # which holds this
+        self._totals = weakref.ref(gradients)  # which refers to this object: a strong reference would be a cycle
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
+        # Below, a parameter is meant by its position. `reduced` empties the first three.
         self.visible: dict[int, VisibleGradient] = {}
-        self.accumulated_here: set[int] = set()  # of which a gradient was handed in, to be settled next
-        self.put: set[int] = set()  # of which the step put a gradient there itself
-        self.with_graph: set[int] = set()  # of which a backward with create_graph=True has made a part
-        # Since gradients were settled, of parameters whose owners have hooks: how often one was computed, and added.
+        self.accumulated_here: set[int] = set()  # whose local gradients `accumulate` has added to the total
+        self.put: set[int] = set()  # to which the step itself assigned a local gradient
+        self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
+        # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
         self.computed: dict[int, int] = {}
         self.added: dict[int, int] = {}
         self._held_back: torch.Tensor | None = None  # see `_FEW`
@@ -193,11 +195,11 @@ class ReplicaGradients:
         self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
             parameter.run, parameter.position = self._run, index
-        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # before gradients were settled
-        self._reads: set[int] = set()  # since gradients were settled
-        self._unlooked: set[int] = set()  # and since the last look at all slots
+        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # what the step was shown before the last reduction
+        self._reads: set[int] = set()  # whose gradients were read without a synchronization point
+        self._unlooked: set[int] = set()  # those of them that were read since the last look at all slots
         self._last_read = self._num_nodes = -1
-        self._num_looks = _MANY  # for how many slots there is time
+        self._num_looks = _MANY  # how many slots may still be looked at; see `_ran_backward`
 
     @property
     def totals(self) -> GradientTotals:
@@ -206,16 +208,18 @@ class ReplicaGradients:
         return gradients
 
     def enter(self, replica: Replica) -> None:
-        """The step begins: what it does with gradients is noted here."""
+        """The step begins: from here on `.grad` of this replica's parameters asks this object."""
         self.replica = replica
         self._run.gradients = self
 
     def read(self, index: int) -> torch.Tensor | None:
-        """The gradient of one parameter, of the whole step: a meeting, unless it is settled as far as is known here.
+        """The gradient of one parameter, of the whole batch: a synchronization point if it may be incomplete.
 
-        It is not if this replica ran backward since, of whichever parameters: it may have added to this one in another
-        replica. Nor if the step has cleared, replaced or changed what it was shown, which may be with its own rows.
+        It may be incomplete if this replica ran backward since the last reduction, on whichever parameters: backward
+        may have added to this parameter in another replica. So it may if the step has cleared, replaced or changed the
+        gradient that it was shown, since what the step put there may be of its own rows only.
         """
+        # See Note [The states of a gradient].
         view = self.visible.get(index)
         if (view is not None and not view.is_as_shown(self.totals.accumulated[index])) or self._ran_backward(index):
             self._reduce(READING)
@@ -225,11 +229,14 @@ class ReplicaGradients:
         return self._view(index)
 
     def _ran_backward(self, index: int) -> bool:
-        """Whether backward has added to any parameter, as far as can be seen without a look at each in each read.
+        """Whether backward has added to any parameter, as far as that is cheap to know.
 
-        All are looked at as long as that costs little; when the graph has grown since the last look, since most
-        backwards come after a forward; and when a parameter is read again, which begins a new pass over them.
-        `GradientReducer.check_reads` finds what that misses.
+        A step usually reads `.grad` of each parameter in turn. To look at all slots in each of these reads would cost
+        the square of their number. So all slots are looked at
+        - for the first few reads, which costs little;
+        - when autograd has made nodes since the last look, since a backward usually comes after a forward;
+        - when a parameter is read again, which begins a new pass over the parameters.
+        `GradientReducer.check_reads` finds the reads for which that was not enough.
         """
         if self._has_local(index):
             return True
@@ -252,20 +259,26 @@ class ReplicaGradients:
             return [None] * len(brought)
 
         self.accumulate()
-        # Between what was read without a look, and a forward, there was no backward.
+        # If a forward has come since these reads, the backward that made the local gradients came after them, too: the
+        # reads missed nothing.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
         self.replica.synchronize(point, combine, Reads(self._reads, unlooked))
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
-        """What backward has made, hooks see before the step clears it: in plain PyTorch they saw it in backward."""
+        """Reduces gradients before the step clears some, so that hooks see what backward has made.
+
+        In plain PyTorch they saw it during backward.
+        """
         if not self.totals.hooked.isdisjoint(indices) and self.local_indices():
             self._reduce(CLEARING)
 
     def write(self, index: int, value: torch.Tensor | None) -> None:
-        """What `parameter.grad = value` means for the gradient of the whole step."""
+        """Does what `parameter.grad = value` means for the gradient of the whole batch."""
+        # See Note [The states of a gradient].
         view = self.visible.get(index)
         if value is not None and view is not None and view.gradient is value:
-            return  # `p.grad += x` has already changed the view in place
+            # `p.grad += x` has already changed the visible gradient in place, and assigns the same tensor.
+            return
         is_hooked = index in self.totals.hooked
         if is_hooked:
             self._let_hooks_see([index])
@@ -282,13 +295,15 @@ class ReplicaGradients:
             set_raw_grad(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
-                if is_hooked:  # no hook sees it, and it must not become one with what a backward adds
+                # The user's hooks must not see an assigned gradient: it is reduced now, before a backward adds to it.
+                if is_hooked:
                     self._reduce(PUTTING)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
-        if set_to_none and not self.visible and not self.local_indices():  # as at the beginning of most steps
+        # Most steps begin with this, and have neither local nor visible gradients then.
+        if set_to_none and not self.visible and not self.local_indices():
             accumulated = self.totals.accumulated
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
@@ -304,7 +319,7 @@ class ReplicaGradients:
                 set_raw_grad(self.parameters[index], None)
 
     def accumulate(self) -> None:
-        """The replica has come to a meeting that settles gradients: what it has collected can be added up."""
+        """The replica has come to a synchronization point that reduces gradients: its own can be added up."""
         assert self.replica is not None
         self.totals.accumulate(self.replica.index)
 
@@ -314,7 +329,9 @@ class ReplicaGradients:
         taken = {index: local for index, local in enumerate(raw_grads(self.parameters)) if local is not None}
         if taken:
             set_raw_grads(self.parameters, repeat(None))
-        if any(requires_grad_of(taken.values())):  # of a backward with create_graph=True
+        # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
+        # and `_made_together` refuses a backward through the sum.
+        if any(requires_grad_of(taken.values())):
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
@@ -323,7 +340,10 @@ class ReplicaGradients:
         return taken, are_ours
 
     def own(self, index: int) -> torch.Tensor:
-        """This replica's parameter; or the owner, if only an optimizer has it: that of a layer that is gone."""
+        """This replica's parameter.
+
+        Or the user's own, if an optimizer has it and no module: that of a layer that the user has removed.
+        """
         return self.parameters[index] if index < len(self.parameters) else self.totals.owners[index]
 
     def name(self, index: int) -> str:
@@ -340,7 +360,7 @@ class ReplicaGradients:
         self.computed.clear()
 
     def reduced(self) -> None:
-        """Gradients were settled: from here on, the step is shown them as they are now."""
+        """Gradients were reduced: from here on, the step is shown the accumulated gradients of now."""
         for index, view in self.visible.items():
             if view.gradient is not None and view.version is not None:
                 self._shown[index] = weakref.ref(view.gradient)
@@ -352,12 +372,16 @@ class ReplicaGradients:
         self._num_looks = _MANY
 
     def show_again(self) -> None:
-        """What the step was shown and has kept, it has as the gradient of now: in plain PyTorch it is one tensor."""
+        """Writes the accumulated gradients of now on the tensors that the step was shown before and has kept.
+
+        In plain PyTorch `.grad` is one tensor, to which backward adds.
+        """
         shown, self._shown = self._shown, {}
         for index, reference in shown.items():
             accumulated, tensor = self.totals.accumulated[index], reference()
             if accumulated is not None and tensor is not None and _fits(tensor, accumulated):
-                if tensor.data_ptr() == accumulated.data_ptr():  # of the first replica, whose it was
+                # `_agreed` may have taken the very tensor of the first replica: the step may write on it.
+                if tensor.data_ptr() == accumulated.data_ptr():
                     self.totals.accumulated[index] = accumulated.clone()
                 with torch.no_grad():
                     tensor.copy_(accumulated)
@@ -373,12 +397,12 @@ class ReplicaGradients:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
 
     def _shows(self, index: int) -> bool:
-        """Whether the step would be shown a gradient of what was settled."""
+        """Whether the step would see a gradient, apart from the local one."""
         view = self.visible.get(index)
         return (self.totals.accumulated[index] if view is None else view.gradient) is not None
 
     def _cleared(self, index: int) -> VisibleGradient:
-        """What clearing a gradient makes of the view of it."""
+        """The visible gradient after the step has cleared it."""
         self.with_graph.discard(index)
         view = self.visible.get(index)
         if self._has_local(index):
@@ -433,7 +457,8 @@ _apply_made_together: Callable[..., torch.Tensor] = _MadeTogether.apply
 
 
 def _made_together(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    with torch.enable_grad():  # clipping reads gradients without
+    # `clip_grad_norm_` reads gradients in no_grad mode.
+    with torch.enable_grad():
         return _apply_made_together(gradient.requires_grad_(), name)
 
 
@@ -446,7 +471,8 @@ def written_in_replica(name: str) -> str:
     )
 
 
-# A step that is compiled comes here where it reads, writes and clears gradients.
+# A compiled step calls these where it reads, writes and clears gradients. A compiler that traced them would bake the
+# state of one call into its graph.
 hide_from_compiler(ReplicaGradients.read)
 hide_from_compiler(ReplicaGradients.write)
 hide_from_compiler(ReplicaGradients.clear)

@@ -1,4 +1,4 @@
-"""An optimizer as it is in a replica: with the replica's own parameters, and one step for all replicas."""
+"""An optimizer in a replica: it shows the replica's own parameters, and its step is one step for all replicas."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from torchstrategy._training.schedulers import refuse_different
 
 
 class Owners(ABC):
-    """The user's own parameters and gradients in one run, as optimizers in its replicas ask for them."""
+    """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
     @abstractmethod
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
-        """Calls something for all replicas, while they stand still: with the gradients of the whole batch.
+        """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
 
         Args:
-            call: What is called.
-            optimizer: Of which it is a method, if it is.
+            call: The function.
+            optimizer: The optimizer of which the function calls a method, if it does.
         """
 
     @abstractmethod
     def cross_replica(self) -> AbstractContextManager[None]:
-        """For the length of the block, this thread speaks for all replicas, in the caller's default device."""
+        """For the length of the block, this thread acts for all replicas, with the caller's default device."""
 
     @abstractmethod
     def show(self) -> None:
@@ -49,11 +49,11 @@ class Owners(ABC):
 
     @abstractmethod
     def take_back(self, optimizer: Optimizer | None = None) -> None:
-        """The end of `show`: what an optimizer has written on parameters reaches the replicas."""
+        """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
 
     @abstractmethod
     def loss(self, losses: Sequence[Any]) -> Any:
-        """The loss of the whole batch, from that of each replica."""
+        """The loss of the whole batch, made of the loss of each replica."""
 
 
 @final
@@ -63,11 +63,13 @@ class ReplicaOptimizer:
     Args:
         optimizer: The user's own.
         replica: The replica.
-        ledger: Its gradients.
-        index_of: The position in the ledger of each parameter that it optimizes, by the id of the owner.
-        owners: What it updates.
-        leads: Whether this replica runs the optimizer's loop, if that asks for the loss and its gradients itself.
-        own_state: Asks for the state that this replica has of its own, by its parameters. None: it has the user's.
+        gradients: The gradients of the replica.
+        index_of: The position in `gradients` of each parameter that the optimizer updates, by the id of the user's
+            parameter.
+        owners: The user's parameters and gradients.
+        leads: Whether the optimizer's loop runs in this replica, for an optimizer that calls a closure.
+        own_state: Returns the state of this replica's own copy of the optimizer, by the replica's parameters. None: the
+            replica has no copy, and is shown the state of the user's optimizer.
     """
 
     def __init__(
@@ -87,12 +89,13 @@ class ReplicaOptimizer:
         self._owners = owners
         self._leads = leads
         self._own_state = own_state
-        self._groups: list[dict[str, Any]] | None = None  # made when the step asks
-        self._shown: list[dict[str, Any]] | None = None  # the same, as they were when the step asked
+        # The groups that the step was shown, on which it may write, and the same groups as they were then.
+        self._groups: list[dict[str, Any]] | None = None
+        self._shown: list[dict[str, Any]] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups with this replica's parameters. What the step writes on them holds from the next update on."""
+        """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
         refuse_once_per_step_callers()
         if self._groups is None:
             self._groups = [self._local_group(group) for group in self._central_groups]
@@ -101,7 +104,7 @@ class ReplicaOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """The state of each of this replica's parameters, to be read."""
+        """The optimizer's state for each of this replica's parameters. The step may read it, and not write on it."""
         name = plain_class(type(self._optimizer)).__name__
         if self._own_state is not None:
             states = self._own_state()
@@ -110,12 +113,14 @@ class ReplicaOptimizer:
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears this replica's gradients, and what was accumulated before. No meeting."""
+        """Clears this replica's gradients, the local and the visible ones. No synchronization point."""
         self._ledger.clear(list(self._index_of.values()), set_to_none)
 
     @property
     def step(self) -> Callable[..., Any]:
-        """Takes a step; asking for it is refused to those who count steps, before they count one."""
+        """The method that takes a step."""
+        # A property, since a scheduler or a scaler asks for `optimizer.step` before it counts a step: it is refused
+        # before it has counted.
         refuse_once_per_step_callers()
         return self._step
 
@@ -123,12 +128,12 @@ class ReplicaOptimizer:
         return self.call("step", *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A meeting: the gradients of all replicas are combined and the optimizer takes one step, or a part of it.
+        """A synchronization point, at which gradients are reduced and a method of the user's optimizer runs once.
 
         Args:
-            method: Of the user's own optimizer.
-            *args: For the method, in each replica the same; but a function computes the replica's own loss.
-            **kwargs: As `args`.
+            method: The name of the method.
+            *args: Its arguments, the same in each replica. But a closure computes the replica's own loss.
+            **kwargs: Its keyword arguments, likewise.
         """
         name = STEP if method == "step" else f"{plain_class(type(self._optimizer)).__name__}.{method}()"
         closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
@@ -146,10 +151,10 @@ class ReplicaOptimizer:
     def _call_with(
         self, name: str, method: str, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The optimizer asks for the loss and its gradients itself, as often as it likes.
+        """Runs an optimizer that calls a closure for the loss and its gradients, as often as it likes (`LBFGS`).
 
-        Its loop runs on the thread of the first replica; the others wait at the meeting that it comes to next. What
-        it asks for, all of them compute.
+        The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
+        point. Whenever the loop calls the closure, all replicas compute their loss.
         """
         owners, frame = self._owners, current_frame()
         assert frame is not None
@@ -182,6 +187,8 @@ class ReplicaOptimizer:
             own = [ask if value is closure else value for value in args]
             return tuple(own), {key: ask if value is closure else value for key, value in kwargs.items()}
 
+        # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
+        # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
         self._replica.synchronize(name, begun, given(None))
         if self._leads:
             asking, by_name = given(asked)
@@ -197,13 +204,13 @@ class ReplicaOptimizer:
             return getattr(self._optimizer, method)(*args, **kwargs)
 
     def forget_settings(self) -> None:
-        """The optimizer's settings may have changed; the step is shown them as they are when it asks again."""
+        """Forgets the groups that the step was shown, since an update may have changed settings."""
         self._groups = self._shown = None
 
     def return_settings(self) -> None:
-        """Brings to the user's own optimizer what the step wrote on the groups, such as a learning rate."""
+        """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
         if self._groups is None or self._shown is None:
-            return  # the step has not asked for them
+            return
         for group, shown, central in zip(self._groups, self._shown, self._central_groups, strict=True):
             for name, value in group.items():
                 if name != "params" and not _is_as_shown(value, shown.get(name)):
@@ -218,7 +225,7 @@ class ReplicaOptimizer:
         return groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        # A learning rate may be a tensor, which a step may write in place: once, and not once in each replica.
+        # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one tensor would act n times.
         local = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"}
         return {**local, "params": [self._local(owner) for owner in group["params"]]}
 
@@ -229,7 +236,7 @@ class ReplicaOptimizer:
 
 @final
 class _Shown(dict[Any, Any]):
-    """What a replica is shown of the state of an optimizer: of a parameter that has none, an empty one."""
+    """The state of an optimizer as a replica is shown it: read-only, and empty for a parameter without state."""
 
     def __init__(self, optimizer: str, values: Mapping[Any, Any]) -> None:
         super().__init__(values)
@@ -254,10 +261,10 @@ class _Shown(dict[Any, Any]):
 
 
 STEP = "optimizer.step()"
-_EVALUATE = object()  # what the optimizer asks for, in the place of its result
+_EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a method."""
+"""The arguments of a method: positional and by keyword."""
 
 
 def _is_closure(value: Any) -> bool:
@@ -283,11 +290,12 @@ def _is_as_shown(value: Any, shown: Any) -> bool:
 
 
 def refuse_once_per_step_callers() -> None:
-    """Refuses what may act on an optimizer once a step, and would act once in each replica.
+    """Refuses schedulers and scalers of which the run knows nothing: each replica would make them count a step.
 
-    Schedulers count their own steps and GradScaler its updates, in objects that all replicas share. They are known by
-    who asks: they need not have been made in a scope, and not all of them run the constructor of their base class.
+    Schedulers count their own steps and `GradScaler` its updates, in objects that all replicas share.
     """
+    # They are recognized by the stack frame that asks for the optimizer: they need not have been made in a scope, and
+    # not all of them run the constructor of their base class, where they could be noticed.
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in (__file__, proxies.__file__):
         frame = frame.f_back
@@ -305,7 +313,7 @@ def refuse_once_per_step_callers() -> None:
         )
 
 
-# A compiler that followed a step to the meeting would find locks and threads, and to the gradients graphs of nothing.
+# A compiler that traced these would trace the locks and threads of a synchronization point.
 hide_from_compiler(refuse_once_per_step_callers)
 hide_from_compiler(ReplicaOptimizer._step)
 hide_from_compiler(ReplicaOptimizer.call)

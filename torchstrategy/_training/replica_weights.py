@@ -1,7 +1,8 @@
-"""How much does each replica of one run count, and which of them take part?
+"""How much each replica of a run counts, and which replicas take part.
 
-The loss of a step is, as a rule, a mean over the rows that it saw. The mean over all rows is the mean of the replicas'
-means, each weighing its share of the rows; so the share is what a replica's gradient is multiplied by.
+The loss of a step is usually a mean over the rows that the step saw. The mean over all rows of a batch is the sum of
+the replicas' means, each multiplied by the replica's fraction of the rows. So this fraction is the weight by which a
+replica's gradient is multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ReplicaWeights:
 
     Args:
         present: The replicas that take part, in order.
-        fractions: For every replica of the strategy, its part of the examples: they add up to 1.
+        fractions: For every replica of the strategy, its fraction of the rows: they add up to 1.
         reduction: How the gradients of the replicas become one.
     """
 
@@ -41,7 +42,7 @@ class ReplicaWeights:
 
     @classmethod
     def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> ReplicaWeights:
-        """The shares for one run whose arguments have these leaves.
+        """The weights for one run whose arguments have these leaves.
 
         Raises:
             ValueError: If the arguments were dealt with different row counts, or `options.examples` does not fit.
@@ -58,11 +59,13 @@ class ReplicaWeights:
                     f"{plural(num_replicas, 'replica')}."
                 )
         absent = {r for leaf in leaves for r in _absent(leaf)}
+        # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         if rows is not None and any(rows) and not options.run_empty_replicas:
             absent.update(r for r in everyone if not rows[r])
         present = tuple(r for r in everyone if r not in absent)
         counts = [1.0 if examples is None else float(examples[r]) for r in everyone]
         total = sum(counts[r] for r in present)
+        # No replica that takes part has rows, as with an empty batch: all of them count the same.
         if not total:
             counts, total = [1.0] * num_replicas, float(len(present))
         return cls(present, tuple(counts[r] / total if r in present else 0.0 for r in everyone), reduction)
@@ -84,6 +87,8 @@ def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> t
                 f"{told}and replica {r} has rows of one and none of another: it cannot sit the step out without "
                 "losing them. Call the step there, too: RunOptions(run_empty_replicas=True)."
             )
+    # Only where `options.examples` or a sum makes the weights independent of these numbers: a replica takes part if any
+    # of the arguments has rows for it.
     return tuple(map(max, zip(*records, strict=True)))
 
 

@@ -1,7 +1,8 @@
-"""What counts steps, and is one for all replicas: learning-rate schedulers and `GradScaler`.
+"""Learning-rate schedulers and `GradScaler`, which count each step once for all replicas.
 
-In a replica, what they do once a step is a meeting: when all replicas have come to it, it is done once, on the
-optimizer and the gradients of the whole batch. Everything else about them can be asked anywhere.
+The methods that they run once a step (`step`, `update`, `unscale_`) are synchronization points in a replica: when all
+replicas have come to one, the user's own object runs the method once, on the optimizer and the gradients of the whole
+batch. Everything else about them can be asked anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.replica import Replica
 
 Together = Callable[[Callable[[], Tree]], Tree]
-"""Calls something for all replicas, while they stand still: on the user's own optimizers, with all gradients."""
+"""Calls a function once for all replicas while they wait, with the user's own optimizers and all gradients."""
 
 
 @final
@@ -29,7 +30,7 @@ class SharedStepper:
     Args:
         counter: The user's own.
         replica: The replica.
-        together: What happens at the meeting.
+        together: Calls a function once for all replicas.
     """
 
     def __init__(self, counter: LRScheduler | torch.amp.GradScaler, replica: Replica, together: Together) -> None:
@@ -38,15 +39,15 @@ class SharedStepper:
         self._together = together
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """A meeting, at which the scheduler or the scaler takes its step."""
+        """A synchronization point, at which the scheduler or the scaler takes its step."""
         return self._synchronize("step", args, kwargs)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """A meeting, at which the scaler chooses its next scale."""
+        """A synchronization point, at which the scaler chooses its next scale."""
         return self._synchronize("update", args, kwargs)
 
     def unscale_(self, *args: Any, **kwargs: Any) -> Any:
-        """A meeting, at which the gradients of the whole batch are divided by the scale."""
+        """A synchronization point, at which the gradients of the whole batch are divided by the scale."""
         return self._synchronize("unscale_", args, kwargs)
 
     def _synchronize(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,7 +66,8 @@ _ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
 def make_ready(steppers: Iterable[object], device: Device) -> None:
-    """Has scalers make their scale, which they do at the first loss that they see: that of several replicas at once."""
+    """Lets scalers make the tensor of their scale before the replicas run."""
+    # A scaler makes it when it sees its first loss. In a run, several replicas would make it at the same time.
     for counter in steppers:
         if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
             counter.scale(torch.zeros((), device=memory_device(device)))
@@ -73,7 +75,9 @@ def make_ready(steppers: Iterable[object], device: Device) -> None:
 
 
 def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
-    """Refuses steps that hold a method of a counter or an optimizer, which is that of the user's own.
+    """Refuses steps that hold a bound method of a scheduler, a scaler or an optimizer.
+
+    Such a method is bound to the user's own object, so the step would pass by the object that acts for all replicas.
 
     Raises:
         RuntimeError: Naming it.
@@ -89,7 +93,7 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
 
 
 def refuse_different(name: str, first: Any, other: Any) -> None:
-    """Refuses that replicas give different arguments to what acts once for all of them.
+    """Refuses different arguments from the replicas for a method that runs once for all of them.
 
     Raises:
         ValueError: Naming what they call.

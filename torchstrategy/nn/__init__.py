@@ -1,7 +1,7 @@
 """The names of `tf.nn` and `torch.nn` that mean something else among replicas: losses and batch normalisation.
 
-What they have in common: with them, the step on several replicas is exactly the step on one device, also where the rows
-of a batch depend on each other.
+With these, a step on several replicas is exactly the step on one device, also if the rows of a batch depend on each
+other.
 """
 
 from torchstrategy.nn._losses import compute_average_loss, scale_regularization_loss

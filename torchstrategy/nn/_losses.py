@@ -1,7 +1,8 @@
-"""Losses that are a sum over the rows of the whole batch, divided by something that no replica knows alone.
+"""Losses that are a sum over the rows of the whole batch, divided by a number that no replica knows alone.
 
-A replica's gradient is multiplied by its weight before the replicas' are added up: by its share of the rows, or by 1
-where they are summed. A loss that is divided by the weight beforehand is exact under either.
+Before the gradients of the replicas are added up, each is multiplied by the replica's weight: by its fraction of the
+rows if gradients are averaged, by 1 if they are summed. A loss that is divided by this weight beforehand is exact in
+both cases.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def compute_average_loss(
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/nn/compute_average_loss
     """
+    # The replica's gradient is going to be multiplied by `collective.weight`, so the sum is divided by that, too.
     loss = _losses(per_example_loss)
     weight = None if sample_weight is None else _weights(sample_weight, loss)
     given = None if global_batch_size is None else _count(global_batch_size)
@@ -124,13 +126,14 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | float) -> torc
     return torch.as_tensor(regularization_loss).sum() / collective.total_weight
 
 
-# A compiler would make a graph of every few lines between the replica that is asked for and the meeting.
+# A compiler would break its graph at the look-up of the replica and at the synchronization point, and make a graph of
+# the few lines between them.
 hide_from_compiler(compute_average_loss)
 hide_from_compiler(scale_regularization_loss)
 
 
 def _collective(what: str, refuse_cross_replica: bool = True) -> Collective:
-    """The replicas that this one is among; a lone one where there is no replica."""
+    """The collective of the replicas of this run; that of a lone replica if no replica runs here."""
     group = group_here(what)
     if group is not None:
         return group.collective
@@ -143,7 +146,7 @@ def _collective(what: str, refuse_cross_replica: bool = True) -> Collective:
 
 
 def _losses(per_example_loss: torch.Tensor) -> torch.Tensor:
-    """The losses in a dtype to add them up in."""
+    """The losses in the dtype in which they are added up: at least float32."""
     if not isinstance(per_example_loss, torch.Tensor):
         raise TypeError(f"per_example_loss is a tensor of losses; got {an(type(per_example_loss).__name__)}.")
     if _is_complex(per_example_loss):
@@ -185,7 +188,7 @@ def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(loss: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """What the rows of this replica count together."""
+    """How much the rows of this replica count together."""
     rows = loss.shape[0]
     if weight is None or not weight.dim():
         return loss.new_full((), rows)

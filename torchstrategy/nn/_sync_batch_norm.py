@@ -1,8 +1,9 @@
-"""Batch normalisation over the whole batch, however many replicas its rows are dealt to.
+"""Batch normalisation over the whole batch, however many replicas share its rows.
 
-Each replica brings how many values it has of each channel, and their sum and squares about a mean of its own; that is
-one meeting. Together they give the mean and the variance of the whole batch, as exactly as two passes over it would.
-Gradients flow back through the meeting, which is another one.
+For each channel, each replica brings the number of its values, their mean, and the sums of their differences from that
+mean and of the squares of these. From these, every replica computes the mean and the variance of the whole batch, as
+exactly as two passes over it would. That is one synchronization point in the forward, and another one in the backward,
+where gradients flow back through it.
 """
 
 from __future__ import annotations
@@ -131,15 +132,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     @classmethod
     def _in_place_of(cls, old: nn.Module) -> SyncBatchNorm:
         new = cls.__new__(cls)
-        nn.Module.__setstate__(new, vars(old))  # its tables of parameters, buffers and hooks: not copies of them
+        # The new layer has the very tables of the old one: its parameters, buffers and hooks, and no copies of them.
+        nn.Module.__setstate__(new, vars(old))
         return new
 
     def _synchronised(self, input: torch.Tensor, collective: Collective) -> torch.Tensor:
         self._check_channels(input)
         dims = [0, *range(2, input.dim())]
         values = input.to(torch.promote_types(input.dtype, torch.float32))
-        # Sums of squares about a point near the mean lose no digits. Any point gives the same statistics, so that no
-        # gradient has to flow through the choice of it.
+        # Squares of differences from a point near the mean lose no digits when they are added up. The statistics do not
+        # depend on the point that is chosen, so no gradient has to flow through the choice.
         count = input.numel() // self.num_features
         point = values.detach().sum(dims) / max(count, 1)
         centred = values - _along(point, input)
@@ -148,7 +150,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             brought = torch.zeros_like(brought)
         gathered = collective.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
         total, reference, offset, variance = _combined(gathered)
-        # Where there are two values at least, nobody has to wait for the total to be known.
+        # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
+        # that there are enough.
         known = int(total[0]) if count <= 1 else count
         if known == 1:
             raise ValueError(
@@ -176,7 +179,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, has_values: bool, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Counts the batch in the running statistics: in every replica in the same way."""
+        """Counts the batch in the running statistics, in every replica alike."""
         factor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -187,7 +190,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 running.copy_((1 - factor) * running.to(value.dtype) + factor * value)
 
 
-# A compiler would make a graph of every few lines between the replica that is asked for and the meeting.
+# A compiler would break its graph at the look-up of the replica and at the synchronization point, and make a graph of
+# the few lines between them.
 hide_from_compiler(SyncBatchNorm.forward)
 
 
@@ -209,7 +213,7 @@ def _combined(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _along(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One value for each channel, in a shape that is broadcast over an input."""
+    """A tensor with one value for each channel, in a shape that is broadcast over an input."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -218,7 +222,7 @@ def _is_to_convert(module: object) -> bool:
 
 
 def _refuse_own_ways(path: str, layer: nn.Module) -> None:
-    """Refuses a layer of which something would be lost."""
+    """Refuses a layer with attributes or methods of its own, which a `SyncBatchNorm` would not have."""
     if getattr(layer, "process_group", None) is not None:
         raise TypeError(
             f"{path} is a torch.nn.SyncBatchNorm with a process_group, and replicas are not processes. Make it without."
@@ -236,7 +240,7 @@ def _refuse_own_ways(path: str, layer: nn.Module) -> None:
 
 
 def _refuse_held_plainly(path: str, parent: nn.Module) -> None:
-    """Refuses layers that could not be found by their name."""
+    """Refuses batch normalisation layers in plain attributes, where they cannot be replaced."""
     for where, held in held_plainly(parent):
         if _is_to_convert(held):
             raise TypeError(

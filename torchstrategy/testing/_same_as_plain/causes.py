@@ -1,7 +1,8 @@
-"""What makes a step in replicas another one than in plain PyTorch: found by evidence, mostly by training again.
+"""Why a step in replicas differs from the step in plain PyTorch: found by evidence, mostly by training again.
 
-Each cause is looked for in turn. One that can be taken away (dropout, batch statistics, how gradients are reduced) is,
-and the trainings are compared again: if they agree, that was it; if not, the search goes on without it.
+Each possible cause is looked for in turn. If a cause can be removed (dropout, batch statistics, how gradients are
+reduced), it is removed and the trainings are compared again. If they agree then, it was the cause. If not, the search
+goes on without it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Cause(NamedTuple):
     """A cause that was found.
 
     Args:
-        text: What it is and what to do.
-        rest: The problem without it, to look for more; None: it explains everything.
+        text: What the cause is, and what to do.
+        rest: The problem without this cause, in which to look for others; None: this cause explains everything.
     """
 
     text: str
@@ -54,7 +55,7 @@ class Cause(NamedTuple):
 
 
 def causes(problem: Problem, mismatch: Mismatch) -> list[str]:
-    """What makes the difference, the strongest evidence first; empty if nothing usual does."""
+    """The causes of a difference, the strongest evidence first; empty if it is none of the usual causes."""
     problem = dataclasses.replace(problem, batches=problem.batches[: mismatch.step + 1])
     found: list[str] = []
     for look in _LOOKS:
@@ -233,7 +234,7 @@ def _update(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
-    """What is left: if replicas that all have the same rows agree, the rows of a replica are not independent."""
+    """The last cause to look for: if replicas that all have the same rows agree, rows depend on each other."""
     batches = tuple(repeated(batch, problem.num_replicas) for batch in problem.batches)
     alike = dataclasses.replace(problem, batches=batches, ignore=problem.ignore | {"order"})
     if len(mismatch.replicas.seen) > 1 and agrees(alike):
@@ -273,7 +274,7 @@ def _names(models: Sequence[nn.Module], wanted: Callable[[nn.Module], bool]) -> 
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few."""
+    """The first few names, in words."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

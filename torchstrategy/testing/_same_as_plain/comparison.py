@@ -1,4 +1,4 @@
-"""Both trainings, step by step, until they part."""
+"""Both trainings, step by step, until they differ."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchstrategy.testing._same_as_plain.training import PlainTraining, Problem
 @final
 @dataclass(frozen=True)
 class Mismatch:
-    """Where two trainings part.
+    """The first step after which two trainings differ.
 
     Args:
-        step: Which step, from 0.
-        differences: What is not the same after it.
-        replicas: What the replicas made.
-        plain: What plain PyTorch made.
-        is_order: Whether the difference is not to plain PyTorch but to the same replicas in another order.
-        depends_on_order: Whether the replicas make something else in another order.
-        models: Those of plain PyTorch.
-        drawn: What the step drew random numbers from.
+        step: The step, from 0.
+        differences: What differs after it.
+        replicas: The record of the replicas.
+        plain: The record of plain PyTorch.
+        is_order: Whether the replicas agree with plain PyTorch, and differ from the same replicas in another order.
+        depends_on_order: Whether the replicas make other numbers in another order.
+        models: The models of plain PyTorch.
+        drawn: The generators from which the step drew random numbers.
     """
 
     step: int
@@ -45,12 +45,12 @@ class Mismatch:
 
 
 class StepFailed(Exception):
-    """The step raised in replicas, and it is not just that it raises.
+    """The step raised in replicas: only there, only in one order of them, or because of another device.
 
     Args:
-        step: Which step, from 0.
-        error: What it raised.
-        order: The order in which the replicas ran, if it was not their own.
+        step: The step, from 0.
+        error: The exception.
+        order: The order in which the replicas ran, if it was not their usual one.
         is_everywhere: Whether plain PyTorch fails for the same reason, on the device of replica 0.
     """
 
@@ -65,7 +65,7 @@ class StepFailed(Exception):
 
 
 def first_mismatch(problem: Problem) -> Mismatch | None:
-    """Trains both ways until something differs; None if nothing does. Random numbers go on as if it had not been.
+    """Trains both ways until something differs; None if nothing does. Generators get their earlier states back.
 
     Raises:
         StepFailed: If the step raises in replicas only, or is not fit for another device than one.
@@ -81,7 +81,7 @@ def first_mismatch(problem: Problem) -> Mismatch | None:
 
 
 def first_plain_record(problem: Problem) -> Record:
-    """What plain PyTorch makes of the first batch."""
+    """The record of plain PyTorch after the first batch."""
     sources = Sources((problem.step, problem.model_fn, problem.optimizer_fn), problem.devices)
     with sources.kept():
         sources.seed(problem.seed)
@@ -90,7 +90,7 @@ def first_plain_record(problem: Problem) -> Record:
 
 @final
 class _Comparison:
-    """The trainings of one problem: replicas go first, and the others follow."""
+    """The trainings of one problem. At each step the replicas go first, and the others update from their gradients."""
 
     def __init__(self, problem: Problem, sources: Sources) -> None:
         self._problem = problem

@@ -1,10 +1,10 @@
-"""How torch says that a tensor or a generator is on another device, and which replica it says it of."""
+"""Torch's errors about tensors and generators of another device, and the replica that raised one."""
 
 from __future__ import annotations
 
 import re
 
-# Of its check of operands, of that of generators, and of kernels that check by themselves.
+# The words of torch's check of operands, of its check of generators, and of kernels that check by themselves.
 _WORDS = re.compile(
     r"same device|different devices|at least two devices|device type for generator|to (have|be on) .*device",
     re.IGNORECASE,
@@ -18,6 +18,6 @@ def is_about_devices(error: BaseException) -> bool:
 
 
 def replica_of(error: BaseException) -> int | None:
-    """The replica that raised: a note of the run says so, where there are several. None: it was raised for all."""
+    """The replica that raised an error, from the note that a run adds to it. None: it was raised for all replicas."""
     matches = (_REPLICA.search(note) for note in getattr(error, "__notes__", ()))
     return next((int(match[1]) for match in matches if match), None)

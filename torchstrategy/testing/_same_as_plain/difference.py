@@ -1,4 +1,4 @@
-"""What differs between two records of the same step, by how much, and how much is rounding."""
+"""What differs between two records of the same step, by how much, and whether that is more than rounding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy.testing._same_as_plain.record import Numbers, Record
 
 SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")
-"""What is compared, in the order in which a difference spreads."""
+"""The sections of a record, in the order in which a difference spreads."""
 
 _RETURNED = "{} that the step returns"
 _ATTRIBUTE = "the attribute `{}`"
 _GRADIENT = "the gradient of `{}`"
 
-# Relative to the norm of a tensor, and absolute. Adding the same numbers in another order costs some tens of the unit
-# of rounding, more where they cancel. An error of a person, such as a mean of means, costs a thousandth and more.
+# By dtype: relative to the norm of a tensor, and absolute. To add the same numbers in another order costs some tens of
+# the unit of rounding, and more where they cancel. A mistake in a program, such as a mean of means, costs a thousandth
+# and more.
 _TOLERANCES = {
     torch.float64: (1e-10, 1e-13),
     torch.float32: (1e-5, 1e-6),
@@ -32,13 +33,13 @@ _TOLERANCES = {
 @final
 @dataclass(frozen=True)
 class Tolerance:
-    """How much of a difference is rounding; None: by dtype."""
+    """How much of a difference counts as rounding; None: the default for the dtype."""
 
     rtol: float | None = None
     atol: float | None = None
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """For tensors of a dtype: relative and absolute. Integers have to be equal."""
+        """The relative and the absolute tolerance for tensors of a dtype. Integers have to be equal."""
         if dtype.is_complex:
             dtype = dtype.to_real()
         if not dtype.is_floating_point:
@@ -51,10 +52,10 @@ class Pair(NamedTuple):
     """Two numbers that should be the same."""
 
     section: str
-    name: str  # what a message calls them
+    name: str  # the name in a message
     got: torch.Tensor | None
     expected: torch.Tensor | None
-    where: str = ""  # in which replica
+    where: str = ""  # the replica, in words
 
 
 @final
@@ -78,14 +79,15 @@ def differences(pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "i
     """The pairs that differ by more than rounding, each name once, in the order of the sections.
 
     Args:
-        pairs: What is compared.
-        tolerance: How much is rounding.
-        reference: Where what is expected comes from.
+        pairs: The numbers to compare.
+        tolerance: How much of a difference counts as rounding.
+        reference: Where the expected numbers come from, in words.
     """
     largest = max((_norm(pair.expected) for pair in pairs if pair.section == "gradients"), default=0.0)
     found: dict[str, Difference] = {}
     for pair in sorted(pairs, key=lambda pair: SECTIONS.index(pair.section)):
-        # Where the gradients of many rows cancel, their rounding is of the size of gradients elsewhere in the model.
+        # Where the gradients of many rows cancel, their rounding error is as large as that of other gradients in the
+        # model.
         difference = _difference(pair, tolerance, reference, largest if pair.section == "gradients" else 0.0)
         if difference is not None:
             found.setdefault(pair.name, difference)
@@ -93,7 +95,7 @@ def differences(pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "i
 
 
 def against_plain(replicas: Record, plain: Record) -> list[Pair]:
-    """What replicas made, side by side with what plain PyTorch made of the whole batch."""
+    """Pairs the numbers that replicas made with the numbers that plain PyTorch made of the whole batch."""
     (alone,) = plain.seen
     pairs: list[Pair] = []
     for name in _names(*(seen.returned for seen in replicas.seen), alone.returned):
@@ -113,7 +115,7 @@ def against_plain(replicas: Record, plain: Record) -> list[Pair]:
 
 
 def side_by_side(first: Record, other: Record) -> list[Pair]:
-    """What the same replicas made in two runs."""
+    """Pairs the numbers that the same replicas made in two runs."""
     pairs: list[Pair] = []
     for r, one, two in zip(first.shares.present, other.seen, first.seen, strict=True):
         where = f" in replica {r}"
@@ -123,7 +125,7 @@ def side_by_side(first: Record, other: Record) -> list[Pair]:
 
 
 def updates_agree(mine: Numbers, others: Numbers, tolerance: Tolerance) -> bool:
-    """Whether two trainings are about to make an update of the same gradients."""
+    """Whether two trainings are about to update from the same gradients."""
     return not differences([Pair("gradients", *rest) for rest in _matched(_GRADIENT, mine, others)], tolerance)
 
 
@@ -144,7 +146,7 @@ def _common(record: Record, reference: Record) -> Iterator[Pair]:
 
 
 def _matched(label: str, one: Numbers, two: Numbers) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
-    """What two tables have under one name, with what a message calls it."""
+    """The values of two tables by name, each pair with its name in a message."""
     for name in _names(one, two):
         yield label.format(name or "the value"), one.get(name), two.get(name)
 
@@ -156,7 +158,7 @@ def _names(*tables: Numbers) -> list[str]:
 def _as_one(
     parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, shares: ReplicaWeights
 ) -> torch.Tensor | None:
-    """What the replicas returned, as plain PyTorch would have returned it for the whole batch."""
+    """The value for the whole batch, as plain PyTorch would return it, made of the values that replicas returned."""
     tensors = [part for part in parts if part is not None]
     if expected is None or len(tensors) < len(parts) or not tensors:
         return tensors[0] if expected is None and tensors else None
@@ -171,7 +173,7 @@ def _as_one(
     terms = [tensor.to(_wide(tensor)) * (fraction if is_mean else 1) for tensor, fraction in weighed]
     together = torch.stack(terms).sum(0)
     together = together.to(first.dtype) if _is_inexact(first) else together
-    # What the step has brought together itself is the same in every replica.
+    # A step may have reduced the value itself, with `all_reduce` say: then it is the same in every replica.
     is_together = all(torch.equal(tensor, first) for tensor, _ in weighed)
     if is_together and _error(first, expected) <= _error(together, expected):
         return first
@@ -179,7 +181,7 @@ def _as_one(
 
 
 def _gathered(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of all replicas, if that is what the parts are."""
+    """The rows of all replicas in one tensor, if the parts have as many rows together as is expected; else None."""
     tensors = [part for part in parts if part is not None]
     if expected is None or expected.dim() == 0 or len(tensors) < len(parts):
         return None
@@ -215,7 +217,8 @@ def _difference(pair: Pair, tolerance: Tolerance, reference: str, largest: float
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     one, two = got.to(_wide(got)), expected.to(_wide(expected))
-    same = (one == two) | (one.isnan() & two.isnan())  # infinities of one sign are the same, and so is NaN
+    # Infinities of one sign count as equal, and so does NaN.
+    same = (one == two) | (one.isnan() & two.isnan())
     return _norm(torch.where(same, 0, one - two), or_infinite=True)
 
 

@@ -1,4 +1,4 @@
-"""The same problem with one thing changed, trained again to see whether it was that."""
+"""The problem with one thing changed, trained again to see whether that thing made the difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOSE = 1e-3  # of one ratio for all gradients
 
 
 def agrees(problem: Problem) -> bool:
-    """Whether nothing differs. A changed problem that cannot be trained proves nothing."""
+    """Whether the trainings of a problem agree. If they raise, the answer is no: a failure proves nothing."""
     try:
         return first_mismatch(problem) is None
     except Exception:
@@ -32,12 +32,12 @@ def agrees(problem: Problem) -> bool:
 
 
 def differs(problem: Problem) -> bool:
-    """Whether something differs; see `agrees`."""
+    """Whether the trainings of a problem differ. If they raise, the answer is no."""
     return mismatch_of(problem) is not None
 
 
 def mismatch_of(problem: Problem) -> Mismatch | None:
-    """What differs; None also where the problem cannot be trained."""
+    """Where the trainings of a problem differ; None if they agree, and if they raise."""
     try:
         return first_mismatch(problem)
     except Exception:
@@ -45,13 +45,13 @@ def mismatch_of(problem: Problem) -> Mismatch | None:
 
 
 def in_plain(problem: Problem) -> Problem:
-    """With one replica, which is plain PyTorch a second time."""
+    """The problem with one replica, which is plain PyTorch a second time."""
     alone = get_strategy() if problem.device is None else OneDeviceStrategy(problem.device)
     return dataclasses.replace(problem, strategy=alone, options=None)
 
 
 def edited(problem: Problem, edit: Callable[[nn.Module], object]) -> Problem:
-    """With `edit` done to each module of the models."""
+    """The problem with `edit` called for each module of the models."""
 
     def model_fn() -> Tree:
         models = problem.model_fn()
@@ -64,7 +64,7 @@ def edited(problem: Problem, edit: Callable[[nn.Module], object]) -> Problem:
 
 
 def in_double(problem: Problem) -> Problem:
-    """In float64, and compared as such."""
+    """The problem in float64, with the tolerances of float64."""
 
     def leaf(value: Tree) -> Tree:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -77,23 +77,24 @@ def in_double(problem: Problem) -> Problem:
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether it is a dropout layer that does something."""
+    """Whether a module is a dropout layer that drops anything now."""
     return isinstance(module, _DROPOUT) and module.training and bool(module.p)
 
 
 def drop_nothing(module: nn.Module) -> None:
-    """Takes the random numbers away from a dropout layer."""
+    """Makes a dropout layer drop nothing."""
     if isinstance(module, _DROPOUT):
         vars(module)["p"] = 0.0
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether it normalises each row by what is in the others."""
+    """Whether a module normalises each row by statistics of all rows of the batch."""
     return isinstance(module, _BATCH_NORMALISATION) and (module.training or not module.track_running_stats)
 
 
 def pass_through(module: nn.Module) -> None:
-    """Takes the statistics of the batch away from a normalisation layer, also if the step calls `model.train()`."""
+    """Makes a layer that uses statistics of the batch return its inputs."""
+    # Not by `eval()`: the step may call `model.train()`.
     if uses_batch_statistics(module):
         module.forward = lambda inputs: inputs
 
@@ -120,12 +121,12 @@ def grows_with_rows(problem: Problem) -> bool:
 
 
 def first_gradients(record: Record) -> Numbers:
-    """Those of the first update, or of the step if it makes none."""
+    """The gradients of the first update, or those after the step if it makes no update."""
     return record.updates[0] if record.updates else record.gradients
 
 
 def ratio_of(ours: Numbers, theirs: Numbers) -> float | None:
-    """The one number by which all gradients differ, if there is one."""
+    """The one factor by which all gradients differ; None if there is none."""
     pairs = [(ours.get(name), their) for name, their in theirs.items() if their is not None]
     tensors = [(our.double().flatten(), their.double().flatten()) for our, their in pairs if our is not None]
     if not tensors or len(tensors) < len(pairs) or any(our.shape != their.shape for our, their in tensors):

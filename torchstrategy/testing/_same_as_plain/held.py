@@ -1,6 +1,6 @@
-"""What a function holds beside its arguments: closure variables, globals, attributes, and what is in those.
+"""What a function holds besides its arguments: closure variables, globals, attributes, and what these contain.
 
-It is how a message can name the tensor that was left on another device, or the generator that all replicas share.
+With it a message can name the tensor that was left on another device, or the generator that all replicas share.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._core.tree import leaves_with_names
 
-_DEPTH = 3  # a step may call a function that calls a function that holds it
-_LONG = 100  # a list of so many items is data, and not a place where a step keeps its tensors
+_DEPTH = 3  # how many calls deep functions are looked into
+_LONG = 100  # a list of more items is data, and not a place where a step keeps its tensors
 _NOT_LOOKED_INTO = ("torch", "torchstrategy", "numpy", "builtins")
 
 
 def held_by(fn: object) -> Iterator[tuple[str, Any]]:
-    """What `fn` and the functions that it names hold, each with what a person would call it.
+    """The objects that `fn` and the functions that it names hold, each with a name that a person would use.
 
     `("`weights['a']`, a closure variable of `step`", tensor)`. Modules are looked into, and so are the attributes of
     objects, one level deep.
@@ -46,7 +46,7 @@ def words_in(fn: object) -> set[str]:
 
 
 def words_on_the_way(error: BaseException) -> Iterator[tuple[str, set[str]]]:
-    """The words of each of the user's functions that `error` came through, such as the `forward` of a module."""
+    """The names and strings in each of the user's functions that `error` came through, such as a module's `forward`."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_LOOKED_INTO:
             yield f"`{frame.f_code.co_name}`", _words_of(frame.f_code)
@@ -58,7 +58,7 @@ def _words_of(code: types.CodeType) -> set[str]:
 
 
 def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
-    """`fn`, what it is made of, and the functions of the user's that it names."""
+    """`fn`, the functions inside of it if it is a partial or a method, and the user's functions that it names."""
     if id(fn) in seen or not callable(fn) or isinstance(fn, (nn.Module, type)) or _is_a_stranger(fn):
         return
     seen.add(id(fn))
@@ -75,7 +75,7 @@ def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
-    """What one function, method, partial or callable object holds: the name, what kind of name that is, the value."""
+    """The objects that a function, method, partial or callable object holds: the name, the kind of name, the value."""
     if isinstance(fn, functools.partial):
         arguments = {**{str(i): value for i, value in enumerate(fn.args)}, **fn.keywords}
         yield from ((name, "an argument of functools.partial", value) for name, value in arguments.items())
@@ -84,7 +84,8 @@ def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
     elif not inspect.isfunction(fn):
         yield from _attributes(type(fn).__name__, fn)
     else:
-        with suppress(ValueError):  # a closure variable that has no value yet
+        # A closure variable may have no value yet.
+        with suppress(ValueError):
             found = inspect.getclosurevars(fn)
             yield from ((n, f"a closure variable of `{fn.__name__}`", v) for n, v in found.nonlocals.items())
             yield from ((n, f"a global that `{fn.__name__}` uses", v) for n, v in found.globals.items())
@@ -110,7 +111,7 @@ def _within(name: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _is_a_stranger(value: object) -> bool:
-    """Whether a library made it: its insides are not the user's."""
+    """Whether a value belongs to a library, so that what it holds is not the user's."""
     maker = value if inspect.isroutine(value) else type(value)
     package = (getattr(maker, "__module__", None) or "builtins").split(".")[0]
     is_functools = isinstance(value, functools.partial) or inspect.ismethod(value)

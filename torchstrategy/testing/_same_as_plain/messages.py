@@ -1,4 +1,4 @@
-"""What a failed comparison says: at which step, what, by how much, and why."""
+"""The message of a failed comparison: at which step, what differs, by how much, and why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def which(problem: Problem, step: int) -> str:
 
 
 def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
-    """What to say when two trainings part."""
+    """The message for two trainings that differ."""
     first, *others = mismatch.differences
     what = "the replicas do not make what plain PyTorch makes"
     if mismatch.is_order:
@@ -55,7 +55,7 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
 
 
 def failure_text(problem: Problem, failure: StepFailed) -> str | None:
-    """What to say when the step raises in replicas only; None if its own error says it."""
+    """The message for a step that raises in replicas only; None if the step's own error says it all."""
     where = which(problem, failure.step)
     if failure.order is not None:
         return (
@@ -92,7 +92,7 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
 
 
 def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str]]:
-    """What the step holds that is not on `device`, and what to do about it."""
+    """The tensors and generators that the step holds and that are not on `device`, each with what to do about it."""
     for fn in (problem.step, problem.model_fn):
         for name, value in held_by(fn):
             if isinstance(value, torch.Tensor) and memory_device(value.device) != device:
@@ -102,7 +102,7 @@ def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str
 
 
 def _named_elsewhere(functions: Iterable[tuple[str, set[str]]], device: Device) -> Iterator[tuple[str, str]]:
-    """The devices among the words of functions, if they are others than `device`. One without an index is current."""
+    """The devices other than `device` that functions name, each with what to do about it."""
     for function, words in functions:
         for match in filter(None, map(_DEVICE.fullmatch, sorted(words))):
             kind, index = match.groups()

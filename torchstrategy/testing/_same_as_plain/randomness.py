@@ -1,7 +1,8 @@
-"""What trainings share, so that several of them can each go on as if they were the only one.
+"""The random numbers and tensors that several trainings share, kept apart for each of them.
 
-That is where the random numbers of a step come from: torch's default generators, Python's and numpy's, and every
-generator that the step itself holds. And it is every tensor that the step itself holds, on which it may write.
+A step draws random numbers from torch's default generators, Python's and numpy's, and from generators that the step
+itself holds. It may also write on tensors that it holds. The state of all of these is exchanged between trainings, so
+that each training goes on as if it were the only one.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Source:
     """One generator, or one tensor.
 
     Args:
-        name: What a person would call it.
+        name: A name that a person would use.
         read: Returns its state.
         write: Sets its state.
-        is_shared: Whether the step itself holds it, so that all replicas draw from it.
-        number: What a state is as a tensor on the CPU; None: it is that of a generator.
+        is_shared: Whether the step itself holds it, so that all replicas share it.
+        number: Makes a tensor on the CPU of a state; None if the source is a generator.
     """
 
     name: str
@@ -45,10 +46,10 @@ class Source:
 
 @final
 class Sources:
-    """All generators that a step may draw from, and all tensors outside of models that it may write on.
+    """All generators from which a step may draw, and all tensors outside of models on which it may write.
 
     Args:
-        functions: What may hold some of its own: the step, and what makes models and optimizers.
+        functions: The functions that may hold some: the step, and those that make models and optimizers.
         devices: The devices in use.
     """
 
@@ -68,23 +69,23 @@ class Sources:
         self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
 
     def seed(self, seed: int) -> None:
-        """Seeds those that belong to the process; what the step holds is in the state that its owner gave it."""
+        """Seeds the generators that belong to the process. Those that the step holds keep the user's state."""
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
     def states(self) -> list[bytes]:
-        """The state of each."""
+        """The state of each source."""
         return [source.read() for source in self.all]
 
     def put(self, states: Sequence[bytes]) -> None:
-        """Gives each the state that it had."""
+        """Sets the state of each source."""
         for source, state in zip(self.all, states, strict=True):
             source.write(state)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which all are as they were before it."""
+        """A block after which all sources are as they were before it."""
         states = self.states()
         try:
             yield
@@ -97,18 +98,18 @@ class Stream:
     """The random numbers of one of several trainings, and the numbers of the tensors that its step holds.
 
     Args:
-        sources: Where they come from.
-        states: What it begins with.
+        sources: The generators and tensors.
+        states: The states with which the training begins.
     """
 
     def __init__(self, sources: Sources, states: Sequence[bytes]) -> None:
         self._sources = sources
         self._states = list(states)
-        self.drawn: list[Source] = []  # what the last block drew from
+        self.drawn: list[Source] = []  # the generators from which the last block drew
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """A block that goes on drawing where the last one stopped."""
+        """A block that goes on where the last block of this training stopped."""
         before = self._states
         self._sources.put(before)
         try:
@@ -152,13 +153,14 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
 
     def write(state: bytes) -> None:
         if read() != state:
-            tensor.data.copy_(number(state))  # no version: to autograd, nothing has happened
+            # Through `.data`, which counts no version: for autograd, nothing has happened.
+            tensor.data.copy_(number(state))
 
     return Source(name, read, write, is_shared=True, number=number)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are all there is to it, and not so many that they are data."""
+    """Whether the numbers of a tensor are its whole state, and not so many that they are data."""
     is_ordinary = tensor.layout is torch.strided and not tensor.is_inference() and not tensor.is_conj()
     return is_ordinary and tensor.device.type != "meta" and 0 < tensor.nbytes <= _MUCH
 

@@ -18,42 +18,44 @@ from torchstrategy._core.types import Tree
 from torchstrategy._training.replica_weights import ReplicaWeights
 
 Numbers: TypeAlias = dict[str, "torch.Tensor | None"]
-"""Tensors by name. None: a gradient that is not there."""
+"""Tensors by name. None stands for a gradient that is None."""
 
 
 @final
 @dataclass(frozen=True)
 class Sighting:
-    """What one replica has to show after a step. No container to pytree: a run does not put its parts together.
+    """The numbers of one replica after a step.
 
     Args:
         returned: The numbers that the step returned.
         attributes: The numbers that are plain attributes of its modules.
     """
 
+    # The class is no container that torch's pytree knows, so a run returns one sighting for each replica and does not
+    # regroup what is inside.
     returned: Numbers
     attributes: Numbers
 
     @classmethod
     def of(cls, returned: Tree, models: Tree) -> Sighting:
-        """Taken where the step has just ended: in plain PyTorch, or in a replica."""
+        """Takes the numbers where the step has just ended: in plain PyTorch, or in a replica."""
         return cls(_only_numbers(leaves_with_names(returned)), _attributes_of(models))
 
 
 @final
 @dataclass(frozen=True)
 class Record:
-    """One training after one step.
+    """The state of one training after one step.
 
     Args:
-        seen: By replica that was present; of plain PyTorch one.
+        seen: One sighting for each replica that took part; for plain PyTorch one.
         shares: How much each replica counted.
         updates: The gradients at each `optimizer.step()`.
-        gradients: Those after the step.
-        parameters: By name.
-        buffers: By name.
-        optimizer: State and settings.
-        tensors: Those outside of models that the step holds.
+        gradients: The gradients after the step.
+        parameters: The parameters by name.
+        buffers: The buffers by name.
+        optimizer: The state and the settings of the optimizer.
+        tensors: The tensors outside of models that the step holds.
     """
 
     seen: tuple[Sighting, ...]
@@ -67,13 +69,14 @@ class Record:
 
 
 def frozen(value: object) -> torch.Tensor | None:
-    """A tensor or a number as a tensor of its own on the CPU; None of anything else."""
+    """A tensor or a number as a new tensor on the CPU; None for anything else."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             return None
         value = value.detach().to("cpu", copy=True)
         return value.to_dense() if value.layout is not torch.strided else value
-    if isinstance(value, (float, complex)):  # of torch's default dtype, also if it is numpy's float64
+    # A Python float counts as of torch's default dtype, and so does numpy's float64, which is a Python float, too.
+    if isinstance(value, (float, complex)):
         return torch.tensor(value, dtype=_default_dtype(value), device="cpu")
     if isinstance(value, int):
         return torch.tensor(value, device="cpu") if abs(value) < 2**63 else None
@@ -103,8 +106,8 @@ def optimizer_numbers(optimizers: Tree, names: Mapping[int, str]) -> Numbers:
     """The state and the settings of optimizers.
 
     Args:
-        optimizers: One, or containers of them; None: there is none.
-        names: Of parameters, by their id.
+        optimizers: An optimizer, or containers of them; None if there is none.
+        names: The names of parameters, by their ids.
     """
     found: Numbers = {}
     for prefix, optimizer in leaves_with_names(optimizers or ()):
@@ -134,7 +137,7 @@ def _default_dtype(value: float | complex) -> torch.dtype:
 
 
 def _attributes_of(models: Tree) -> Numbers:
-    """The numbers among the plain attributes of modules, also in lists and dicts; of a replica's own if in one."""
+    """The numbers among the plain attributes of modules, also in lists and dicts. In a replica: of its own modules."""
     found: Numbers = {}
     for prefix, model in leaves_with_names(models):
         for path, module in local_object(model).named_modules():

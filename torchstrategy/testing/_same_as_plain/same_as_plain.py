@@ -1,4 +1,4 @@
-"""The assertion that a user calls."""
+"""The assertion that a user calls: `assert_same_as_plain`."""
 
 from __future__ import annotations
 
@@ -37,34 +37,35 @@ def assert_same_as_plain(
     """Trains in plain PyTorch and under a strategy, and fails, with the cause, if the two are not the same.
 
     Both trainings begin with the same seed. In plain PyTorch, on the device of replica 0, the step is called with
-    whole batches; under the strategy the model and the optimizer are made in its scope, each batch is dealt out, and
-    the step is run in replicas. After every step these have to agree:
+    whole batches; under the strategy the model and the optimizer are made in its scope, each batch is split, and the
+    step is run in replicas. After every step these have to agree:
 
     - `"losses"`: the numbers that the step returns, in any container. Tensors that have the rows of the replicas are
-      put one after the other. Other tensors and floats are averaged by rows, as gradients are, or added if gradients
-      are; integers are added; what is the same in all replicas may be of the whole batch already.
+      concatenated. Other tensors and floats are averaged by rows, or added, as the gradients are. Integers are added. A
+      number that is the same in all replicas may be that of the whole batch already.
     - `"gradients"`, at each `optimizer.step()` and after the step; `"parameters"`; `"buffers"`; `"optimizer"`, its
       state and settings.
     - `"attributes"`: the numbers and tensors that are plain attributes of modules, in every replica. A tensor may hold
       the rows of its replica.
-    - `"tensors"`: those outside of the models that the step reaches by a name, an attribute or a container, where every
-      replica writes on the one tensor. Each training has its own numbers there, and afterwards they are what they were.
-    - `"order"`: with several replicas there is a third training in which they run in the opposite order. What depends
-      on it is an error, also if it agrees with plain PyTorch: on several accelerators there is no order.
+    - `"tensors"`: the tensors outside of the models that the step reaches by a name, an attribute or a container. Every
+      replica writes on the same tensor there. Each training has its own numbers in these tensors, and afterwards they
+      get their earlier numbers back.
+    - `"order"`: with several replicas there is a third training, in which they run in the opposite order. A result that
+      depends on the order is an error, also if it agrees with plain PyTorch: on several accelerators there is no order.
 
-    Tensors differ if the norm of their difference is more than `rtol` times the norm of the one of plain PyTorch, plus
-    `atol`: 1e-10 and 1e-13 for float64, 1e-5 and 1e-6 for float32, 4e-3 and 1e-4 for float16, 3e-2 and 1e-3 for
-    bfloat16. That is well above what adding in another order costs, and well below what mistakes do. The rounding of
-    gradients that cancel is of the size of other gradients: they are allowed `rtol` of the largest one besides.
-    Integers have to be equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
-    Where a step computes in a lower precision than its parameters have (autocast, TF32), say `rtol`.
+    Tensors differ if the norm of their difference is more than `rtol` times the norm of plain PyTorch's tensor, plus
+    `atol`. These are 1e-10 and 1e-13 for float64, 1e-5 and 1e-6 for float32, 4e-3 and 1e-4 for float16, 3e-2 and 1e-3
+    for bfloat16: well above the rounding of a sum in another order, and well below the effect of mistakes. Gradients
+    that cancel have rounding errors of the size of other gradients, so gradients may also differ by `rtol` times the
+    largest one. Integers have to be equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
+    For a step that computes in a lower precision than its parameters have (autocast, TF32), give `rtol`.
 
     An optimizer can make a full step of a rounding error, as Adam does where a gradient is nothing else. So once
-    gradients agree, plain PyTorch makes its update of those of the replicas: trainings do not drift apart, and the
-    update itself is compared to rounding.
+    gradients agree, plain PyTorch makes its update from the gradients of the replicas: the trainings do not drift
+    apart, and the update itself is compared up to rounding.
 
-    The message of the failure names the step, what differs and by how much, and the cause: it is found by training
-    again without dropout, without batch statistics, with another reduction and so on. Random numbers (torch's,
+    The message of the failure names the step, what differs and by how much, and the cause. The cause is found by
+    training again without dropout, without batch statistics, with another reduction and so on. Random numbers (torch's,
     Python's, numpy's, and those of generators that the step holds) go on afterwards as if nothing had been drawn.
 
     Args:
@@ -73,12 +74,12 @@ def assert_same_as_plain(
         optimizer_fn: Makes the optimizer of what `model_fn` made, or a list, tuple or dict of them. None: there is
             none, and the step is given None.
         batches: A few batches, as a loader yields them. All are taken before the first step, so they have to end.
-        strategy: Under what to train.
-        options: Of each `strategy.run`.
-        seed: Of torch's default generators, Python's `random` and numpy's `np.random`.
+        strategy: The strategy to compare with plain PyTorch.
+        options: The options of each `strategy.run`.
+        seed: The seed of torch's default generators, Python's `random` and numpy's `np.random`.
         rtol: The relative tolerance for all floating dtypes. None: by dtype.
-        atol: The absolute one.
-        ignore: Which of the names above not to compare.
+        atol: The absolute tolerance for all floating dtypes. None: by dtype.
+        ignore: Names of the list above that are not to be compared.
 
     Raises:
         AssertionError: If the two differ, or if the step meets tensors of two devices in a replica.

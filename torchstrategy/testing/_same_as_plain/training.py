@@ -1,4 +1,4 @@
-"""One training of the problem: in plain PyTorch, or under the strategy. Each step leaves a record."""
+"""One training of the problem, in plain PyTorch or under the strategy. Each step leaves a record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from torchstrategy.testing._same_as_plain.record import (
 @final
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, and what is compared; see `assert_same_as_plain`."""
+    """The model to train and what to compare; see `assert_same_as_plain`."""
 
     step: Callable[[Any, Any, Any], Tree]
     model_fn: Callable[[], Tree]
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def device(self) -> Device | None:
-        """Where plain PyTorch trains: where replica 0 does. None: wherever the caller is."""
+        """The device on which plain PyTorch trains: that of replica 0. None: the caller's default device."""
         return None if is_default(self.strategy) else self.strategy.extended.worker_devices[0]
 
     @property
@@ -89,8 +89,8 @@ class Training(ABC):
     """A model and its optimizer, and the steps taken with them.
 
     Args:
-        problem: What is trained.
-        stream: Its random numbers.
+        problem: The problem that is trained.
+        stream: The random numbers of this training.
     """
 
     def __init__(self, problem: Problem, stream: Stream) -> None:
@@ -101,18 +101,18 @@ class Training(ABC):
 
     @property
     def drawn(self) -> list[Source]:
-        """What the last step drew random numbers from."""
+        """The generators from which the last step drew random numbers."""
         return self._stream.drawn
 
     def take(self, batch: Tree, leader: Record | None = None) -> Record:
         """Takes one step.
 
-        Updates are made of the leader's gradients, once they are found to be the same but for rounding. An optimizer
-        may make much of rounding (Adam divides a gradient by its own size, and those of a bias before a normalisation
-        layer are nothing but rounding), and what is to be compared is the step.
+        If the gradients agree with the leader's but for rounding, the update is made from the leader's. Otherwise an
+        optimizer may make much of rounding: Adam divides a gradient by its own size, and gradients of a bias before a
+        normalisation layer are nothing but rounding.
 
         Args:
-            batch: Is not written on.
+            batch: The batch. The step gets a copy, on which it may write.
             leader: Another training's record of the same step.
         """
         with self._stream.in_force(), self._updates(leader) as updates:
@@ -120,12 +120,12 @@ class Training(ABC):
         return self._record(sightings, shares, updates)
 
     def look(self) -> Record:
-        """A record of now, before any step."""
+        """A record of the training before its first step."""
         return self._record([Sighting.of((), self.models)], ReplicaWeights((0,), (1.0,), ReduceOp.MEAN), [])
 
     @abstractmethod
     def _build(self) -> tuple[Tree, Tree]:
-        """A new model, and an optimizer of it."""
+        """Makes a model and its optimizer."""
 
     @abstractmethod
     def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
@@ -149,7 +149,7 @@ class Training(ABC):
 
     @contextmanager
     def _updates(self, leader: Record | None) -> Iterator[list[Numbers]]:
-        """A block in which the gradients at each `optimizer.step()` are noted, and become the leader's."""
+        """A block in which the gradients at each `optimizer.step()` are noted, and replaced by the leader's."""
         updates: list[Numbers] = []
 
         def before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -169,10 +169,11 @@ class Training(ABC):
 
 @final
 class PlainTraining(Training):
-    """Plain PyTorch, on the device of replica 0."""
+    """A training in plain PyTorch, on the device of replica 0."""
 
     def _build(self) -> tuple[Tree, Tree]:
-        # Where the strategy builds, since other generators draw other weights; and then to where it computes.
+        # The model is made on the device on which the strategy makes it, since the generator of another device would
+        # draw other weights. Then it is moved to the device of replica 0.
         devices = self._problem.devices
         with in_use(devices[-1] if devices else None):
             models = _built(self._problem.model_fn)
@@ -192,12 +193,12 @@ class PlainTraining(Training):
 
 @final
 class ReplicaTraining(Training):
-    """Under the strategy.
+    """A training under the strategy.
 
     Args:
-        problem: What is trained.
-        stream: Its random numbers.
-        order: In which order replicas run; None: as they do.
+        problem: The problem that is trained.
+        stream: The random numbers of this training.
+        order: The order in which the replicas run; None: their usual order.
     """
 
     def __init__(self, problem: Problem, stream: Stream, order: Sequence[int] | None = None) -> None:
@@ -215,6 +216,7 @@ class ReplicaTraining(Training):
         leaves = tree_flatten(dealt)[0]
         shares = ReplicaWeights.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
         step = partial(_observed, problem.step, self.models, self.optimizers)
+        # What these two warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
             for compared in (SharedWriteWarning, ReplicaBufferWarning):
                 warnings.simplefilter("ignore", compared)
@@ -225,13 +227,14 @@ class ReplicaTraining(Training):
         if self._order is None:
             return nullcontext()
         stack = ExitStack()
-        stack.enter_context(none_in_force())  # another Lockstep of the caller's would give turns as well
+        # A `Lockstep` of the caller's would give turns as well.
+        stack.enter_context(none_in_force())
         stack.enter_context(Lockstep(self._order))
         return stack
 
 
 def _observed(step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree) -> Sighting:
-    """Calls the step, in plain PyTorch or in a replica, and looks at what it leaves there."""
+    """Calls the step, in plain PyTorch or in a replica, and takes the numbers that it leaves there."""
     return Sighting.of(step(models, optimizers, batch), models)
 
 

@@ -1,20 +1,27 @@
-"""Simulated devices: memory of the CPU that says it is on `sim:0`, `sim:1` ..., and torch that believes it.
+"""Simulated devices: tensors in the memory of the CPU that torch takes for tensors on `sim:0`, `sim:1` and so on.
 
 A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own autograd, optimizers and modules work
-on it. Whatever needs a kernel is run by the CPU on the same bytes. What a reader wants to know, file by file:
+on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
 
-    _ordinals      which devices there are, and which is current
-    _memory        the same bytes as a tensor of the CPU and of a device
-    _recorder      who waits for whom, for tests of streams
-    _accounts      how many bytes each device holds
-    _kernels       how any operator is run
-    _backend       how torch learns of kernels
-    _creation, _layers, _sparse, _autocast      the few operators that need more
-    _generators, _streams, _storages, _tensors, _accelerator      what torch asks besides operators
-    _pending       how an exception of a hook gets out of torch's C++
-    _facades       how a class of torch is replaced
-    _module        what `torch.sim` is
-    _cuda_alias    code that says "cuda"
+    ordinals      which simulated devices there are, and which is current on this thread
+    memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
+    recorder      which stream waits for which, for tests of streams
+    accounts      how many bytes each device holds
+    kernels       how any operator is run
+    backend       registers kernels with torch's dispatcher
+    creation      kernels that make, copy and view tensors
+    layers        kernels of layers for which torch asks a backend for other operators than the CPU
+    sparse        kernels of sparse tensors
+    autocast      mixed precision
+    generators    random numbers
+    streams       streams and events
+    storages      storages: made, resized, exchanged, sent to another process
+    tensors       functions of tensors for which torch's C++ has a wrong answer
+    accelerator   `torch.accelerator`, backward and `torch.nn.parallel`
+    pending       how an exception of a hook gets out of torch's C++
+    facades       how a class of torch is replaced
+    module        the module `torch.sim`
+    cuda_alias    code that says "cuda"
 """
 
 from __future__ import annotations
@@ -62,22 +69,23 @@ from torchstrategy.testing._simulation.recorder import record_streams
 
 __all__ = ["cuda_alias", "record_streams", "simulate_devices", "simulated_devices", "why_not_simulated"]
 
-_registered: list[Backend] = []  # kernels live as long as what registered them
+_registered: list[Backend] = []  # torch drops the kernels of a `Library` that nobody refers to
 
 
 def simulate_devices(count: int) -> list[torch.device]:
     """Gives this process devices `sim:0` to `sim:<count - 1>`, on which code for several GPUs can be tested.
 
-    Tensors report the device that they were put on, compute true numbers, and torch refuses to mix two devices in its
-    own words, "Expected all tensors to be on the same device". Autograd, `Module.to`, optimizers, checkpoints with
+    Tensors report the device on which they are and compute true numbers. Torch refuses to mix two devices in its own
+    words, "Expected all tensors to be on the same device". Autograd, `Module.to`, optimizers, checkpoints with
     `map_location`, generators, autocast, streams, `torch.accelerator` and `torch.nn.parallel` work as on accelerators;
-    `torch.sim` is to these devices what `torch.cuda` is to GPUs. An operator that cannot be simulated raises and names
-    itself. Work is done at once, on the CPU, in the thread that asks for it, backward included: what only shows when
-    streams run at the same time does not show here.
+    `torch.sim` is to these devices what `torch.cuda` is to GPUs. An operator that cannot be simulated raises an error
+    with its name. All work is done at once, on the CPU, on the calling thread, backward included: a mistake that only
+    shows when streams run at the same time does not show here.
 
-    It is for the whole process and cannot be undone: these devices become torch's accelerator, also where there are
-    GPUs. Call it in processes that run tests, once, before tensors are made; the pytest option `--simulate-devices=4`
-    does. It costs each operator on such a device about 20 microseconds, and nothing else anything.
+    The devices are there for the whole process and cannot be removed: they become torch's accelerator, also on machines
+    with GPUs. Call this once in a process that runs tests, before tensors are made; the pytest option
+    `--simulate-devices=4` does. Each operator on such a device costs about 20 microseconds more; nothing else costs
+    more.
 
     Args:
         count: How many devices, 1 to 64.

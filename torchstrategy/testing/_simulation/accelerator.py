@@ -1,6 +1,7 @@
-"""`torch.accelerator`, backward, and `torch.nn.parallel` on simulated devices: what asks C++, and gets answers here.
+"""`torch.accelerator`, backward and `torch.nn.parallel` on simulated devices.
 
-The guard that torch lets Python write says that there is one device, the first. So what asks it is replaced.
+These ask torch's C++ about devices. A device guard that is written in Python can only say that there is one device, the
+first. So the functions that ask the guard are replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchstrategy.testing._simulation.pending import raise_what_was_taken
 
 
 def install() -> None:
-    """Replaces it."""
+    """Replaces the functions."""
     accelerator: Any = torch.accelerator
     accelerator.device_count = _ordinals.device_count
     accelerator.current_device_index = accelerator.current_device_idx = _ordinals.current_device
@@ -46,7 +47,7 @@ def install() -> None:
 
 @final
 class _Engine:
-    """Runs backward on the thread that asked for it: torch's pool of threads has none for a second device."""
+    """Runs backward on the calling thread, since torch's pool of threads has none for a second device."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -55,7 +56,8 @@ class _Engine:
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 return self._engine.run_backward(*args, **kwargs)
-            except SystemError:  # with which Python notices that it failed and left no exception
+            # Python raises this error for a C function that failed and left no exception; see `pending`.
+            except SystemError:
                 raise_what_was_taken()
                 raise
 
@@ -64,7 +66,10 @@ class _Engine:
 
 
 def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether NCCL can add tensors up: no, if none is CUDA's. A torch without NCCL would warn at each such question."""
+    """Makes a replacement for `torch.cuda.nccl.is_available`, which says no if no tensor is on CUDA.
+
+    A torch without NCCL would warn at each call.
+    """
 
     @functools.wraps(is_available)
     def answer(tensors: Sequence[torch.Tensor]) -> bool:
@@ -74,7 +79,7 @@ def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _either(copy: Callable[..., Any], real: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`copy` if any of the tensors is on a simulated device, or there is nothing else; `real` for those of CUDA."""
+    """Makes a function that calls `real` for tensors of CUDA, if torch has it, and `copy` for all others."""
 
     @functools.wraps(copy)
     def chosen(tensors: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How many bytes does each simulated device hold? Exactly those of the storages that were made on it."""
+"""How many bytes each device holds: exactly those of the storages that were made on it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class _Account:
             self.peak = max(self.peak, self.held)
 
 
-_lock = threading.RLock()  # a storage may die, and be taken off its account, while this thread holds the lock
+# Reentrant: the garbage collector may free a storage, and so change an account, while this thread holds the lock.
+_lock = threading.RLock()
 _accounts: defaultdict[int, _Account] = defaultdict(_Account)
 
 
 def account(storage: torch.UntypedStorage, index: int) -> None:
-    """Puts a storage of the CPU, whose memory a simulated device is given, on the account of that device, once."""
+    """Counts a storage of the CPU, whose memory becomes that of a simulated device, for that device; once."""
     marks = storage.__dict__
     if "_torchstrategy_device" in marks:
         return

@@ -1,4 +1,4 @@
-"""Mixed precision on simulated devices: which operators run in the lower precision, which never do.
+"""Mixed precision on simulated devices: which operators run in the lower precision, and which never do.
 
 The lists follow those that torch documents for accelerators.
 """
@@ -16,7 +16,7 @@ from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 
 _KEY = "AutocastPrivateUse1"
 
-# The operators, one after another as in a text.
+# The names of operators, with spaces between them.
 _LOWER = """
     addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution einsum gru_cell linalg_multi_dot linalg_vecdot linear
@@ -34,7 +34,7 @@ _FULL = """
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 
 Choice = Callable[[Any, Any], torch.dtype | None]
-"""To which dtype the arguments of a call are brought; None: to no other."""
+"""Returns the dtype to which the arguments of a call are cast; None if they stay as they are."""
 
 
 def register(backend: Backend) -> None:
@@ -45,7 +45,7 @@ def register(backend: Backend) -> None:
 
 
 def _existing(names: str) -> Iterator[Any]:
-    """The operators of these names, but those that this torch does not have."""
+    """The operators of these names. Names that this version of torch does not have are left out."""
     for name in names.split():
         packet, _, overload = name.partition(".")
         found = getattr(torch.ops.aten, packet, None)

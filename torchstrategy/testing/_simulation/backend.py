@@ -1,4 +1,4 @@
-"""The kernels of simulated devices, told to torch's dispatcher."""
+"""Registers the kernels of simulated devices with torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kernel = Callable[..., Any]
 
 @final
 class Backend:
-    """A place to register kernels; they stay registered until the process ends."""
+    """Registers kernels, which stay registered for as long as this object lives."""
 
     def __init__(self) -> None:
         self._any = Library("_", "IMPL")
@@ -39,30 +39,34 @@ class Backend:
 
         def register(kernel: Kernel) -> Kernel:
             self._own.setdefault(key, set()).add(name)
-            hide_from_compiler(getattr(kernel, "func", kernel))  # a kernel is where compiling ends, as one of C++ is
+            # Compiling ends at a kernel that is written in Python, as it does at one that is written in C++.
+            hide_from_compiler(getattr(kernel, "func", kernel))
             self._aten.impl(name, kernel, key)
             return kernel
 
         return register
 
     def redispatch(self, name: str, kernels: Any) -> None:
-        """Takes another device's kernel for an operator, one that touches no memory."""
+        """Makes another device's kernel, which touches no memory, that of an operator."""
         op = operator(name)
         self.kernel(name)(lambda *args, **kwargs: op.redispatch(kernels, *args, **kwargs))
 
     def fall_through(self, name: str, key: str) -> None:
-        """Makes an operator not stop at a key."""
+        """Makes an operator pass over a dispatch key."""
         self._aten.impl(name, fallthrough_kernel, key)
 
     def fall_back(self) -> None:
-        """Registers the kernel of all operators that have none."""
+        """Registers a kernel for all operators that have none."""
         hide_from_compiler(run_on_cpu)
         self._any.fallback(run_on_cpu, _BACKEND)
         self._any.fallback(run_on_cpu, _SPARSE)
         self._any.fallback(fallthrough_kernel, "AutocastPrivateUse1")
 
     def run_directly(self) -> None:
-        """Runs as one call on the CPU what torch would take apart: less to pay, and the CPU's very numbers."""
+        """Makes operators run as one call on the CPU that torch would decompose into others.
+
+        That costs less, and gives bitwise the numbers of the CPU.
+        """
         for name in _taken_apart(self._own[_BACKEND]):
             op = operator(name)
             run = run_each_on_cpu if name.startswith("_foreach_") else run_on_cpu
@@ -78,11 +82,11 @@ def operator(name: str) -> Any:
 
 
 def keys(name: str) -> Any:
-    """The set of the one dispatch key."""
+    """The set with one dispatch key."""
     return DispatchKeySet(getattr(DispatchKey, name))
 
 
-# Composites that look for a kernel of the device themselves.
+# Operators whose composite kernels look for a kernel of the device themselves.
 _BOUND_TO_DEVICES = ("mode.values", "conj_physical_")
 
 
@@ -94,7 +98,7 @@ def _taken_apart(but: set[str]) -> Iterator[str]:
 
 
 def _is_taken_apart(full: str, name: str) -> bool:
-    """Whether it is run as `empty()` and a variant with `out=`, by a composite of others, or tensor by tensor."""
+    """Whether torch runs an operator as `empty()` and a variant with `out=`, as a composite, or tensor by tensor."""
     if name.startswith("_foreach_") or has_kernel(full, "CompositeExplicitAutogradNonFunctional"):
         return True
     if name in _BOUND_TO_DEVICES:
@@ -105,7 +109,7 @@ def _is_taken_apart(full: str, name: str) -> bool:
 
 
 def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
-    """The operators that the CPU does not take apart for sparse tensors, and torch would for those of a new device."""
+    """The operators that torch decomposes for sparse tensors of a new device, and not for sparse tensors of the CPU."""
     for full in operator_names():
         namespace, _, name = full.partition("::")
         is_composite = has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
@@ -115,7 +119,7 @@ def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether all its tensors are on one device, and none of its results is a view."""
+    """Whether all tensors of an operator are on one device, and none of its results is a view."""
     packet, _, overload = name.partition(".")
     if packet.endswith(("_scatter", "_copy")) or packet in ("as_strided_", "copy"):
         return False

@@ -1,4 +1,4 @@
-"""Kernels that make tensors, copy them, and look at them in another way."""
+"""Kernels that make tensors, copy them, and make views of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchstrategy.testing._simulation.ordinals import NAME, is_simulated, ordin
 from torchstrategy.testing._simulation.storages import CPU_KERNELS, adopt, new_storage, point_at
 from torchstrategy.testing._simulation.streams import copied, guarded
 
-# What only writes down sizes, strides and a storage.
+# Operators that only note sizes, strides and a storage on a tensor.
 _VIEWS = (
     "as_strided",
     "view",
@@ -32,7 +32,7 @@ _PINNED = "_torchstrategy_pinned"
 
 
 def register(backend: Backend) -> None:
-    """Registers them."""
+    """Registers the kernels."""
     _register_factories(backend)
     _register_copies(backend)
     for name in _VIEWS:
@@ -75,7 +75,7 @@ def _register_copies(backend: Backend) -> None:
 
     @backend.kernel("_to_copy")
     def _to_copy(tensor: Any, *, non_blocking: bool = False, **options: Any) -> Any:
-        # To the CPU, what blocks nobody would go to pinned memory, which torch asks C++ for.
+        # For a copy to the CPU that does not block, torch would allocate pinned memory, which only C++ backends offer.
         may_return_early = non_blocking and options.get("device") != CPU
         return to_copy.redispatch(CPU_KERNELS, tensor, non_blocking=may_return_early, **options)
 
@@ -84,7 +84,7 @@ def _register_copies(backend: Backend) -> None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
-    # What makes a conjugated tensor a plain one copies, and would come back here without end.
+    # Torch resolves a conjugated tensor by a copy, which would come to this kernel again, without end.
     backend.fall_through("_copy_from", "Conjugate")
     backend.fall_through("_copy_from", "Negative")
 
@@ -134,7 +134,7 @@ def _resized(tensor: torch.Tensor, size: list[int]) -> None:
 
 
 def _register_pinned_memory(backend: Backend) -> None:
-    """Pinned memory is memory of the CPU that says so."""
+    """Registers kernels for pinned memory, which is memory of the CPU with a mark."""
 
     @backend.kernel("_pin_memory", "CPU")
     def _pin_memory(tensor: Any, device: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Code that says `"cuda"`, on simulated devices."""
+"""Lets code that says `"cuda"` run on simulated devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torchstrategy._core.torch_internals import function_modes, tensor_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
 
-# What stands at `torch.cuda` for the length of the block.
+# The functions of `torch.cuda` that are replaced for the length of a block.
 _FUNCTIONS = (
     "Event",
     "Stream",
@@ -47,12 +47,12 @@ _FUNCTIONS = (
     "synchronize",
 )
 
-# What is told a type of devices by its name, and asks nobody on the way.
+# Functions that take the name of a device type, and that no `TorchFunctionMode` sees.
 _TOLD_A_NAME = ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype"))
 
 _lock = threading.Lock()
-_before: list[tuple[Any, str, Any]] = []  # what stood where, while any block is open
-_open = 0  # how many are
+_before: list[tuple[Any, str, Any]] = []  # while a block is open: what is replaced, to be put back
+_open = 0  # how many blocks are open, on all threads
 
 
 @final
@@ -94,8 +94,9 @@ class cuda_alias(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (tensor_cuda, torch.Tensor.cuda):
             return _cuda(*args, **kwargs)
+        # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is torch.device and args[:1] == ("cuda",):
-            return torch.device(NAME, *args[1:], **kwargs)  # without an index it is the current one, whenever used
+            return torch.device(NAME, *args[1:], **kwargs)
         return func(*map(_translated, args), **{name: _translated(value) for name, value in kwargs.items()})
 
 
@@ -123,7 +124,7 @@ def _close_one() -> None:
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, where `"cuda"`, or nothing at all, means simulated devices."""
+    """Makes a replacement for a function, in which `"cuda"`, or no argument at all, means simulated devices."""
 
     @functools.wraps(call)
     def told(*args: Any, **kwargs: Any) -> Any:

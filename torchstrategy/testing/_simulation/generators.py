@@ -1,4 +1,4 @@
-"""Random numbers of simulated devices: each has a generator of its own, which is one of the CPU inside."""
+"""Random numbers of simulated devices: each device has a generator, which is a generator of the CPU inside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchstrategy.testing._simulation.facades import put_in_place
 from torchstrategy.testing._simulation.ordinals import NAME, ordinal
 
 _default: list[torch.Generator] = []  # filled once, by `make_default_generators`
-_devices: dict[int, torch.device] = {}  # of each living generator of ours, by its id
+_devices: dict[int, torch.device] = {}  # the device of each living generator of this file, by the generator's id
 
 
 @final
@@ -41,7 +41,7 @@ def _generator(original: Any, device: Any = "cpu") -> torch.Generator:
 
 
 def make_default_generators(count: int) -> None:
-    """Gives each device its default generator, seeded as torch's other ones are."""
+    """Gives each device its default generator, seeded as torch's other default generators are."""
     for index in range(count):
         generator = torch.Generator(f"{NAME}:{index}")
         generator.manual_seed(torch.initial_seed())
@@ -54,12 +54,12 @@ def default_generators() -> list[torch.Generator]:
 
 
 def default_generator(index: int) -> torch.Generator:
-    """From which operators on a device draw if they are given no generator."""
+    """The generator from which operators on a device draw if they are given none."""
     return _default[index]
 
 
 def check_generator(generator: torch.Generator, index: int) -> None:
-    """Refuses a generator of another device, in the words of accelerators.
+    """Refuses a generator of another device, in the words that torch has for accelerators.
 
     Raises:
         RuntimeError: If it is not one of this device.

@@ -1,8 +1,9 @@
-"""Every operator of a simulated device: the CPU's own, run on the same memory.
+"""How any operator of a simulated device is run: by the CPU's kernel, on the same memory.
 
-torch comes here with any operator that has tensors of a simulated device among its arguments and no kernel of its own.
-The devices are compared; the operator is run on the CPU's view of the memory; what is new of its results is given back
-as the device's. What an operator writes needs nothing more, since the bytes are the same.
+Torch calls `run_on_cpu` for every operator that has a tensor of a simulated device among its arguments and no kernel of
+its own. The function checks that all tensors are on one device, runs the operator on the CPU's view of the memory, and
+returns new results as tensors of the device. Tensors that the operator writes need no more, since the bytes are the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchstrategy.testing._simulation.streams import launched, read_by_the_prog
 CPU = torch.device("cpu")
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 
-# The arguments that may be whole tensors of the CPU next to those of a device, on accelerators too.
+# The arguments that may be tensors of the CPU next to tensors of a device, as on accelerators.
 _FROM_THE_CPU = {
     "aten.index.Tensor_out": "indices",
     "aten.index.Tensor": "indices",
@@ -37,7 +38,7 @@ _FROM_THE_CPU = {
     "aten._ctc_loss.Tensor": "input_lengths target_lengths",
 }
 
-# The operators that, besides those that torch calls pointwise, take a single number from the CPU, on accelerators too.
+# The operators, besides those with torch's tag `pointwise`, that take a single number from the CPU, as on accelerators.
 _TAKE_NUMBERS = (
     "_foreach_",
     "_fused_",
@@ -56,7 +57,7 @@ _TAKE_NUMBERS = (
 
 @final
 class _Operator:
-    """What is known of an operator from its declaration."""
+    """The facts about an operator that its schema tells."""
 
     def __init__(self, op: Any) -> None:
         declared = schema(op)
@@ -76,17 +77,17 @@ class _Operator:
         }
         infos = [result.alias_info for result in declared.returns]
         self.is_view = any(info is not None and not info.is_write for info in infos)
-        # A result that is no tensor is seen by the program, which waits for it.
+        # A result that is no tensor is a number that the program sees, so the program waits for the device.
         self.is_read_by_the_program = any("Tensor" not in str(result.type) for result in declared.returns)
-        # For each result: the argument that it is, or None where it is new.
+        # For each result: the position of the argument that it is, or None if it is a new tensor.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
 
     def argument(self, position: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What stands at a position of the declaration; None if nothing."""
+        """The argument at a position of the schema; None if there is none."""
         return args[position] if position < len(args) else kwargs.get(self.names[position])
 
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
-        """Whether accelerators take this tensor of the CPU, as the argument at a position."""
+        """Whether accelerators accept this tensor of the CPU as the argument at a position."""
         if self.names[position] in self._from_the_cpu:
             return True
         return self._takes_numbers and not tensor.dim() and position not in self.written
@@ -97,7 +98,7 @@ _operator = functools.cache(_Operator)
 
 @final
 class _Arguments:
-    """The arguments of one call, as the CPU is to see them, and the device that they are on."""
+    """The arguments of one call as tensors of the CPU, and the device on which they are."""
 
     def __init__(self, operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._operator = operator
@@ -126,17 +127,17 @@ class _Arguments:
         return self._device
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the device among the arguments."""
+        """The tensors of the simulated device among the arguments."""
         return [tensor for tensor, _ in self._seen.values()]
 
     def written(self) -> list[torch.Tensor]:
-        """Those of them that the operator writes."""
+        """The tensors among the arguments that the operator writes."""
         given = [self.given(position) for position in self._operator.written]
         lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
         return [value for values in lists for value in values if isinstance(value, torch.Tensor)]
 
     def given(self, position: int) -> Any:
-        """What the caller gave at a position of the declaration; None if nothing."""
+        """The caller's argument at a position of the schema; None if there is none."""
         return self._operator.argument(position, *self._given)
 
     def __getitem__(self, position: int) -> Any:
@@ -172,7 +173,7 @@ class _Arguments:
 
 
 def mismatch(operator: str, one: torch.device, other: torch.device) -> RuntimeError:
-    """The error that accelerators raise, in their words."""
+    """The error that torch raises for accelerators, in its words."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
         f"(when checking arguments of {operator})"
@@ -199,8 +200,10 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     for position in operator.written:
         written = arguments[position]
         if isinstance(written, torch.Tensor) and written.layout is not torch.strided:
-            arguments[position] = written.clone()  # with other indices it may need memory of another size
-    if is_autocast_enabled("cpu"):  # the caller's, for tensors of the CPU; these are ours
+            # A sparse tensor may get other indices, which need memory of another size.
+            arguments[position] = written.clone()
+    # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
+    if is_autocast_enabled("cpu"):
         with without_keys(_AUTOCAST_CPU):
             results = _called(op, operator, arguments)
     else:
@@ -225,8 +228,8 @@ def _called(op: Any, operator: _Operator, arguments: _Arguments) -> Any:
         return op(*arguments.args, **arguments.kwargs)
     except RuntimeError as error:
         if "Expected a value of type 'Tensor" in str(error):
-            # A number that torch wrapped in a tensor reaches a kernel of Python unwrapped, and not every operator
-            # wraps it again.
+            # Torch wraps a number in a tensor where an operator wants a tensor, and unwraps it again for a kernel that
+            # is written in Python. Not every operator of the CPU accepts the number.
             for position in operator.tensors:
                 value = arguments[position]
                 if isinstance(value, (bool, int, float, complex)):
@@ -256,7 +259,7 @@ def _dtype_of(value: complex) -> torch.dtype:
 
 
 def _bring_back(target: Any, written: Any, device: int) -> None:
-    """Makes a tensor of the device what the CPU made of it, where that is not in the same memory already."""
+    """Brings the result that the CPU wrote to a tensor of the device, if it is not in the same memory already."""
     if isinstance(target, (list, tuple)):
         for one, other in zip(target, written, strict=True):
             _bring_back(one, other, device)
@@ -267,7 +270,8 @@ def _bring_back(target: Any, written: Any, device: int) -> None:
         tensor_data.__set__(target, on_device(written, device))
         return
     if written.is_conj() != target.is_conj() or written.is_neg() != target.is_neg():
-        written = written.resolve_conj().resolve_neg()  # the CPU may leave conjugating what it wrote to whoever reads
+        # The CPU may only have marked its result as conjugated or negated, for whoever reads it.
+        written = written.resolve_conj().resolve_neg()
     if written.size() != target.size() or not target.numel():
         adopt(target, written)
     elif written.data_ptr() != target.data_ptr():
@@ -300,12 +304,13 @@ def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
 
 
 def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The kernel of the operators on lists, whose lists may hold tensors of several devices."""
+    """The kernel of operators on lists (`_foreach_add_`), whose lists may hold tensors of several devices."""
     operator = _operator(op)
     lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
     on_one_device = len({tensor.device for tensors in lists for tensor in tensors}) <= 1
     results = run_on_cpu(op, *args, **kwargs) if on_one_device else _one_by_one(op, len(lists[0]), args, kwargs)
-    # Nobody else counts these writes: a kernel on lists does, and the CPU has counted on its own view of the memory.
+    # Nobody else counts these writes on the device's tensors: torch leaves it to the kernels of operators on lists, and
+    # the CPU's kernel has counted them on its own tensors.
     targets = [tensor for position in operator.written for tensor in operator.argument(position, args, kwargs)]
     written = [tensor for tensor in targets if not tensor.is_inference()]
     torch.autograd.graph.increment_version(written)

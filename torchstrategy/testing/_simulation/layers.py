@@ -1,4 +1,4 @@
-"""Kernels of the layers for which torch asks a backend like ours for another operator than it asks the CPU for."""
+"""Kernels of layers for which torch asks a backend like this one for other operators than the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchstrategy.testing._simulation.ordinals import index_of
 
 
 def register(backend: Backend) -> None:
-    """Registers them."""
+    """Registers the kernels."""
     _register_convolution(backend)
     _register_dropout(backend)
     backend.kernel("_thnn_fused_lstm_cell")(_on_cpu(_lstm_cell))
@@ -48,7 +48,7 @@ def _register_dropout(backend: Backend) -> None:
 
 
 def _on_cpu(cell: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel made of a function of tensors of the CPU: fused cells exist for GPUs only."""
+    """Makes a kernel of a function of CPU tensors. Torch has fused cells for GPUs only, so they are written below."""
 
     @functools.wraps(cell)
     def kernel(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -64,7 +64,7 @@ def _on_cpu(cell: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Below, `of_input` and `of_hidden` are the products with the weights, of shape (batch, gates * hidden size), in torch's
-# order of gates; `saved` is what the forward leaves to the backward.
+# order of gates. `saved` is the tensor that the forward saves for the backward.
 
 
 def _lstm_cell(of_input: Any, of_hidden: Any, cell: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""One piece of CPU memory, seen as a tensor on a simulated device and as one on the CPU.
+"""One piece of CPU memory, as a tensor of a simulated device and as one of the CPU.
 
-DLPack hands memory from one library to another, together with the device it is on. A capsule that says "CPU" is made to
-say "device i of a kind that torch does not know", which torch takes for its PrivateUse1 device, and back. Both tensors
-are plain ones over the same bytes and keep them alive; nothing is copied.
+DLPack passes memory from one library to another, in a capsule that also names the device of the memory. In a capsule
+that says "CPU", this file writes "device i of a kind that torch does not know", which torch takes for its PrivateUse1
+device; and the reverse. Both tensors are plain ones over the same bytes and keep them alive. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_in.restype = ctypes.c_void_p
 _pointer_in.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-# DLPack, as torch speaks it, has no words for these; they travel as bytes.
+# Torch's DLPack does not know these dtypes. Tensors of them are passed as bytes.
 _AS_BYTES = frozenset(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -54,7 +54,7 @@ def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor on a simulated device, as one on the CPU, with the same sizes and strides."""
+    """The memory of a tensor on a simulated device, as a tensor on the CPU with the same sizes and strides."""
     if tensor.layout is torch.sparse_coo:
         return _sparse(tensor, on_cpu(sparse_indices(tensor)), on_cpu(sparse_values(tensor)))
     if tensor.dtype in _AS_BYTES:
@@ -63,7 +63,8 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu_to_write(tensor: torch.Tensor) -> torch.Tensor:
-    """The same for an operator that writes. What has no elements may have to be resized: it gets memory of its own."""
+    """`on_cpu` for an operator that writes on the tensor."""
+    # The operator may have to resize a tensor without elements, so it gets memory of its own.
     if tensor.layout is torch.strided and not tensor.numel():
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return on_cpu(tensor)
@@ -90,8 +91,9 @@ def _reach(tensor: torch.Tensor) -> int:
 
 @final
 class Together:
-    """`on_cpu_to_write` for several tensors, where those that share a storage still do: so torch sees that an operator
-    would write what it reads, and refuses.
+    """`on_cpu_to_write` for several tensors. Those that share a storage share one on the CPU, too.
+
+    So torch notices if an operator would write memory that it also reads, and refuses.
     """
 
     def __init__(self) -> None:
@@ -121,7 +123,7 @@ def _retagged(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
 
 
 def check_byte_order() -> None:
-    """Refuses a machine on which the two integers would be exchanged.
+    """Refuses a machine on which `_retagged` would write the two integers in the wrong order.
 
     Raises:
         RuntimeError: On a big-endian machine.

@@ -33,7 +33,7 @@ _TOTAL_MEMORY = 16 * 2**30  # what `get_device_properties` says; nothing enforce
 
 
 def make_module() -> types.ModuleType:
-    """The module, for torch to know by the name of the device."""
+    """Makes the module, which torch then knows by the name of the device."""
     module = types.ModuleType(f"torch.{NAME}", __doc__)
     public: list[Any] = [
         Event,
@@ -85,16 +85,16 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether they can be used at once: yes."""
+    """Whether the devices can be used at once: yes."""
     return True
 
 
 def init() -> None:
-    """Does nothing: they are there."""
+    """Does nothing: the devices need no initialization."""
 
 
 def device_of(tensor: torch.Tensor) -> current:
-    """A block in which the device of a tensor is the current one, if it is a simulated one."""
+    """A block in which the device of a tensor is the current one, if it is simulated."""
     return current(tensor.device if is_simulated(tensor) else None)
 
 
@@ -106,7 +106,7 @@ def synchronize(device: torch.device | str | int | None = None) -> None:
 
 
 def get_device_name(device: torch.device | str | int | None = None) -> str:
-    """What a device is called."""
+    """The name of a device."""
     return f"simulated device {ordinal(device)}"
 
 
@@ -118,7 +118,7 @@ def get_device_properties(device: torch.device | str | int | None = None) -> typ
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """To which dtypes autocast may go."""
+    """The dtypes to which autocast may cast."""
     return [torch.bfloat16, torch.float16]
 
 
@@ -163,7 +163,7 @@ def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = NAME) -> None:
-    """Sets it."""
+    """Sets the state of the default generator of a device."""
     default_generator(ordinal(device)).set_state(new_state)
 
 
@@ -173,6 +173,6 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Sets them."""
+    """Sets the state of the default generator of each device."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)

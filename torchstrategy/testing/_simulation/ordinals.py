@@ -22,7 +22,7 @@ _here = _Here()
 
 
 def declare(count: int) -> None:
-    """Says how many devices there are. Possible once torch knows their name."""
+    """Sets how many devices there are. Torch has to know their name before."""
     _devices.extend(torch.device(NAME, index) for index in range(count))
     _indices.update((device, index) for index, device in enumerate(_devices))
 
@@ -38,7 +38,7 @@ def simulated_devices() -> list[torch.device]:
 
 
 def is_simulated(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on one of them."""
+    """Whether a tensor is on a simulated device."""
     return tensor.device in _indices
 
 
@@ -48,12 +48,12 @@ def index_of(tensor: torch.Tensor) -> int | None:
 
 
 def device_count() -> int:
-    """How many there are."""
+    """How many simulated devices there are."""
     return len(_devices)
 
 
 def current_device() -> int:
-    """The index of this thread's current device: where a tensor goes that was sent to `"sim"`."""
+    """The index of this thread's current device, which `"sim"` without an index means."""
     return _here.current
 
 
@@ -87,7 +87,7 @@ def ordinal(device: torch.device | str | int | None) -> int:
 
 @final
 class current:
-    """A block in which a device is the current one. None: nothing changes; so does an index below zero."""
+    """A block in which a device is the current one. With None or -1 the current device stays."""
 
     def __init__(self, device: torch.device | str | int | None) -> None:
         self.idx = _here.current if device is None or device == -1 else ordinal(device)

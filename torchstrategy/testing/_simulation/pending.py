@@ -1,8 +1,9 @@
-"""What Python has raised and nobody has caught yet, while C++ is on its way out.
+"""How an exception of a hook gets out of torch's C++.
 
-A hook in a backward raises. Its exception stays pending in Python until torch has left all its C++, which on the way
-out asks the device guard what device it is for. Nothing of Python can answer while an exception is pending, and with no
-answer the process ends. So what answers takes the exception away first, and who called torch raises it again.
+If a hook raises during a backward, its exception stays pending in Python until torch has left all its C++ functions. On
+the way out, these ask the device guard for its device. The guard is written in Python, which cannot run while an
+exception is pending, and without an answer torch ends the process. So the function that answers takes the exception
+away first, and the Python code that called torch raises it again.
 """
 
 from __future__ import annotations
@@ -16,25 +17,27 @@ from collections.abc import Callable
 from typing import Any
 
 _SIZE = ctypes.sizeof(ctypes.c_void_p)
-_three = ctypes.create_string_buffer(3 * _SIZE)  # where Python writes what it has pending: type, value and traceback
+_three = ctypes.create_string_buffer(3 * _SIZE)  # Python writes the pending exception here: type, value and traceback
 _NOTHING = _three.raw
 
-# Functions of their own: those that are attributes of `ctypes.pythonapi` are everybody's.
+# By index, which makes new function objects: the attributes of `ctypes.pythonapi` are shared by the whole process.
 _fetch = ctypes.pythonapi["PyErr_Fetch"]
-_fetch.restype = functools.partial(getattr, _three, "raw")  # called with what C returns, and `getattr` with a default
+# ctypes calls this with the C function's result, which `getattr` takes for its default and ignores.
+_fetch.restype = functools.partial(getattr, _three, "raw")
 _restore = ctypes.pythonapi["PyErr_Restore"]
 _restore.argtypes = [ctypes.c_void_p] * 3
 _restore.restype = None
 
-# The answer, by what was pending and on which thread. What is asked for the first time, it answers and keeps.
+# By the pending exception and the thread: the answer. The dict makes the answer for a new key, and so also keeps the
+# exception.
 _asked: defaultdict[tuple[bytes, int], Any] = defaultdict()
 
 
 def answer_whatever_is_pending(answer: Any) -> Callable[[], Any]:
-    """A function that returns `answer`, and takes away what is pending for `raise_what_was_taken`.
+    """Makes a function that returns `answer`, and keeps the pending exception for `raise_what_was_taken`.
 
-    It is C throughout: an interruption, such as Ctrl-C, is raised by functions of Python, in any of them, and where
-    they are called there is no way out for it.
+    The function is made of C functions only. An interruption such as Ctrl-C may be raised in any function that is
+    written in Python, and torch's C++ code that calls this function cannot handle an exception.
     """
     _asked.default_factory = itertools.repeat(answer).__next__
     pending = map(_fetch, *(itertools.repeat(ctypes.byref(_three, i * _SIZE)) for i in range(3)))
@@ -43,7 +46,7 @@ def answer_whatever_is_pending(answer: Any) -> Callable[[], Any]:
 
 
 def raise_what_was_taken() -> None:
-    """Raises on this thread what was taken away last, the very same exception; does nothing if nothing was."""
+    """Raises on this thread the exception that was taken away last, the same object; does nothing if there is none."""
     here = threading.get_ident()
     taken = [pending for pending, thread in list(_asked) if thread == here and pending != _NOTHING]
     for pending in taken:

@@ -1,8 +1,9 @@
-"""What is put on the streams of simulated devices, and whether it is safe there.
+"""Records the work on the streams of simulated devices, and finds races between streams.
 
-Here all work is done at once. On a real device a stream does its work some time later, and only waiting orders the work
-of two streams. The recorder keeps, for each stream, how much of every stream's work is known to be done before what it
-is given next: a vector clock. Work that uses memory which another stream uses, without that being known, is a race.
+Simulated devices do all work at once. On a real device a stream does its work some time later, and the work of two
+streams is ordered only where one waits for the other. For each stream, the recorder keeps a vector clock: how much of
+every stream's work is known to be done before the next work of this stream. If work uses memory that another stream
+uses, and the order of the two is not known, that is a race.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Stream = tuple[int, int]
 """A stream: the index of its device, and its id there; 0 is the default stream."""
 
 Clock = dict[Stream, int]
-"""Of each stream, how many of its pieces of work are done."""
+"""For each stream, how many of its pieces of work are done."""
 
 _PACKAGE = str(Path(__file__).parents[2])
 _recorders: list[Recorder] = []  # at most one
@@ -42,13 +43,14 @@ class _Work(NamedTuple):
 
 @final
 class _Memory:
-    """Who has used a piece of memory, as far as it matters to who uses it next."""
+    """The last uses of a piece of memory, for which its next use may have to wait."""
 
     def __init__(self, home: Stream | None, written: _Work) -> None:
-        self.home = home  # for whose work it is used again when it is free; None: made before the record began
+        # The stream that may reuse the memory when it is free. None: it was allocated before the record began.
+        self.home = home
         self.written = written
         self.read: dict[Stream, _Work] = {}
-        self.guarded: set[Stream] = set()  # those that `record_stream` named
+        self.guarded: set[Stream] = set()  # the streams that `record_stream` named
 
 
 @final
@@ -56,26 +58,26 @@ class Recorder:
     """A record of the work on streams. Threads may share it.
 
     Attributes:
-        events: What happened, in order.
-        races: What may go wrong on a real device, in words; each once.
+        events: The events, in order.
+        races: The races that may happen on a real device, in words; each once.
     """
 
     def __init__(self) -> None:
         self.events: list[StreamEvent] = []
         self.races: list[str] = []
         self._clocks: dict[Stream, Clock] = {}
-        self._host: Clock = {}  # what the program has waited for
+        self._host: Clock = {}  # how much of every stream's work the program has waited for
         self._memory: dict[int, _Memory] = {}
         self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
 
     def launch(self, stream: Stream, name: str, read: Iterable[int], written: Iterable[int]) -> None:
-        """A piece of work is put on a stream.
+        """Notes that a piece of work is put on a stream.
 
         Args:
-            stream: Where it is put.
-            name: What it is.
+            stream: The stream.
+            name: What the work is.
             read: The memory that it reads, by address.
-            written: The memory that it writes.
+            written: The memory that it writes, by address.
         """
         with self._lock:
             work = self._next(stream, name)
@@ -86,12 +88,12 @@ class Recorder:
                 self._reads(work, address)
 
     def made(self, stream: Stream, address: int) -> None:
-        """New memory is in use, from the work that was put on a stream last."""
+        """Notes that memory was allocated for the work that was put on a stream last."""
         with self._lock:
             self._memory[address] = _Memory(stream, self._next(stream, "the operator that made it"))
 
     def freed(self, address: int) -> None:
-        """Memory is not in use any more, and the next tensor of the stream that it was made on may get it."""
+        """Notes that memory is free: the next tensor of the stream for which it was allocated may get it."""
         with self._lock:
             memory = self._memory.pop(address, None)
             if memory is None or memory.home is None:
@@ -105,43 +107,43 @@ class Recorder:
                     )
 
     def guard(self, stream: Stream, address: int) -> None:
-        """`tensor.record_stream(stream)`: memory is not used again before what is now on the stream is done."""
+        """Notes `tensor.record_stream(stream)`: the memory is not reused before the work on that stream is done."""
         with self._lock:
             self._note(stream, "use", "record_stream")
             if address in self._memory:
                 self._memory[address].guarded.add(stream)
 
     def moment(self, stream: Stream, about: str = "an event") -> Clock:
-        """What is done when all that is now on a stream is done."""
+        """The clock of the moment at which all work that is now on a stream is done."""
         with self._lock:
             self._note(stream, "record", about)
             return dict(self._clock(stream))
 
     def wait(self, stream: Stream, moment: Clock, about: str) -> None:
-        """What is put on a stream from here on waits for a moment."""
+        """Notes that work which is put on a stream from here on waits for a moment."""
         with self._lock:
             self._note(stream, "wait", about)
             _join(self._clock(stream), moment)
 
     def wait_for_stream(self, stream: Stream, other: Stream) -> None:
-        """What is put on a stream from here on waits for all that is now on another one."""
+        """Notes that work which is put on a stream from here on waits for all work that is now on another one."""
         with self._lock:
             self._note(stream, "wait", _named(other))
             _join(self._clock(stream), self._clock(other))
 
     def synchronize(self, moment: Clock) -> None:
-        """The program itself waits for a moment, and with it all that it does later."""
+        """Notes that the program itself waits for a moment, and so everything that it does later."""
         with self._lock:
             _join(self._host, moment)
 
     def synchronize_stream(self, stream: Stream) -> None:
-        """The program itself waits for all that is now on a stream."""
+        """Notes that the program itself waits for all work that is now on a stream."""
         with self._lock:
             self._note(stream, "synchronize", "stream")
             _join(self._host, self._clock(stream))
 
     def synchronize_device(self, device: int) -> None:
-        """The program itself waits for all that is now on any stream of a device."""
+        """Notes that the program itself waits for all work that is now on any stream of a device."""
         with self._lock:
             for stream in [stream for stream in self._clocks if stream[0] == device]:
                 self.synchronize_stream(stream)
@@ -156,11 +158,11 @@ class Recorder:
         return _Work(stream, clock[stream], name, _users_line())
 
     def _is_before(self, work: _Work, stream: Stream) -> bool:
-        """Whether a piece of work is done before what is put on a stream next."""
+        """Whether a piece of work is known to be done before the next work of a stream."""
         return max(self._clock(stream).get(work.stream, 0), self._host.get(work.stream, 0)) >= work.time
 
     def _at(self, address: int, stream: Stream) -> _Memory:
-        """What is known of some memory. What was done before the record began counts as done."""
+        """The last uses of some memory. Work from before the record began counts as done."""
         if address not in self._memory:
             self._memory[address] = _Memory(None, _Work(stream, 0, "", ""))
         return self._memory[address]
@@ -197,22 +199,22 @@ class Recorder:
 
 
 def recorder() -> Recorder | None:
-    """The recorder that is at work, if one is."""
+    """The recorder that is at work; None if none is."""
     return _recorders[-1] if _recorders else None
 
 
 @contextmanager
 def record_streams(check: bool = True) -> Iterator[Recorder]:
-    """Records what is put on the streams of simulated devices, and finds what may go wrong there on real ones.
+    """Records the work on the streams of simulated devices, and finds races that may happen on real ones.
 
-    A copy on a side stream that the consumer does not wait for; a tensor that is freed while another stream may still
-    read it, because nobody said `record_stream`; a buffer that is filled again too early: on a GPU these are wrong
-    numbers, now and then. Simulated devices do all work at once, and compute the right ones; this finds them from who
-    waits for whom, whatever the machine does.
+    A consumer does not wait for a copy on a side stream; a tensor is freed while another stream may still read it,
+    because nobody called `record_stream`; a buffer is filled again too early: on a GPU these mistakes give wrong
+    numbers now and then. Simulated devices do all work at once and compute the right numbers. The recorder finds the
+    mistakes all the same, since it looks at which stream waits for which.
 
-    It records all threads of the process. Memory is told apart by storage: work on two parts of one is taken for work
-    on the same. What was made before the block counts as done. Waiting by way of the CPU (`synchronize()`, `.item()`,
-    a blocking copy) counts for all threads.
+    It records all threads of the process. Memory is distinguished by storage: work on two parts of one storage counts
+    as work on the same memory. Work from before the block counts as done. If the program waits on the CPU
+    (`synchronize()`, `.item()`, a blocking copy), that counts for all threads.
 
     Args:
         check: Whether races are an error when the block ends; if not, they are only in the record.
@@ -253,7 +255,7 @@ def _named(stream: Stream) -> str:
 
 
 def _users_line() -> str:
-    """The innermost line that is neither torch's nor ours: ` (train.py:12)`."""
+    """The innermost line of the stack that is neither torch's nor this package's: ` (train.py:12)`."""
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE) and "/torch/" not in file and not file.startswith("<"):

@@ -1,4 +1,4 @@
-"""Kernels of sparse tensors in coordinate format: their indices and values are tensors of the device."""
+"""Kernels of sparse tensors in coordinate format, whose indices and values are tensors of the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchstrategy.testing._simulation.ordinals import current, index_of
 
 _KEY = "SparsePrivateUse1"
 
-# What takes a sparse tensor apart or puts it together, and touches no number.
+# Operators that take a sparse tensor apart or put one together, and touch no number.
 _STRUCTURE = (
     "_sparse_coo_tensor_with_dims_and_tensors",
     "_sparse_coo_tensor_with_dims",
@@ -30,7 +30,7 @@ _STRUCTURE = (
 
 
 def register(backend: Backend) -> None:
-    """Registers them."""
+    """Registers the kernels."""
     for name in _STRUCTURE:
         backend.kernel(name, _KEY)(_structural(operator(name), keys("SparseCPU")))
 

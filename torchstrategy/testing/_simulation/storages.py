@@ -18,7 +18,7 @@ from torchstrategy.testing._simulation.ordinals import (
     ordinal,
 )
 
-# The kernels of the CPU that only write down sizes, strides and a storage; they do so for tensors of any device.
+# Some kernels of the CPU only note sizes, strides and a storage on a tensor. They work for tensors of any device.
 CPU_KERNELS = DispatchKeySet(DispatchKey.CPU)
 
 _set_storage: Any = torch.ops.aten.set_.source_Storage_storage_offset
@@ -26,7 +26,7 @@ _LOGICAL_SIZE = "_torchstrategy_size"
 
 
 def point_at(tensor: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any) -> None:
-    """Makes a tensor another view, of another storage."""
+    """Makes a tensor a view of a storage."""
     _set_storage.redispatch(CPU_KERNELS, tensor, storage, offset, size, stride)
 
 
@@ -36,12 +36,13 @@ def new_storage(size: int, index: int) -> torch.UntypedStorage:
 
 
 def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
-    """Makes a tensor of a device the one that the CPU made in its stead."""
+    """Makes a tensor of a device the same as the tensor that the CPU made in its place."""
     if made.size() == tensor.size() and not made.numel():
         return
     own = tensor.untyped_storage()
     behind = made.data_ptr() - own.data_ptr()
-    if made.numel() and 0 <= behind < own.nbytes():  # only its sizes have changed
+    # The memory is the same, and only sizes and strides have changed.
+    if made.numel() and 0 <= behind < own.nbytes():
         point_at(tensor, own, behind // tensor.element_size(), made.size(), made.stride())
         return
     if made.is_contiguous() and tensor.storage_offset() * tensor.element_size() + made.nbytes <= own.nbytes():
@@ -65,7 +66,10 @@ def install() -> None:
 
 
 def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.UntypedStorage(10, device="sim:1")`, which copying and loading end in: there is no allocator of C++."""
+    """Makes a replacement for `torch.UntypedStorage(10, device="sim:1")`, which copying and loading call.
+
+    Torch's C++ has no allocator for simulated devices.
+    """
 
     def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is not None and torch.device(device).type == NAME and isinstance(args[0] if args else 0, int):
@@ -78,7 +82,10 @@ def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resizer(resize: Callable[..., Any], nbytes: Callable[..., int]) -> Callable[..., Any]:
-    """`storage.resize_(0)` and back, as FSDP frees memory: the memory stays, and the size is written down."""
+    """Makes a replacement for `storage.resize_`, by which FSDP frees memory and takes it again.
+
+    The memory stays, and only the size is noted.
+    """
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != NAME:

@@ -1,6 +1,7 @@
-"""Streams and events of simulated devices. Work is done when it is asked for, so they only say who they are.
+"""Streams and events of simulated devices.
 
-Whoever records streams is told who waits for whom.
+All work is done at once, so streams and events only have an identity. They tell a recorder, if there is one, which
+stream waits for which.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _defaults: dict[int, Stream] = {}
 @final
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.streams: dict[int, Stream] = {}  # the current one of each device
-        self.before: list[tuple[int, Stream]] = []  # what the open `with stream:` blocks go back to
+        self.streams: dict[int, Stream] = {}  # by device: its current stream
+        self.before: list[tuple[int, Stream]] = []  # the device and stream from before each open `with stream:` block
 
 
 _here = _Here()
 
 
 class Stream(torch.Stream):  # the original: `install` puts another one in its place
-    """A stream of a simulated device. What is put on it has been done when the call returns."""
+    """A stream of a simulated device. Work that is put on it is done when the call returns."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Stream:
         """A new stream; `stream_id`, `device_index` and `device_type` name an existing one, as `torch.Stream` does."""
@@ -90,7 +91,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
 
 
 class Event(torch.Event):
-    """A moment. Once recorded it has happened.
+    """An event on a stream. Once recorded it has happened.
 
     Args:
         enable_timing: Whether `elapsed_time` may be asked.
@@ -105,10 +106,10 @@ class Event(torch.Event):
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._enable_timing = enable_timing
         self._at: float | None = None  # seconds
-        self._moment: Clock | None = None  # for who records streams
+        self._moment: Clock | None = None  # for a recorder
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Says that it happened now."""
+        """Notes that the event happened now."""
         self._at = time.perf_counter()
         if (record := recorder()) is not None:
             self._moment = record.moment(_key(stream))
@@ -157,7 +158,7 @@ class stream:
 
 
 def default_stream(device: torch.device | str | int | None = None) -> Stream:
-    """The stream of a device that is current where no other was chosen."""
+    """The stream of a device that is current if no other was chosen."""
     index = ordinal(device)
     if index not in _defaults:
         _defaults[index] = Stream(device_index=index, stream_id=0)
@@ -180,7 +181,7 @@ def _key(stream: torch.Stream | None) -> tuple[int, int]:
     return stream.device_index, stream.stream_id
 
 
-# What the recorder is told besides. Nothing is done while there is none.
+# What the recorder is told besides. These functions do nothing while there is none.
 
 
 def launched(name: str, device: int, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
@@ -196,9 +197,10 @@ def read_by_the_program(device: int) -> None:
 
 
 def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-    """Says that a tensor was copied: on the current stream of the device that it comes from, else of that it goes to.
+    """Says that a tensor was copied: on the current stream of the source's device, or of the target's from the CPU.
 
-    Between two devices, both streams wait for each other; from and to the CPU the program waits, if it may.
+    Between two devices, both streams wait for each other. From and to the CPU the program waits, unless the copy is
+    `non_blocking`.
     """
     record = recorder()
     if record is None:
@@ -228,7 +230,7 @@ def made(index: int, address: int) -> None:
 
 
 def freed(address: int) -> None:
-    """Says that it was given back."""
+    """Says that memory was given back."""
     if (record := recorder()) is not None:
         record.freed(address)
 
@@ -238,11 +240,11 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [address for address in (tensor.untyped_storage().data_ptr() for tensor in on_devices) if address]
 
 
-# torch's own names.
+# The names that torch has for streams and events.
 
 
 def install() -> None:
-    """Makes `torch.Stream(device="sim:1")` and `torch.Event(device="sim:1")` ones of simulated devices."""
+    """Lets `torch.Stream(device="sim:1")` and `torch.Event(device="sim:1")` make those of simulated devices."""
     put_in_place("Stream", _stream)
     put_in_place("Event", _event)
 
@@ -257,5 +259,5 @@ def _event(original: Any, device: Any = None, **kwargs: Any) -> Any:
 
 
 def _is_simulated(device: Any) -> bool:
-    """Whether a stream or an event for this `device` is on a simulated one; an int is an index of the accelerator."""
+    """Whether `device` means a simulated device. An int is an index of the accelerator, which is simulated."""
     return isinstance(device, int) or (device is not None and torch.device(device).type == NAME)

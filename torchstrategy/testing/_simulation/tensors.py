@@ -1,4 +1,4 @@
-"""`tensor.to("sim")`, `tensor.data = ...` and `torch.tensor(..., device="sim")`: what C++ would get wrong."""
+"""Functions of tensors for which torch's C++ has a wrong answer: `tensor.to("sim")`, `tensor.data = ...` and others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchstrategy.testing._simulation.ordinals import NAME, current, current_de
 
 
 def install() -> None:
-    """Replaces it."""
+    """Replaces the functions."""
     cls: Any = torch.Tensor
     cls.to = _knowing_the_current_device(tensor_to, position=1)
     ALLOWED_BEFORE_SIZES_ARE_KNOWN.append(cls.to)
@@ -31,13 +31,14 @@ def install() -> None:
     cls.new, cls.type = _following_the_tensor(cls.new), _following_the_tensor(cls.type)
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
         setattr(torch, name, _shown_to_modes(_knowing_the_current_device(getattr(torch, name))))
-    list_device_constructors.cache_clear()  # a default device acts on what now has these names
+    # A default device acts on the functions in this list, which has to be made again with the new ones.
+    list_device_constructors.cache_clear()
     cls.data = property(tensor_data.__get__, _set_data, doc=tensor_data.__doc__)
     setattr(*MAY_SHARE_IMPLEMENTATION, _may_share_implementation(getattr(*MAY_SHARE_IMPLEMENTATION)))
 
 
 def _knowing_the_current_device(call: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """The same, where `"sim"` means the current device: C++ would take the first."""
+    """Makes a replacement for a function in which `"sim"` means the current device. C++ would take the first device."""
 
     @functools.wraps(call)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +52,10 @@ def _knowing_the_current_device(call: Callable[..., Any], position: int | None =
 
 
 def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, under the name that a `TorchFunctionMode` knows: C++ would show modes the function below this one."""
+    """Makes a replacement for a function that a `TorchFunctionMode` sees under the function's public name.
+
+    Without it, C++ would show the mode the function that is replaced.
+    """
 
     @functools.wraps(call)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +67,7 @@ def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.new_tensor(data)`, which goes where the tensor is: C++ would take the first device."""
+    """Makes a replacement for `tensor.new_tensor(data)`: on the device of `tensor`. C++ would take the first device."""
 
     @functools.wraps(call)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -76,8 +80,10 @@ def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _following_the_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.new(2)` and `tensor.type("torch.sim.FloatTensor")`, which stay where the tensor is, or go to the current
-    device: C++ would take the first.
+    """Makes a replacement for `tensor.new(2)` or `tensor.type("torch.sim.FloatTensor")`.
+
+    The result is on the device of `tensor`, or on the current device if `tensor` is on the CPU. C++ would take the
+    first device.
     """
 
     @functools.wraps(call)
@@ -100,10 +106,10 @@ def _with_index(device: Any) -> Any:
 
 
 def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """`tensor.data = new`, also where they are on devices of two types.
+    """Does `tensor.data = new`, also if the two are on devices of different types.
 
-    C++ refuses that for all but a few types. `Module.to` would then make new parameters, of which an optimizer made
-    before knows nothing.
+    C++ refuses that for all but a few device types. Then `Module.to` would make new parameters, which an optimizer that
+    was made before does not have.
     """
     if not isinstance(new, torch.Tensor) or is_simulated(tensor) == is_simulated(new):
         tensor_data.__set__(tensor, new)
@@ -127,7 +133,7 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _refuse_to_lose(gradients: Any) -> None:
-    """Waits where the graphs of before the move end: their gradients would reach nobody."""
+    """A hook on the leaf of graphs from before a move: it refuses their gradients, which would reach no parameter."""
     raise RuntimeError(
         "A parameter was moved to a device of another type, by `Module.to` or `parameter.data = ...`, between the "
         "forward and the backward. Move it before the forward, or after the backward."
@@ -135,9 +141,10 @@ def _refuse_to_lose(gradients: Any) -> None:
 
 
 def _may_share_implementation(ask: Callable[..., bool]) -> Callable[..., bool]:
-    """What `Module.to` asks before it says `parameter.data = ...`."""
+    """Makes a replacement for the function that `Module.to` asks before it does `parameter.data = ...`."""
 
-    def may(*args: Any, **kwargs: Any) -> bool:  # torch's compiler wants the signature of the original
+    # The signature is that of the original, since torch's compiler looks at it.
+    def may(*args: Any, **kwargs: Any) -> bool:
         one, other = args
         if ask(one, other):
             return True
