@@ -422,3 +422,26 @@ def test_what_all_replicas_do_alike_is_done_once(make):
     compare(make, 3, step)
     assert len(met) == 4 * 3 * 4
     assert len({f"{float(norm):.9f}" for norm in met}) <= 4 * 3
+
+
+@pytest.mark.parametrize("clip", ["by data", "not at all"])
+def test_a_sparse_gradient_that_is_zeroed_stays_sparse(make, clip):
+    """A random program: zeros were dense, which `SparseAdam` refuses, and a write through `.data` reached them."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table((x.sum(1) > 0).long())
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        mse(model, batch).backward()
+        assert model.table.weight.grad.layout is torch.sparse_coo
+        if clip == "by data":
+            model.table.weight.grad.data.mul_(0.5)
+        optimizer.step()
+
+    compare(make, 3, step, build=Rows)

@@ -311,7 +311,7 @@ class ReplicaGradients:
         shown = [index for index in indices if self._has_local(index) or self._shows(index)]
         cleared = {index: self._cleared(index) for index in indices}
         if not set_to_none:
-            zeros = {i: torch.zeros_like(self.own(i)) for i in shown}
+            zeros = {i: torch.zeros_like(self._shown_or_own(i), device=self.own(i).device) for i in shown}
             cleared.update((index, VisibleGradient(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
         self.visible.update(cleared)
         for index in indices:
@@ -400,6 +400,14 @@ class ReplicaGradients:
         """Whether the step would see a gradient, apart from the local one."""
         view = self.visible.get(index)
         return (self.totals.accumulated[index] if view is None else view.gradient) is not None
+
+    def _shown_or_own(self, index: int) -> torch.Tensor:
+        """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
+        view = self.visible.get(index)
+        shown = self.totals.accumulated[index] if view is None else view.gradient
+        found = raw_grad(self.parameters[index]) if shown is None else shown
+        assert found is not None
+        return found.detach()
 
     def _cleared(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""
