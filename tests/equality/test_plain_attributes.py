@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -337,3 +338,24 @@ def test_an_attribute_that_is_set_back_is_back_in_every_replica(
         model.calls, model.cache = 0, None
         if evaluates:
             model.train(not model.training)
+
+
+def test_the_arguments_of_a_partial_are_each_replicas_own(strategy: torchstrategy.Strategy) -> None:
+    """A random program: they were copied without a look at them, so they stayed on one device and as they once were."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.call = functools.partial(torch.mul, other=torch.ones(3, **F64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.call(x)
+
+    with strategy.scope():
+        model = Scaled()
+    for factor in (1.0, 2.0, 3.0):
+        model.call.keywords["other"].fill_(factor)
+        rows = batches(1)[0]
+        (batch,) = strategy.experimental_distribute_dataset([rows])
+        results = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
+        torch.testing.assert_close(results.cpu(), rows * factor)

@@ -8,6 +8,7 @@ that it had before.
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +116,7 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
 class _Name(NamedTuple):
     """The position of an item in a container."""
 
-    kind: str  # "item", "key" or "attribute"
+    kind: str  # "item", "key", "attribute", or "argument" of a functools.partial
     key: Any
 
     def text(self) -> str:
@@ -133,6 +134,9 @@ def _named_items(value: Any) -> list[tuple[_Name, Any]]:
         named += ((_Name("item", i), item) for i, item in enumerate(value))
     elif isinstance(value, dict):
         named += ((_Name("key", key), item) for key, item in dict.items(value))
+    elif isinstance(value, functools.partial):
+        arguments = chain(enumerate(value.args), value.keywords.items())
+        named += ((_Name("argument", key), item) for key, item in arguments)
     return [*named, *((_Name("attribute", key), item) for key, item in attributes(value).items())]
 
 
@@ -140,6 +144,8 @@ def _part(value: Any, name: _Name) -> Any:
     try:
         if name.kind == "attribute":
             return attributes(value).get(name.key, _NOTHING)
+        if name.kind == "argument":
+            return value.args[name.key] if isinstance(name.key, int) else value.keywords.get(name.key, _NOTHING)
         return dict.get(value, name.key, _NOTHING) if name.kind == "key" else value[name.key]
     except (IndexError, TypeError):
         return _NOTHING
