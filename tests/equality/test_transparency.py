@@ -1460,6 +1460,17 @@ def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_i
         second.run(lambda: other(torch.ones(1, 4, **F64)).detach())
 
 
+def test_a_model_that_is_refused_leaves_none_of_its_parts_claimed(make):
+    """The parts before the one of another strategy belonged to the strategy that had refused them, for ever."""
+    first, second, third = make(2), make(2), make(2)
+    with first.scope():
+        theirs = mlp()
+    new = nn.Linear(3, 3, **F64)
+    with pytest.raises(RuntimeError, match=r"already belongs to another strategy"):
+        second.distribute_module(nn.Sequential(new, theirs))
+    assert third.extended.variable_created_in_scope(third.distribute_module(new))
+
+
 def test_a_model_of_another_strategy_in_a_step_is_refused(make):
     first, second = make(2), make(2)
     with first.scope():

@@ -102,11 +102,12 @@ class ReplicatedStorage(Storage):
         # See Note [The order of a run and of its undoing]; the numbers below are its steps.
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables)
-        copies = self._borrow(variables)  # 1
-        originals = copies.originals()
         run, run_state = object(), None
+        originals: list[Any] = []
+        copies = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
+            originals += copies.originals()
             seen = (thing for _, thing in named.steppers)
             steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
             with undisturbed():
@@ -135,9 +136,11 @@ class ReplicatedStorage(Storage):
             # A step that failed may have written anything on the copies.
             copies.generation = -1
             uninstall(originals, run)
-            if run_state is not None:
-                run_state.take_back()
-            copies.gradients.abort()
+            try:
+                if run_state is not None:
+                    run_state.take_back()
+            finally:
+                copies.gradients.abort()
             raise
         finally:
             stop_telling(run)

@@ -92,6 +92,11 @@ class Storage(ABC):
         """
         # All are claimed before any is taken in: if one belongs to another strategy, none has been taken in.
         parts = parts_of([module])
+        # All parts are looked at first: a module that is refused leaves none of its parts claimed.
+        for part in parts:
+            self._require_free(part)
+            for parameter in part.parameters(recurse=False):
+                self._require_free(parameter)
         for part in parts:
             self.claim(part)
             for parameter in part.parameters(recurse=False):
