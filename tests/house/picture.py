@@ -69,16 +69,22 @@ def package() -> Path:
 # What there is
 
 
+def listed(init: Path) -> list[tuple[str, str]]:
+    """The indented lines at the end of a docstring: of each the name that stands first, and what follows it."""
+    documentation = ast.get_docstring(ast.parse(init.read_text())) or ""
+    lines = documentation.rpartition("\n\n")[2].splitlines()
+    parted = (line.strip().partition(" ") for line in lines if line.startswith("    "))
+    return [(name, text.strip()) for name, _, text in parted]
+
+
 def floors() -> list[list[Room]]:
     """The rooms on each floor, from below."""
-    documentation = ast.get_docstring(ast.parse((package() / "__init__.py").read_text())) or ""
     found: list[list[Room]] = [[]]
-    for line in documentation.rpartition("\n\n")[2].splitlines():
-        name, _, purpose = line.strip().partition(" ")
-        if line.strip() == "----":
+    for name, purpose in listed(package() / "__init__.py"):
+        if name == "----":
             found.append([])
-        elif line.startswith("    "):
-            found[-1].append(Room(name, purpose.strip().replace("`", "")))
+        else:
+            found[-1].append(Room(name, purpose.replace("`", "")))
     return found
 
 
@@ -89,21 +95,31 @@ def imports() -> Counter[Arrow]:
     for path in package().rglob("*.py"):
         room = path.relative_to(package()).parts[0]
         if room != "__init__.py":
-            for module in set(_imported_by(path)):
-                _, other, *_ = module.split(".")
-                if other != room:
+            for other, *_ in set(modules_imported_by(path)):
+                if other not in (room, "__init__"):
                     counts[Arrow(room, other)] += 1
     return counts
 
 
-def _imported_by(path: Path) -> Iterator[str]:
+def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
+    """The modules of the package that a file imports, for annotations too, as parts of their paths."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "torchstrategy":
-            yield from (f"torchstrategy.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from [node.module] if (node.module or "").startswith("torchstrategy.") else []
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("torchstrategy."))
+            names = [_module_named(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, *rest = name.split(".")
+            if top == "torchstrategy":
+                yield tuple(rest) or ("__init__",)
+
+
+def _module_named(module: str, name: str) -> str:
+    """What `from module import name` imports: a module below it, or the module itself."""
+    below = package().parent.joinpath(*module.split("."), name)
+    return f"{module}.{name}" if below.is_dir() or below.with_suffix(".py").is_file() else module
 
 
 def drawn_arrows(counts: Mapping[Arrow, int], ground: Sequence[str]) -> list[Arrow]:

@@ -22,19 +22,12 @@ import torch
 
 import torchstrategy
 import torchstrategy.testing
+from house.picture import ROOT, floors, listed, modules_imported_by, package
+from house.public_names import NAMESPACES
 
-PACKAGE = Path(inspect.getfile(torchstrategy)).parent
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = package()
 FILES = sorted(PACKAGE.rglob("*.py"))
-OF_TENSORFLOW = [
-    "torchstrategy",
-    "torchstrategy.cluster_resolver",
-    "torchstrategy.compat.v1",
-    "torchstrategy.compat.v1.experimental",
-    "torchstrategy.experimental",
-    "torchstrategy.nn",
-]
-NAMESPACES = [*OF_TENSORFLOW, "torchstrategy.testing"]
+OF_TENSORFLOW = [namespace for namespace in NAMESPACES if namespace != "torchstrategy.testing"]
 PUBLIC = [
     (namespace, name)
     for namespace in NAMESPACES
@@ -93,32 +86,14 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
 }
 
 
-def rooms() -> list[set[str]]:
-    """The rooms on each floor, from below, as the docstring of the package has them."""
-    floors: list[set[str]] = [set()]
-    for line in _map_of(PACKAGE / "__init__.py"):
-        if line == "----":
-            floors.append(set())
-        else:
-            floors[-1].add(line)
-    return floors
-
-
-def _map_of(init: Path) -> list[str]:
-    """The names that stand first in the indented lines at the end of a docstring."""
-    documentation = ast.get_docstring(ast.parse(init.read_text())) or ""
-    lines = documentation.rpartition("\n\n")[2].splitlines()
-    return [line.split()[0] for line in lines if line.startswith("    ")]
-
-
 @functools.cache
 def staircase(folder: tuple[str, ...]) -> list[set[str]]:
     """What stands in a folder, floor by floor from below."""
     if not folder:
-        return rooms()
+        return [{room.name for room in floor} for floor in floors()]
     if folder in FLOORS:
         return FLOORS[folder]
-    return [{name} for name in _map_of(PACKAGE.joinpath(*folder, "__init__.py"))]
+    return [{name} for name, _ in listed(PACKAGE.joinpath(*folder, "__init__.py"))]
 
 
 def floor_of(folder: tuple[str, ...], module: str) -> int:
@@ -135,27 +110,6 @@ def parts_of(path: Path) -> tuple[str, ...]:
 
 def name_of(path: Path) -> str:
     return ".".join(("torchstrategy", *parts_of(path)))
-
-
-def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
-    """The modules of this package that a file imports, for annotations too, as parts of their paths."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [_module_named(node.module or "", alias.name) for alias in node.names]
-        else:
-            continue
-        for name in names:
-            package, *rest = name.split(".")
-            if package == "torchstrategy":
-                yield tuple(rest) or ("__init__",)
-
-
-def _module_named(module: str, name: str) -> str:
-    """What `from module import name` imports: a module below it, or the module itself."""
-    below = PACKAGE.parent.joinpath(*module.split("."), name)
-    return f"{module}.{name}" if below.is_dir() or below.with_suffix(".py").is_file() else module
 
 
 # Imports

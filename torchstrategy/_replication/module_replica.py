@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, final
 
@@ -30,6 +30,7 @@ from torchstrategy._communication.weighted_sums import equal
 from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.replica_variable import ReplicaVariable
+from torchstrategy._training.history_end import end_history
 from torchstrategy._training.replica_gradients import ReplicaParameter, set_plain_data
 from torchstrategy._variables.variable import Variable, is_variable
 
@@ -88,27 +89,12 @@ class ModuleReplica:
         self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
         self._held: list[torch.Tensor] = []
-        for module in modules:
-            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
-            for name, value in _plain(module).items():
-                for path, held in tensors_in(f"{type(module).__name__}.{name}", value):
-                    if id(held) not in self._memo:
-                        self._memo[id(held)] = _copy_of(held, device, path)
-                        self._held.append(held)
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                # What is not in the memo yet is a variable that holds a component for each replica.
-                self._memo.setdefault(id(tensor), tensor)
-        copied = _copied(roots, {**self._memo, **_empty_tables(modules)})
+        outputs = self._copy_attributes(modules, device)
+        copied = _copied(roots, {**self._memo, **outputs, **_empty_tables(modules)})
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
-        # An output that a module keeps holds its graph, and so parameters and activations. It is not held here, so that
-        # the user can drop it.
-        outputs = [tensor for tensor in self._held if not tensor.is_leaf]
-        self._held = [tensor for tensor in self._held if tensor.is_leaf]
-        for output in outputs:
-            del self._memo[id(output)]
         self._device = device
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own()
@@ -119,6 +105,23 @@ class ModuleReplica:
         self._writes = writes_on(own)
         self._agree()
         self._structure = Snapshot(self.insides, counts_hooks=True)
+
+    def _copy_attributes(self, modules: Sequence[nn.Module], device: Device) -> dict[int, torch.Tensor]:
+        """Copies the tensors in plain attributes of the user's modules. Those with a history are returned, by id."""
+        # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
+        # does not hold it, so that the user can drop it.
+        outputs: dict[int, torch.Tensor] = {}
+        for module in modules:
+            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
+            for name, value in _plain(module).items():
+                for path, held in tensors_in(f"{type(module).__name__}.{name}", value):
+                    if id(held) not in self._memo and id(held) not in outputs:
+                        (self._memo if held.is_leaf else outputs)[id(held)] = _copy_of(held, device, path)
+                        self._held += [held] if held.is_leaf else []
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                # What is not in the memo yet is a variable that holds a component for each replica.
+                self._memo.setdefault(id(tensor), tensor)
+        return outputs
 
     def _close_over_own(self) -> None:
         """Makes functions that the copies hold close over this replica's objects instead of the user's."""
@@ -370,24 +373,12 @@ def _return(original: dict[str, Any], name: str, value: Any, is_computed: bool) 
         original[name] = copy.deepcopy(value)
 
 
-class _KeptOutput(torch.autograd.Function):
-    """Copies an output that a module keeps. A backward through the copy raises, since the copy has no history."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, path: str) -> torch.Tensor:
-        ctx.path = path
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise RuntimeError(
-            f"This backward goes through {ctx.path}, which was computed outside of strategy.run and kept in a plain "
-            "attribute: a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to "
-            "be constant, detach it."
-        )
-
-
-_kept_output: Callable[[torch.Tensor, str], torch.Tensor] = _KeptOutput.apply
+def _kept_output(path: str) -> str:
+    return (
+        f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
+        "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
+        "detach it."
+    )
 
 
 def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
@@ -397,8 +388,7 @@ def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     copied = sent_to([tensor], [device])[0][0]
     if tensor.is_leaf or not tensor.requires_grad:
         return copied
-    with torch.enable_grad():
-        return _kept_output(copied.requires_grad_(), path)
+    return end_history(copied, _kept_output(path))
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

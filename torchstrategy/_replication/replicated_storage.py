@@ -108,10 +108,7 @@ class ReplicatedStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += copies.originals()
-            seen = (thing for _, thing in named.steppers)
-            steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
-            with undisturbed():
-                make_ready(steppers, self.parameter_device)
+            steppers = self._steppers(named)
             trainers = Trainers(
                 named.trainers if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
             )
@@ -148,6 +145,14 @@ class ReplicatedStorage(Storage):
                 run_state.let_go()
             self._return(copies)
             variables.clear()
+
+    def _steppers(self, named: StepReferences) -> list[Any]:
+        """The schedulers and scalers of the scope, and those that the step names, ready for a run."""
+        seen = (thing for _, thing in named.steppers)
+        steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
+        with undisturbed():
+            make_ready(steppers, self.parameter_device)
+        return steppers
 
     def like(self) -> Storage:
         return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)

@@ -30,6 +30,7 @@ from torchstrategy._core.torch_internals import (
     version,
 )
 from torchstrategy._execution.replica import Replica
+from torchstrategy._training.history_end import end_history
 
 READING = "the first read of a gradient (.grad) after backward"
 PUTTING = "the assignment of a gradient (.grad) to a parameter that has a hook"
@@ -428,7 +429,8 @@ class ReplicaGradients:
             return None
         shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
-            shown = _made_together(shown, self.name(index))
+            # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
+            shown = end_history(shown, _made_together(self.name(index)))
         self.visible[index] = VisibleGradient(shown, version=_version(shown))
         return shown
 
@@ -442,32 +444,13 @@ def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
     return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
 
 
-@final
-class _MadeTogether(torch.autograd.Function):
-    """A gradient after a backward with `create_graph=True`: it requires grad, so that a loss of it is not ignored."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise RuntimeError(
-            f"This backward goes through {ctx.name}.grad, which replicas have made together, of all their rows: none "
-            "of them can differentiate it. Get the gradients of the replica's own rows from torch.autograd.grad(loss, "
-            "parameters, create_graph=True), and those of the whole batch from get_replica_context().all_reduce of "
-            "these: a backward goes through both."
-        )
-
-
-_apply_made_together: Callable[..., torch.Tensor] = _MadeTogether.apply
-
-
-def _made_together(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    # `clip_grad_norm_` reads gradients in no_grad mode.
-    with torch.enable_grad():
-        return _apply_made_together(gradient.requires_grad_(), name)
+def _made_together(name: str) -> str:
+    return (
+        f"This backward goes through {name}.grad, which replicas have made together, of all their rows: none of them "
+        "can differentiate it. Get the gradients of the replica's own rows from torch.autograd.grad(loss, parameters, "
+        "create_graph=True), and those of the whole batch from get_replica_context().all_reduce of these: a backward "
+        "goes through both."
+    )
 
 
 def written_in_replica(name: str) -> str:

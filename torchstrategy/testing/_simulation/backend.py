@@ -103,18 +103,19 @@ def _is_taken_apart(full: str, name: str) -> bool:
         return True
     if name in _BOUND_TO_DEVICES:
         return True
-    return has_kernel(full, "CPU") and (
-        has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
-    )
+    return has_kernel(full, "CPU") and _is_composite(full)
+
+
+def _is_composite(full: str) -> bool:
+    return has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
 
 
 def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
     """The operators that torch decomposes for sparse tensors of a new device, and not for sparse tensors of the CPU."""
     for full in operator_names():
         namespace, _, name = full.partition("::")
-        is_composite = has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
         is_sparse = has_kernel(full, "SparseCPU") and name not in ("clone", "copy_")  # which may cross devices
-        if namespace == "aten" and name not in but and is_composite and is_sparse and _is_plain(name):
+        if namespace == "aten" and name not in but and _is_composite(full) and is_sparse and _is_plain(name):
             yield name
 
 
