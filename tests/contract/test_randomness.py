@@ -230,6 +230,20 @@ def test_a_run_that_draws_nothing_leaves_the_generator_alone(strategy: torchstra
     assert same(random_state(), before)
 
 
+def test_numbers_that_replica_0_does_not_draw_are_others_in_the_next_run(several: torchstrategy.Strategy) -> None:
+    # A replica's seed is made of the caller's state. Where only another replica drew, this state stayed as it was, and
+    # the other replica drew the same noise in every step.
+    def step() -> list[float]:
+        return draws() if replica() > 0 else []
+
+    torch.manual_seed(7)
+    first, second = (in_each(several, step) for _ in range(2))
+    assert first[0] == second[0] == []
+    assert all(one != other for one, other in zip(first[1:], second[1:], strict=True))
+    torch.manual_seed(7)
+    assert in_each(several, step) == first
+
+
 def test_half_of_a_pair_of_normal_numbers_is_not_lost_between_replicas(several: torchstrategy.Strategy) -> None:
     # A generator makes normal numbers in pairs and keeps the second one: it is a part of the state of a stream.
     def step() -> list[float]:

@@ -24,7 +24,9 @@ from torchstrategy._core.types import Device
 # Only the caller's thread may exchange the state of a generator, and only while all replicas that draw from it stand
 # still. So it does this before it wakes a replica, also before it wakes one to stop it.
 # At a synchronization point the generators have the caller's streams, since `combine` acts for the caller. When the run
-# is over, the caller's generators go on where replica 0 stopped, as after a plain step.
+# is over, the caller's generators go on where replica 0 stopped, as after a plain step. If replica 0 drew nothing and
+# another replica did, the caller's generator moves on by one number: otherwise the next run would make the same seeds,
+# and the other replica would draw the same numbers again.
 # If replicas run at the same time, they share the one generator of the CPU, and draw from it in any order.
 @final
 class RandomStreams:
@@ -43,9 +45,10 @@ class RandomStreams:
     def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0) -> None:
         self._generators = [_generators(device, one_at_a_time) for device in devices]
         self._holders: dict[torch.Generator, int] = {}  # the replica whose stream a generator has; 0 if not in here
+        self._begun: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream began
         self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream was left
-        states = [generator.get_state() for generator in _generators(devices[0], with_cpu=True)]
-        seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in states)]
+        self._callers = {generator: generator.get_state() for generator in _generators(devices[0], with_cpu=True)}
+        seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in self._callers.values())]
         self._origin = hashlib.blake2b(b"".join(seeds)).digest()
 
     def put_in_force(self, replica: int) -> None:
@@ -59,10 +62,11 @@ class RandomStreams:
             self._lend(generator, 0)
 
     def give_back(self) -> None:
-        """Sets the caller's generators to where replica 0 stopped. Called when the run is over."""
-        for generator, holder in self._holders.items():
-            if holder != 0:
-                generator.set_state(self._paused[generator, 0])
+        """Sets the caller's generators to where replica 0 stopped, or beyond. Called when the run is over."""
+        self.put_callers_in_force()
+        has_drawn = any(not torch.equal(begun, self._paused[stream]) for stream, begun in self._begun.items())
+        if has_drawn and all(torch.equal(generator.get_state(), state) for generator, state in self._callers.items()):
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
         self._holders.clear()
 
     def _lend(self, generator: torch.Generator, replica: int) -> None:
@@ -74,6 +78,7 @@ class RandomStreams:
             generator.set_state(self._paused[generator, replica])
         else:
             generator.manual_seed(self._seed(replica))
+            self._begun[generator, replica] = generator.get_state()
         self._holders[generator] = replica
 
     def _seed(self, replica: int) -> int:
