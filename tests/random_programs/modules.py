@@ -259,6 +259,7 @@ _BUFFERS: dict[str, tuple[Callable[[int], Any], Callable[[Any, torch.Tensor], No
     "counter": (lambda w: torch.zeros((), dtype=torch.long), _counted),
     "counter, anew": (lambda w: torch.zeros((), dtype=torch.long), _counted_anew),
     "float counter": (lambda w: torch.zeros(w), _counted),
+    "float counter, anew": (lambda w: torch.zeros(w), _counted_anew),
     "counter by data": (lambda w: torch.zeros(w), _counted_by_data),
     "counter in _buffers": (lambda w: torch.zeros(w), _counted_in_registration),
     "follows the weight": (lambda w: torch.zeros(w), _follows_the_weight),

@@ -106,6 +106,11 @@ class TrackedTensors:
         for index in indices:
             self._versions[index] = _UNCOUNTED
 
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Takes another tensor, one that is part of a module, in the place of one. The copies do not agree with it."""
+        self._held[index] = tensor
+        self.are_uncounted([index])
+
     def take(self, index: int, value: torch.Tensor) -> None:
         """Writes one of the tensors. After this, the copies do not agree with it."""
         write_value(self.tensors[index], value, self.are_running[index])

@@ -12,7 +12,6 @@ from typing import final
 
 import torch
 
-from torchstrategy._binding.tensor_versions import TrackedTensors
 from torchstrategy._core.warnings import ReplicaBufferWarning, warn
 
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
@@ -23,11 +22,13 @@ class LostBuffers:
     """Remembers which buffers differed between replicas.
 
     Args:
-        buffers: The user's buffers.
+        names: What the user calls each buffer.
+        modules: The id of the module of each.
     """
 
-    def __init__(self, buffers: TrackedTensors) -> None:
-        self._buffers = buffers
+    def __init__(self, names: Sequence[str], modules: Sequence[int]) -> None:
+        self._names = names
+        self._modules = modules
         self._runs: dict[int, int] = {}  # by the position of a buffer: how many runs wrote it
         self._differing: set[int] = set()  # the positions of buffers that are to be warned of
 
@@ -35,15 +36,15 @@ class LostBuffers:
         """Compares the value of a buffer that is kept with the values that other replicas wrote."""
         self._runs[index] = count = self._runs.get(index, 0) + 1
         # `count & (count - 1)` is zero for powers of two.
-        is_due = count & (count - 1) == 0 and not self._buffers.names[index].endswith(_COUNTER)
+        is_due = count & (count - 1) == 0 and not self._names[index].endswith(_COUNTER)
         if is_due and not all(_are_close(kept, other.to(kept.device)) for other in others):
             self._differing.add(index)
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
         """Warns of buffers that differed; `warned` has those of which users were warned before."""
         for index in sorted(self._differing):
-            name = self._buffers.names[index]
-            key = (id(self._buffers.tensors[index]), name)
+            name = self._names[index]
+            key = (self._modules[index], name)
             if key not in warned:
                 warned.add(key)
                 warn(_DIFFERS.format(name=name), ReplicaBufferWarning)

@@ -11,7 +11,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -46,6 +46,13 @@ from torchstrategy._variables.variable import Variable, is_variable
 # - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
 
 
+class BufferSlot(NamedTuple):
+    """Where a buffer is: the position of a module, and the buffer's name there."""
+
+    position: int
+    name: str
+
+
 @final
 class ModuleReplica:
     """The copies of the user's modules that one replica has.
@@ -55,6 +62,7 @@ class ModuleReplica:
         modules: These and all modules below them.
         parameters: Their parameters.
         buffers: Their buffers.
+        slots: Where each of the buffers is.
         device: Where the replica computes.
         may_alias: Whether a parameter shares the memory of the user's, if both are on the same device.
 
@@ -68,6 +76,7 @@ class ModuleReplica:
         modules: Sequence[nn.Module],
         parameters: TrackedTensors,
         buffers: TrackedTensors,
+        slots: Sequence[BufferSlot],
         device: Device,
         may_alias: bool,
     ) -> None:
@@ -100,7 +109,7 @@ class ModuleReplica:
         self._close_over_own()
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
-        self._slots = [_slot_of(tensor, modules, pairs) for tensor in buffers.tensors]
+        self._slots = slots
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._writes = writes_on(own)
         self._agree()
@@ -195,13 +204,16 @@ class ModuleReplica:
         are_others = False
         for index in indices:
             own, original = self._agreed[index][0], originals.tensors[index]
-            # A buffer with a history was made by the last step: a write on it would become a part of that graph.
-            if own.shape != original.shape or own.dtype != original.dtype or own.requires_grad:
+            # The replica may hold elsewhere what the step put in the place of a buffer, or took from there. A buffer
+            # with a history was written by the last step: a write on it would become a part of that graph.
+            is_other = own.shape != original.shape or own.dtype != original.dtype
+            if is_other or own.requires_grad or self.has_replaced(index):
                 own, are_others = original.detach().to(own.device, copy=True), True
+                self._memo[id(original)] = own
             else:
                 write_value(own, original, originals.are_running[index])
-            table, name = self._slots[index]
-            table[name] = own
+            position, name = self._slots[index]
+            self.insides[position]["_buffers"][name] = own
             self._agreed[index] = (own, version(own))
         if are_others:
             self._writes = writes_on([own for own, _ in self._agreed])
@@ -231,9 +243,12 @@ class ModuleReplica:
         return ClosureRebinder({**self._memo, **own}).of(deep_copied(value, memo))
 
     def changes(self) -> list[Edit]:
-        """The parameters, layers, buffers and hooks that the step made, replaced or removed."""
+        """The parameters, layers, buffers and hooks that the step made, replaced or removed.
+
+        A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
+        """
         found = list(self._structure.changes())
-        made = [change for change in found if not change.is_value()]
+        made = [c for c in found if not (c.is_value() and BufferSlot(c.position, c.name) in self._slots)]
         if found and not made:
             self._structure.is_known()
         return made
@@ -303,14 +318,27 @@ class ModuleReplica:
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""
-        table, name = self._slots[index]
-        value = table.get(name)
+        position, name = self._slots[index]
+        value: torch.Tensor | None = self.insides[position]["_buffers"].get(name)
         return self._agreed[index][0] if value is None else value
+
+    def has_replaced(self, index: int) -> bool:
+        """Whether the step put another tensor in the place of a buffer."""
+        return self.buffer(index) is not self._agreed[index][0]
+
+    def left(self, index: int) -> torch.Tensor | None:
+        """The tensor that the step replaced, if the step wrote on it before."""
+        own, count = self._agreed[index]
+        return own if version(own) != count else None
+
+    def replace_buffer(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """The user's module has another tensor in the place of a buffer; the next run brings its value."""
+        self._memo[id(after)] = self._memo.pop(id(before))
 
     def written_buffers(self, originals: TrackedTensors) -> set[int]:
         """The positions of buffers that the step wrote or replaced."""
         agreed = enumerate(self._agreed)
-        counted = {i for i, (own, count) in agreed if self.buffer(i) is not own or version(own) != count}
+        counted = {i for i, (own, count) in agreed if self.has_replaced(i) or version(own) != count}
         written = counted | self._writes.take(counted)
         for index, (own, _) in enumerate(self._agreed):
             # Torch's kernels write running statistics without counting a version. On the CPU `_writes` has seen that.
@@ -328,17 +356,6 @@ def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     if isinstance(owner, Variable):
         return ReplicaVariable.of(owner, data, owner.requires_grad)
     return ReplicaParameter.over(data, owner.requires_grad)
-
-
-def _slot_of(
-    tensor: torch.Tensor, modules: Sequence[nn.Module], local: dict[int, nn.Module]
-) -> tuple[dict[str, Any], str]:
-    """The table that holds the replica's copy of a buffer, and the buffer's name there."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is tensor:
-                return local[id(module)]._buffers, name
-    raise AssertionError("a buffer of no module")
 
 
 def _hooks_to_share(module: nn.Module) -> list[object]:

@@ -12,6 +12,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, final
 
+import torch
+
 from torchstrategy._binding.attribute_contents import (
     Contents,
     Leaf,
@@ -36,7 +38,7 @@ class Attributes:
 
     Args:
         replicas: The copies of the modules in each replica.
-        known: The ids of parameters and buffers, which other code keeps in step.
+        known: The ids of parameters and buffers, which other code keeps in step, and which may change.
         named: Lists the attributes of the user's modules.
     """
 
@@ -54,11 +56,17 @@ class Attributes:
         for path, value, local in named():
             found, tensors = places_and_leaves(path, value, local)
             places.update((id(place.original), place) for place in found)
-            leaves.update((id(leaf.original), leaf) for leaf in tensors if id(leaf.original) not in self._known_tensors)
-        self._places, self._leaves = list(places.values()), list(leaves.values())
+            leaves.update((id(leaf.original), leaf) for leaf in tensors)
+        self._known_held = leaves.keys() & self._known_tensors
+        self._places = list(places.values())
+        self._leaves = [leaf for key, leaf in leaves.items() if key not in self._known_held]
         self._tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
         self._tensors.watch(range(len(self._leaves)))
         self._agree()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether an attribute holds a parameter or buffer."""
+        return id(tensor) in self._known_held
 
     def bring(self, named: NamedAttributes) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""

@@ -35,7 +35,7 @@ from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.lost_buffers import LostBuffers
 from torchstrategy._replication.metrics import Metrics
-from torchstrategy._replication.module_replica import ModuleReplica, differ, uncopyable
+from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, uncopyable
 from torchstrategy._replication.plain_attributes import Attributes
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -85,9 +85,11 @@ class ReplicatedModules:
         by_name = [TrackedTensor(variable.name, variable) for variable in loose]
         self._parameters = TrackedTensors(_originals(modules, paths, "_parameters"), by_name)
         self._buffers = TrackedTensors(_originals(modules, paths, "_buffers"))
-        self.lost_buffers = LostBuffers(self._buffers)
+        self._slots = _slots(self._insides, self._buffers)
+        tables = [id(self._insides[position]) for position, _ in self._slots]
+        self.lost_buffers = LostBuffers(self._buffers.names, tables)
         self._replicas = [
-            ModuleReplica(roots, modules, self._parameters, self._buffers, memory_device(device), aliases)
+            ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, memory_device(device), aliases)
             for device, aliases in zip(devices, may_alias, strict=True)
         ]
         self._watch_parameters()
@@ -104,8 +106,8 @@ class ReplicatedModules:
         self._known_values = entries_of(self._insides)
         # The plain attributes that the user's modules got from the first replica, and the others have not got yet.
         self._unbrought: set[tuple[int, str]] = set()
-        known = self._index_of.keys() | set(map(id, self._buffers.tensors))
-        self._attributes = Attributes(self._replicas, known, self._named_attributes)
+        self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
+        self._attributes = Attributes(self._replicas, self._known_tensors, self._named_attributes)
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -253,7 +255,34 @@ class ReplicatedModules:
             for owner, flag in zip(self.owners, trained, strict=True):
                 owner.requires_grad_(flag)
         for index, value in values.items():
-            self._buffers.take(index, value)
+            if lead.has_replaced(index):
+                self._replace_buffer(index, lead.left(index), value)
+            else:
+                self._buffers.take(index, value)
+
+    def _replace_buffer(self, index: int, left: torch.Tensor | None, value: torch.Tensor) -> None:
+        """Puts a new tensor in the place of a buffer of the user's, as the first replica's step did.
+
+        Whoever holds the tensor that was there before finds in it what plain PyTorch leaves there: what the step wrote
+        on it in place, which is `left`, and nothing else.
+        """
+        before, (position, name) = self._buffers.tensors[index], self._slots[index]
+        after = value.detach().to(before.device, copy=True)
+        if left is not None and left.shape == before.shape:
+            self._buffers.take(index, left)
+        # A tensor that is also in another place stays there, and is something else from here on.
+        is_elsewhere = self._attributes.holds(before) or sum(before is b for b in self._all_buffers()) > 1
+        self._is_outdated |= is_elsewhere or not self._structure.is_same()
+        self._insides[position]["_buffers"][name] = after
+        self._buffers.replace(index, after)
+        self._known_tensors.discard(id(before))
+        self._known_tensors.add(id(after))
+        for replica in self._replicas:
+            replica.replace_buffer(before, after)
+        self._structure.is_known()
+
+    def _all_buffers(self) -> Iterator[torch.Tensor | None]:
+        return chain.from_iterable(inside["_buffers"].values() for inside in self._insides)
 
     def _return_changes(self, replica_weights: ReplicaWeights, changes: Sequence[Edit]) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
@@ -360,6 +389,15 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
                 found.setdefault(id(tensor), TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running))
     return list(found.values())
+
+
+def _slots(insides: Sequence[dict[str, Any]], buffers: TrackedTensors) -> list[BufferSlot]:
+    """The first place of each buffer."""
+    found: dict[int, BufferSlot] = {}
+    for position, inside in enumerate(insides):
+        for name, buffer in inside["_buffers"].items():
+            found.setdefault(id(buffer), BufferSlot(position, name))
+    return [found[id(buffer)] for buffer in buffers.tensors]
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
