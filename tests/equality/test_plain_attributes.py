@@ -70,6 +70,7 @@ class Settings(nn.Module):
         self.slotted = Slotted()
         self.queue = deque([[1.0]])
         self.ordered = OrderedDict(scale=[1.0])
+        self.steps = OrderedDict(double=2.0, add=1.0)
         self.names = {"one"}
         self.array = np.ones(2)
         self.arrays = [np.ones(())]
@@ -82,6 +83,8 @@ class Settings(nn.Module):
         scale = self.config["deep"]["scale"] * self.items[1][0] * self.pair[0]["scale"] * self.pair[1][-1]
         scale *= self.record.scale * self.inner.shared.parts["scale"] * self.space.inner.scale * self.slotted.scale
         scale *= self.queue[0][0] * self.ordered["scale"][-1] * len(self.names) * float(self.arrays[0])
+        for name, value in self.steps.items():
+            scale = scale * value if name == "double" else scale + value
         made = torch.from_numpy(self.array.copy()).to(x.device) * self.constants["deep"][0].to(x.device)
         return self.inner(x) * scale * self.constant.to(x.device) * made + self.functions[0]()
 
@@ -98,6 +101,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a slot": lambda m: setattr(m.slotted, "scale", 2.0),
     "a queue": lambda m: m.queue.appendleft([2.0]),
     "a list in an ordered dict": lambda m: m.ordered["scale"].append(2.0),
+    "an entry of an ordered dict": lambda m: m.steps.update(more=3.0),
+    "the order of an ordered dict": lambda m: m.steps.move_to_end("double"),
     "a set": lambda m: m.names.add("two"),
     "an array": lambda m: m.array.__imul__(2.0),
     "an array in a list": lambda m: m.arrays[0].fill(2.0),
@@ -143,6 +148,7 @@ class Remembers(nn.Module):
         self.last = deque([0], maxlen=2)
         self.stats = Stats()
         self.counts: defaultdict[str, int] = defaultdict(int)
+        self.ordered: OrderedDict[str, int] = OrderedDict(call=0)
         self.mode: Any = None
         self.total = torch.zeros(1, **F64)
         self.level = torch.zeros(1, **F64)
@@ -159,6 +165,8 @@ class Remembers(nn.Module):
         self.stats.calls += 1
         self.stats.by_kind["forward"] += 1
         self.counts["forward"] += 1
+        self.ordered[f"call {self.calls}"] = self.calls
+        self.ordered.move_to_end("call")
         self.mode = Mode.ON
         self.made = {"at": [self.calls]}
         self.total.add_(1)

@@ -1,8 +1,6 @@
 """What plain attributes hold, at any depth: containers, objects and tensors.
 
-Each replica has copies of all containers, objects and tensors that a step may change in place. To find out whether
-something was changed, the library compares, for each container by itself, the items that it has now with the items
-that it had before.
+Each replica has copies of all containers, objects and tensors that a step may change in place.
 """
 
 from __future__ import annotations
@@ -10,12 +8,11 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
 import numpy as np
@@ -24,7 +21,7 @@ from torch import nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice)
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
-_SEQUENCES = (list, deque, set)
+SEQUENCES = (list, deque, set)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
 _CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, np.generic, torch.Generator, types.ModuleType, type)
@@ -44,27 +41,6 @@ class Leaf(NamedTuple):
     path: str
     original: torch.Tensor
     local: Sequence[torch.Tensor]
-
-
-@final
-class Contents:
-    """The objects that several containers hold, in order; objects are compared by identity."""
-
-    def __init__(self, containers: Sequence[Any]) -> None:
-        self._items = [list(thing) if type(thing) is list else _items(thing) for thing in containers]
-        self._flat = list(chain.from_iterable(self._items))
-
-    def differing(self, other: Contents) -> list[int]:
-        """The positions of the containers that do not hold the same objects as in `other`."""
-        if list(map(len, self._items)) == list(map(len, other._items)) and all(map(is_, self._flat, other._flat)):
-            return []
-        pairs = enumerate(zip(self._items, other._items, strict=True))
-        return [i for i, (one, two) in pairs if len(one) != len(two) or not all(map(is_, one, two))]
-
-    def common(self, other: Contents) -> dict[int, Any]:
-        """By their ids, the objects that are in both: those that were not copied, such as a lock."""
-        held = set(map(id, other._flat))
-        return {id(item): item for item in self._flat if id(item) in held}
 
 
 def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[list[Place], list[Leaf]]:
@@ -133,7 +109,7 @@ def _named_items(value: Any) -> list[tuple[_Name, Any]]:
             return named
         named += ((_Name("item", i), item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        named += ((_Name("key", key), item) for key, item in dict.items(value))
+        named += ((_Name("key", key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
         arguments = chain(enumerate(value.args), value.keywords.items())
         named += ((_Name("argument", key), item) for key, item in arguments)
@@ -175,29 +151,27 @@ def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
         return _NOTHING  # not assigned
 
 
-def _items(container: Any) -> list[Any]:
-    items = list(container) if isinstance(container, _SEQUENCES) else []
-    if isinstance(container, dict):
-        items += [*dict.keys(container), *dict.values(container)]
-    inside = attributes(container)
-    return [*items, *inside, *inside.values()]
-
-
 def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
     """Whether a value is a number, a string or similar, or `is_known` is true of it, or it is a container of such."""
     if isinstance(value, PLAIN) or is_known(value):
         return True
     if type(value) is dict:
         return all(is_data(item, is_known) for item in chain(value, value.values()))
-    is_container = isinstance(value, (tuple, frozenset)) or type(value) in _SEQUENCES
+    is_container = isinstance(value, (tuple, frozenset)) or type(value) in SEQUENCES
     return is_container and all(is_data(item, is_known) for item in value)
+
+
+def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class whose methods work on a dict without calling methods of the user's."""
+    # An `OrderedDict` has a list of its keys besides, which `dict.update(table, ...)` leaves as it is.
+    return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
 def contents_of(container: Any) -> tuple[Any, Any, Any]:
     """The contents of a container as plain containers, which can be copied; `write` is the reverse."""
     return (
-        list(container) if isinstance(container, _SEQUENCES) else None,
-        dict(dict.items(container)) if isinstance(container, dict) else None,
+        list(container) if isinstance(container, SEQUENCES) else None,
+        dict(table_type(container).items(container)) if isinstance(container, dict) else None,
         dict(attributes(container)),
     )
 
@@ -209,8 +183,10 @@ def write(container: Any, contents: tuple[Any, Any, Any]) -> None:
         container.clear()
         getattr(container, "update" if isinstance(container, set) else "extend")(items)
     if mapping is not None:
-        dict.clear(container)
-        dict.update(container, mapping)
+        table = table_type(container)
+        table.clear(container)
+        for key, value in mapping.items():
+            table.__setitem__(container, key, value)
     for name in attributes(container).keys() - inside.keys():
         object.__delattr__(container, name)
     for name, value in inside.items():

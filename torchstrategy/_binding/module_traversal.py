@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,5 +54,13 @@ def within(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, nn
             yield from within(f"{path}[{key!r}]", item, depth - 1)
 
 
+def tables_of(insides: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[Any, Any]]:
+    """The tables of modules, of which the `__dict__`s are given, by the position of the module and the table's name."""
+    return {(i, table): inside[table] for i, inside in enumerate(insides) for table in (*PART_TABLES, *HOOK_TABLES)}
+
+
+PART_TABLES = ("_parameters", "_modules", "_buffers")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # The attributes in which torch itself keeps tables, hooks, flags, and the result of `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})

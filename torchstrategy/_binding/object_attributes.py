@@ -11,13 +11,14 @@ it is, and values that differ become a `PerReplica`. In the next run, each repli
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from itertools import chain
+from typing import Any, final
 
 import torch
 
-from torchstrategy._binding.module_structure import MISSING
+from torchstrategy._binding.attribute_contents import attributes
 from torchstrategy._binding.proxies import is_all_in_dict, plain_class
-from torchstrategy._binding.step_references import attributes_of
+from torchstrategy._binding.snapshots import MISSING, Edit, edits
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
 from torchstrategy._core.tree import tree_flatten
 
@@ -65,30 +66,16 @@ class Trainers:
         for shared in self._shared:
             shared.refresh()
 
-    def put_together(self) -> list[Written]:
-        """The changes of the user's trainers that follow from what the replicas wrote."""
-        return [Written(trainer.inside, *change) for trainer in self._trainers for change in trainer.changes()]
+    def put_together(self) -> None:
+        """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
+        self._edits = [(trainer.inside, edit) for trainer in self._trainers for edit in trainer.edits()]
 
-
-class Written(NamedTuple):
-    """A change of one attribute or item of the user's object. The value `MISSING` deletes it."""
-
-    inside: dict[Any, Any]
-    name: Any
-    value: Any
-
-    def apply(self) -> None:
-        if self.value is MISSING:
-            self.inside.pop(self.name, None)
-        else:
-            self.inside[self.name] = self.value
-
-    def requires_grad(self) -> bool:
-        """Whether the new value has tensors of several replicas on which somebody may call backward."""
-        if not isinstance(self.value, DistributedValues):
-            return False
-        leaves, _ = tree_flatten(list(self.value.values))
-        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    def write_back(self) -> bool:
+        """Writes the attributes on the user's trainers. Returns whether somebody may call backward on one of them."""
+        for inside, edit in self._edits:
+            edit.apply(inside)
+        values = [list(e.after.values) for _, e in self._edits if isinstance(e.after, DistributedValues)]
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
 
 
 @final
@@ -106,19 +93,20 @@ class _Trainer:
 
     def refresh(self) -> None:
         now = dict(self.inside)
-        for name in _differing(self._known, now):
+        for edit in edits(self._known, now):
             for r, tables in enumerate(zip(self._given, self.attributes, strict=True)):
-                value = self._in_replica(_get(now, name), r)
                 for table in tables:
-                    Written(table, name, value).apply()
+                    edit._replace(after=self._in_replica(edit.after, r)).apply(table)
         self._known = now
 
-    def changes(self) -> Iterator[tuple[str, Any]]:
-        for name in {name: None for r in self._present for name in _differing(self._given[r], self.attributes[r])}:
+    def edits(self) -> Iterator[Edit]:
+        written = (edits(self._given[r], self.attributes[r]) for r in self._present)
+        for name in dict.fromkeys(edit.name for edit in chain.from_iterable(written)):
             # A replica that takes no part in the step keeps its value, if it had a value of its own.
-            keeps = isinstance(self._known.get(name), PerReplica)
-            replicas = enumerate(self.attributes)
-            yield name, _as_one([_get(own, name) if keeps or r in self._present else ABSENT for r, own in replicas])
+            before = self._known.get(name, MISSING)
+            counts = [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
+            values = (own.get(name, MISSING) for own in self.attributes)
+            yield Edit(None, name, before, _as_one([v if c else ABSENT for v, c in zip(values, counts, strict=True)]))
 
     def _attributes_of(self, replica: int) -> dict[str, Any]:
         values = {name: self._in_replica(value, replica) for name, value in self._known.items()}
@@ -141,23 +129,33 @@ class _Shared:
         self.refresh()
 
     def refresh(self) -> None:
-        self._known = dict(_contents(self._thing))
+        self._known = self._contents()
 
     def check_unwritten(self) -> None:
-        now = dict(_contents(self._thing))
-        written = _differing(self._known, now)
+        written = list(edits(self._known, self._contents()))
         if not written:
             return
-        for key in written:
-            _put_back(self._thing, key, _get(self._known, key))
-        is_item = isinstance(self._thing, dict)
-        what = f"{self._name}[{written[0]!r}]" if is_item else f"{self._name}.{written[0]}"
+        for edit in written:
+            self._take_back(edit)
+        key = written[0].name
+        what = f"{self._name}[{key!r}]" if isinstance(self._thing, dict) else f"{self._name}.{key}"
         kind = plain_class(type(self._thing)).__name__
         raise RuntimeError(
             f"The step wrote {what} in a replica. All replicas share this {kind}, which holds models or optimizers: "
             "one would read what another wrote. Return the value from the step; or keep it on an object of a class of "
             "your own, as in self.loss = loss, of which each replica has its own attributes."
         )
+
+    def _contents(self) -> dict[Any, Any]:
+        return dict(self._thing if isinstance(self._thing, dict) else attributes(self._thing))
+
+    def _take_back(self, edit: Edit) -> None:
+        if isinstance(self._thing, dict):
+            edit._replace(after=edit.before).apply(self._thing)
+        elif edit.before is MISSING:
+            object.__delattr__(self._thing, edit.name)
+        else:
+            object.__setattr__(self._thing, edit.name, edit.before)
 
 
 def _as_one(values: Sequence[Any]) -> Any:
@@ -181,25 +179,3 @@ def _are_equal(value: Any, other: Any) -> bool:
     if isinstance(value, tuple):
         return len(value) == len(other) and all(map(_are_equal, value, other))
     return value is other or (isinstance(value, _PLAIN) and bool(value == other))
-
-
-def _differing(table: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
-    """The keys that do not have the same object as their value in both tables."""
-    return [key for key in {**table, **other} if _get(table, key) is not _get(other, key)]
-
-
-def _get(table: Mapping[Any, Any], key: Any) -> Any:
-    return table.get(key, MISSING)
-
-
-def _contents(thing: Any) -> Any:
-    return thing.items() if isinstance(thing, dict) else attributes_of(thing)
-
-
-def _put_back(thing: Any, key: Any, value: Any) -> None:
-    if isinstance(thing, dict):
-        Written(thing, key, value).apply()
-    elif value is MISSING:
-        object.__delattr__(thing, key)
-    else:
-        object.__setattr__(thing, key, value)

@@ -12,8 +12,7 @@ from torch import nn
 
 from torchstrategy._binding.attribute_contents import tensors_in
 from torchstrategy._binding.closure_rebinding import closed_over
-from torchstrategy._binding.module_structure import HOOK_TABLES
-from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
+from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.variable import is_variable
 

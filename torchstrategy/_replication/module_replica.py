@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, final
 
@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in
 from torchstrategy._binding.closure_rebinding import ClosureRebinder
 from torchstrategy._binding.deep_copy import deep_copied
-from torchstrategy._binding.module_structure import HOOK_FLAGS, HOOK_TABLES, MISSING, Edit, Snapshot, entries_of, same
-from torchstrategy._binding.module_traversal import TORCHS_OWN
+from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, tables_of
+from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._communication.transfer import Write, sent_to
@@ -44,6 +44,12 @@ from torchstrategy._variables.variable import Variable, is_variable
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
 # - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
+
+
+def _is_value(edit: Edit) -> bool:
+    """Whether a change only gives a buffer another tensor."""
+    is_tensor = isinstance(edit.before, torch.Tensor) and isinstance(edit.after, torch.Tensor)
+    return edit.place[1] == "_buffers" and is_tensor
 
 
 class BufferSlot(NamedTuple):
@@ -112,8 +118,8 @@ class ModuleReplica:
         self._slots = slots
         self._agreed = [(tensor, version(tensor)) for tensor in own]
         self._writes = writes_on(own)
-        self._agree()
-        self._structure = Snapshot(self.insides, counts_hooks=True)
+        self._attributes = Snapshot(dict(enumerate(self.insides)))
+        self._structure = Snapshot(tables_of(self.insides))
 
     def _copy_attributes(self, modules: Sequence[nn.Module], device: Device) -> dict[int, torch.Tensor]:
         """Copies the tensors in plain attributes of the user's modules. Those with a history are returned, by id."""
@@ -222,12 +228,12 @@ class ModuleReplica:
 
     def bring_attribute(self, position: int, name: str, value: object) -> None:
         """Brings a plain attribute of a module; `MISSING` removes it."""
-        inside = self.insides[position]
-        if value is MISSING:
-            inside.pop(name, None)
-        else:
-            inside[name] = self.copied(value, {}, name)
-        self._agree()
+        own = MISSING if value is MISSING else self.copied(value, {}, name)
+        Edit(position, name, MISSING, own).apply(self.insides[position])
+
+    def attributes_agree(self) -> None:
+        """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
+        self._attributes.take()
 
     def copied(self, value: Any, own: Mapping[int, Any], name: str = "") -> Any:
         """A copy of a value of the user's for this replica, with the replica's own objects where it has them already.
@@ -247,74 +253,43 @@ class ModuleReplica:
 
         A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
         """
-        found = list(self._structure.changes())
-        made = [c for c in found if not (c.is_value() and BufferSlot(c.position, c.name) in self._slots)]
+        found = list(self._structure.edits())
+        made = [edit for edit in found if not (_is_value(edit) and BufferSlot(edit.place[0], edit.name) in self._slots)]
         if found and not made:
-            self._structure.is_known()
+            self._structure.take()
         return made
 
-    def return_attributes(
-        self, originals: Sequence[dict[str, Any]], computed: Sequence[Set[str]], states: Mapping[int, Set[str]]
-    ) -> list[tuple[int, str]]:
-        """Brings the plain attributes that the step replaced to the user's modules.
+    def take_attributes(self) -> list[Edit]:
+        """The plain attributes that the step made, replaced or removed since the last call."""
+        edits = list(self._attributes.edits())
+        if edits:
+            self.attributes_agree()
+        return [edit for edit in edits if edit.name not in TORCHS_OWN or isinstance(edit.after, PLAIN)]
 
-        Returns:
-            The positions of the modules, and the names, of the attributes that it brought.
-
-        Args:
-            originals: The `__dict__` of each of the user's modules.
-            computed: For each module, the attributes that its hooks compute.
-            states: By the position of a module, the attributes that `Metrics` brings.
-        """
-        brought: list[tuple[int, str]] = []
-        if same(self._known_values, entries_of(self.insides)):
-            return brought
-        for position, (known, local) in enumerate(zip(self._known, self.insides, strict=True)):
-            for name in {**known, **local}:
-                value = local.get(name, MISSING)
-                is_table = name in TORCHS_OWN and not isinstance(value, PLAIN)
-                if value is not known.get(name, MISSING) and not is_table and name not in states.get(position, ()):
-                    before = originals[position].get(name, MISSING)
-                    _return(originals[position], name, value, name in computed[position])
-                    if originals[position].get(name, MISSING) is not before:
-                        brought.append((position, name))
-        self._agree()
-        return brought
-
-    def _agree(self) -> None:
-        """Notes that plain attributes agree with the user's: whatever is replaced from here on, the step replaces."""
-        self._known = [dict(inside) for inside in self.insides]
-        self._known_values = entries_of(self.insides)
-
-    def return_hook(self, change: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:
+    def return_hook(self, edit: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:
         """Registers a hook on one of the user's modules, or removes it, as the step did on the copy.
 
         Args:
-            change: What the step did.
+            edit: What the step did.
             original: The `__dict__` of the user's module.
             originals: By the ids of this replica's objects: the user's, over which the hook is to close.
         """
-        table, number = original[change.table], change.name
-        if change.after is MISSING:
-            table.pop(number, None)
+        position, table = edit.place
+        if edit.after is MISSING:
+            original[table].pop(edit.name, None)
             return
-        table[number] = ClosureRebinder(originals).of(change.after)
+        original[table][edit.name] = ClosureRebinder(originals).of(edit.after)
         for flags in HOOK_FLAGS:
-            if number in self.insides[change.position][flags]:
-                original[flags][number] = True
+            if edit.name in self.insides[position][flags]:
+                original[flags][edit.name] = True
 
-    def return_buffer(self, change: Edit, original: dict[str, Any], device: Device) -> None:
+    def return_buffer(self, edit: Edit, original: dict[str, Any], device: Device) -> None:
         """Makes a buffer in one of the user's modules, or removes it, as the step did in the copy."""
-        table, name, value = original["_buffers"], change.name, change.after
-        if isinstance(value, torch.Tensor):
-            table[name] = value.detach().to(device, copy=True)
-        elif value is None:
-            table[name] = None
-        else:
-            table.pop(name, None)
+        after = edit.after.detach().to(device, copy=True) if isinstance(edit.after, torch.Tensor) else edit.after
+        edit._replace(after=after).apply(original["_buffers"])
         unsaved = "_non_persistent_buffers_set"
-        original[unsaved].discard(name)
-        original[unsaved].update({name} & self.insides[change.position][unsaved])
+        original[unsaved].discard(edit.name)
+        original[unsaved].update({edit.name} & self.insides[edit.place[0]][unsaved])
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""
@@ -376,18 +351,21 @@ def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]
                 yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
 
 
-def _return(original: dict[str, Any], name: str, value: Any, is_computed: bool) -> None:
-    """Writes the new value of a plain attribute on one of the user's modules, if it is data."""
-    before = original.get(name, MISSING)
-    if value is MISSING:
-        original.pop(name, None)
-    elif isinstance(value, torch.Tensor):
+def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
+    """Writes the new value of a plain attribute on one of the user's modules, if it is data. Returns whether it is."""
+    before, value = original.get(edit.name, MISSING), edit.after
+    if isinstance(value, torch.Tensor):
         fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
         # An output that forward keeps has the rows of one replica only, so it stays in the replica.
-        if fits and (is_computed or not (value.requires_grad or before.requires_grad)):
-            original[name] = value.detach().to(before.device, copy=not is_computed)
-    elif is_data(value, lambda _: False):
-        original[name] = copy.deepcopy(value)
+        if not fits or not (is_computed or not (value.requires_grad or before.requires_grad)):
+            return False
+        value = value.detach().to(before.device, copy=not is_computed)
+    elif value is not MISSING:
+        if not is_data(value, lambda _: False):
+            return False
+        value = copy.deepcopy(value)
+    edit._replace(after=value).apply(original)
+    return True
 
 
 def _kept_output(path: str) -> str:

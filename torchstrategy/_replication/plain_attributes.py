@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 
 from torchstrategy._binding.attribute_contents import (
-    Contents,
     Leaf,
     Place,
     contents_of,
@@ -23,6 +22,7 @@ from torchstrategy._binding.attribute_contents import (
     places_and_leaves,
     write,
 )
+from torchstrategy._binding.snapshots import Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._core.torch_internals import versions
@@ -80,7 +80,7 @@ class Attributes:
                 return False
             for one in local:
                 write_value(one, original, False)
-        changed = Contents([place.original for place in self._places]).differing(self._known)
+        changed = self._known.differing()
         for index in changed:
             place = self._places[index]
             for r, replica in enumerate(self._replicas):
@@ -94,14 +94,15 @@ class Attributes:
 
     def give_back(self, lead: int, named: NamedAttributes) -> None:
         """After a run: brings what the first replica changed to the user's modules, and to the other replicas."""
-        changed = Contents([place.local[lead] for place in self._places]).differing(self._known_local[lead])
+        changed = self._known_local[lead].differing()
         if self._leaves:
             self._give_back_tensors(lead)
         if not changed:
             return
         own = {id(place.local[lead]): place for place in self._places}
         # What deepcopy left the same object in both, such as a lock, stays the same object.
-        shared = self._known.common(self._known_local[lead])
+        own_held = set(map(id, self._known_local[lead].held()))
+        shared = {id(item): item for item in self._known.held() if id(item) in own_held}
         has_brought = False
         for index in changed:
             place = self._places[index]
@@ -127,9 +128,9 @@ class Attributes:
                 self._unbrought.add(id(original))
 
     def _agree(self) -> None:
-        self._known = Contents([place.original for place in self._places])
         count = range(len(self._replicas))
-        self._known_local = [Contents([place.local[r] for place in self._places]) for r in count]
+        self._known = Snapshot({i: place.original for i, place in enumerate(self._places)})
+        self._known_local = [Snapshot({i: place.local[r] for i, place in enumerate(self._places)}) for r in count]
         self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
         self._writes = [writes_on([leaf.local[r] for leaf in self._leaves]) for r in count]
 

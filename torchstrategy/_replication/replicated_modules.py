@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import PLAIN
-from torchstrategy._binding.module_structure import HOOK_TABLES, MISSING, Edit, Snapshot, entries_of, same
-from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
-from torchstrategy._binding.object_attributes import Written
+from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
+from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import write
 from torchstrategy._core.devices import memory_device
@@ -35,7 +34,7 @@ from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.lost_buffers import LostBuffers
 from torchstrategy._replication.metrics import Metrics
-from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, uncopyable
+from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, return_attribute, uncopyable
 from torchstrategy._replication.plain_attributes import Attributes
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -97,17 +96,14 @@ class ReplicatedModules:
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [memory_device(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
-        self._structure = Snapshot(self._insides)
+        self._structure = Snapshot(tables_of(self._insides))
+        self._attributes = Snapshot(dict(enumerate(self._insides)))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         # The plain attributes that hooks compute, in each replica for itself.
         self._computed = [computed_by_hooks(module) for module in modules]
-        self._known = [dict(inside) for inside in self._insides]
-        self._known_values = entries_of(self._insides)
-        # The plain attributes that the user's modules got from the first replica, and the others have not got yet.
-        self._unbrought: set[tuple[int, str]] = set()
         self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
-        self._attributes = Attributes(self._replicas, self._known_tensors, self._named_attributes)
+        self._contents = Attributes(self._replicas, self._known_tensors, self._named_attributes)
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -136,14 +132,12 @@ class ReplicatedModules:
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same():
             return False
-        if not self._attributes.bring(self._named_attributes):
+        if not self._contents.bring(self._named_attributes):
             return False
-        values = entries_of(self._insides)  # the tables are among them
-        if self._unbrought or not same(self._known_values, values):
+        if not self._attributes.is_same():
             if not self._bring_attributes():
                 return False
-            self._known_values = values
-            self._attributes.collect(self._named_attributes)
+            self._contents.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self._replicas:
@@ -220,14 +214,14 @@ class ReplicatedModules:
         Raises:
             RuntimeError: Naming it.
         """
-        changes = [self._replicas[r].changes() for r in present]
-        for change in chain.from_iterable(changes):
-            where = self._paths[change.position]
-            if change.table in ("_parameters", "_modules"):
-                raise RuntimeError(_REBUILT.format(name=f"{where}.{change.name}", verb=change.verb()))
-            if change.table in HOOK_TABLES and not (change.after is MISSING or isinstance(change.after, _FUNCTIONS)):
-                raise RuntimeError(_HOOK.format(where=where, kind=type(change.after).__name__))
-        return changes
+        edits = [self._replicas[r].changes() for r in present]
+        for edit in chain.from_iterable(edits):
+            where, table = self._paths[edit.place[0]], edit.place[1]
+            if table in ("_parameters", "_modules"):
+                raise RuntimeError(_REBUILT.format(name=f"{where}.{edit.name}", verb=edit.verb()))
+            if table in HOOK_TABLES and not (edit.after is MISSING or isinstance(edit.after, _FUNCTIONS)):
+                raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
+        return edits
 
     def return_to_originals(self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]]) -> None:
         """After a run: brings what the replicas wrote on buffers and plain attributes to the user's modules.
@@ -240,11 +234,12 @@ class ReplicatedModules:
         values = self._buffer_values(replica_weights)
         states = self._metrics.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
-        for position, name in lead.return_attributes(self._insides, self._computed, self._metrics.states):
-            Written(self._known[position], name, self._insides[position].get(name, MISSING)).apply()
-            self._unbrought.add((position, name))
-        self._known_values = entries_of(self._insides) if self._unbrought else self._known_values
-        self._attributes.give_back(replica_weights.present[0], self._named_attributes)
+        for edit in lead.take_attributes():
+            is_computed = edit.name in self._computed[edit.place]
+            is_state = edit.name in self._metrics.states.get(edit.place, ())
+            if not is_state and return_attribute(edit, self._insides[edit.place], is_computed):
+                self._attributes.forget(edit.place, edit.name)  # the other replicas have not got it yet
+        self._contents.give_back(replica_weights.present[0], self._named_attributes)
         if any(changes):
             self._return_changes(replica_weights, changes[0])
         for state in states:
@@ -271,7 +266,7 @@ class ReplicatedModules:
         if left is not None and left.shape == before.shape:
             self._buffers.take(index, left)
         # A tensor that is also in another place stays there, and is something else from here on.
-        is_elsewhere = self._attributes.holds(before) or sum(before is b for b in self._all_buffers()) > 1
+        is_elsewhere = self._contents.holds(before) or sum(before is b for b in self._all_buffers()) > 1
         self._is_outdated |= is_elsewhere or not self._structure.is_same()
         self._insides[position]["_buffers"][name] = after
         self._buffers.replace(index, after)
@@ -279,23 +274,23 @@ class ReplicatedModules:
         self._known_tensors.add(id(after))
         for replica in self._replicas:
             replica.replace_buffer(before, after)
-        self._structure.is_known()
+        self._structure.take()
 
     def _all_buffers(self) -> Iterator[torch.Tensor | None]:
         return chain.from_iterable(inside["_buffers"].values() for inside in self._insides)
 
-    def _return_changes(self, replica_weights: ReplicaWeights, changes: Sequence[Edit]) -> None:
+    def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Edit]) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
         lead = self._replicas[replica_weights.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
-        for change in changes:
-            original = self._insides[change.position]
-            if change.table == "_buffers":
-                lead.return_buffer(change, original, self._device)
+        for edit in edits:
+            position, table = edit.place
+            if table == "_buffers":
+                lead.return_buffer(edit, self._insides[position], self._device)
             else:
-                lead.return_hook(change, original, back)
+                lead.return_hook(edit, self._insides[position], back)
 
     def _check_flags(self, replica_weights: ReplicaWeights) -> None:
         flags = [self._replicas[r].noted_requires_grad() for r in replica_weights.present]
@@ -351,29 +346,21 @@ class ReplicatedModules:
                     yield f"{self._paths[position]}.{name}", inside[name], local
 
     def _bring_attributes(self) -> bool:
-        unbrought, self._unbrought = self._unbrought, set()
-        positions = {position for position, _ in unbrought}
-        for position, (known, now) in enumerate(zip(self._known, self._insides, strict=True)):
-            if position not in positions and same(entries_of([known]), entries_of([now])):
+        edits = list(self._attributes.edits())
+        if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
+            return False
+        for position, name, _, value in edits:
+            if name in self._computed[position] or name in self._metrics.states.get(position, ()):
                 continue
-            changed = [
-                name
-                for name in {**known, **now}
-                if known.get(name, MISSING) is not now.get(name, MISSING) or (position, name) in unbrought
-            ]
-            if any(name in TORCHS_OWN and name != "training" for name in changed):
-                return False
-            for name in changed:
-                if name in self._computed[position] or name in self._metrics.states.get(position, ()):
-                    continue
-                value = now.get(name, MISSING)
-                refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
-                try:
-                    for replica in self._replicas:
-                        replica.bring_attribute(position, name, value)
-                except Exception as error:
-                    raise uncopyable(f"{self._paths[position]}.{name}", error) from error
-            self._known[position] = dict(now)
+            refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
+            try:
+                for replica in self._replicas:
+                    replica.bring_attribute(position, name, value)
+            except Exception as error:
+                raise uncopyable(f"{self._paths[position]}.{name}", error) from error
+        self._attributes.take()
+        for replica in self._replicas:
+            replica.attributes_agree()
         return True
 
 

@@ -187,11 +187,9 @@ class ReplicatedRun(RunState, Owners):
         changes = self._copies.replicated.check_structure(self._replica_weights.present)
         with undisturbed():
             self._copies.gradients.reduce()
-            written = self._trainers.put_together()
+            self._trainers.put_together()
             self._copies.replicated.return_to_originals(self._replica_weights, changes)
-        for change in written:
-            change.apply()
-        if any(change.requires_grad() for change in written):
+        if self._trainers.write_back():
             self.results_require_grad()
         self._return_settings()
         self._copies.gradients.end()
