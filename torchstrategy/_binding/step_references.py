@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, final
 
@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchstrategy._binding.attribute_contents import attributes
 from torchstrategy._binding.closure_rebinding import closed_over
 from torchstrategy._core.types import Tree
 
@@ -152,7 +153,7 @@ class _Walk:
             return
         self._objects[id(value)] = name, value
         self._others_of(name, type(value))
-        for attribute, held in attributes_of(value):
+        for attribute, held in list(attributes(value).items()):
             self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
         if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
             self._look_into_function(name, call, functions - 1)
@@ -175,30 +176,11 @@ class _Walk:
                 self.look_at(found, value, functions)
 
 
-def attributes_of(thing: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes of an object, without calling methods of the object."""
-    try:
-        inside: dict[str, Any] = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return [(name, value) for name, value in _in_slots(thing)]
-    return list(inside.items())
-
-
 def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
     """The values of an object's attributes, with their names; of a list or tuple, its items."""
-    for attribute, held in attributes_of(thing):
+    for attribute, held in list(attributes(thing).items()):
         for item in held if type(held) in (list, tuple) else (held,):
             yield attribute, item
-
-
-def _in_slots(thing: Any) -> Iterator[tuple[str, Any]]:
-    for base in type(thing).__mro__:
-        for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield name, member.__get__(thing)
-                except AttributeError:
-                    continue  # not assigned
 
 
 def _names_of(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:

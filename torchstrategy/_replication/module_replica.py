@@ -147,18 +147,17 @@ class ModuleReplica:
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 table.update({key: rebinding.of(hook) for key, hook in table.items()})
 
-    def bring_parameters(self, originals: TrackedTensors, changed: Sequence[int], moved: set[int]) -> Write:
+    def bring_parameters(self, owners: Sequence[torch.Tensor], changed: Sequence[int], moved: set[int]) -> Write:
         """The writes that bring the values of parameters. Parameters that share the user's memory need none.
 
         Args:
-            originals: The user's parameters.
+            owners: The user's parameters.
             changed: The positions of those that were written or moved.
             moved: The positions of those that lie in other memory now.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         counting: set[int] = set()  # the positions of those that get memory of their own, or other memory, here
-        owners = originals.tensors
         for index in changed if self._counting else moved:
             if self.aliased[index] and index not in moved:
                 continue

@@ -61,7 +61,10 @@ class ReplicaSet:
             self.replicated = ReplicatedModules(
                 roots, layout.devices, layout.parameter_device, layout.may_alias, layout.averages_buffers, variables
             )
-        self._index_of = {id(owner): index for index, owner in enumerate(self.replicated.owners)}
+        owners = self.replicated.owners
+        self._index_of = {id(owner): index for index, owner in enumerate(owners)}
+        # A variable needs no proxy: it asks by itself which replica it is in.
+        self.plain_owners = [o for o in owners if isinstance(o, nn.Parameter) and not is_variable(o)]
         self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
@@ -78,12 +81,7 @@ class ReplicaSet:
 
     def originals(self) -> list[object]:
         """The user's objects that become proxies during a run."""
-        return [*self.replicated.originals(), *self.optimizers(), *self.plain_owners()]
-
-    def plain_owners(self) -> list[nn.Parameter]:
-        """The user's parameters, without the variables."""
-        # A variable needs no proxy: it asks by itself which replica it is in.
-        return [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
+        return [*self.replicated.originals(), *self.optimizers(), *self.plain_owners]
 
     def optimizers(self) -> list[Optimizer]:
         """The user's optimizers."""

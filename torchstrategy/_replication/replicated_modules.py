@@ -159,7 +159,8 @@ class ReplicatedModules:
         try:
             if changed:
                 with traced("bring parameters"):
-                    write([replica.bring_parameters(self._parameters, changed, moved) for replica in self._replicas])
+                    owners = self.owners
+                    write([replica.bring_parameters(owners, changed, moved) for replica in self._replicas])
         except BaseException:
             # Some copies may not have got the values: the next refresh brings them again.
             self._parameters.are_uncounted(changed)

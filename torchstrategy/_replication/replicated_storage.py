@@ -116,7 +116,7 @@ class ReplicatedStorage(Storage):
             outsiders = list(self._outsiders(named, copies))
             # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is
             # slow. So while an optimizer steps, the user's parameters are no proxies.
-            as_they_are = functools.partial(suspended, copies.plain_owners(), run)
+            as_they_are = functools.partial(suspended, copies.plain_owners, run)
             several, watch = len(replica_weights.present) > 1, None
             if several:
                 watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
@@ -250,7 +250,7 @@ class ReplicatedStorage(Storage):
 
     def _take_around(self, named: StepReferences) -> None:
         """Takes in wrappers around modules or optimizers of the scope, if they have no parameters of their own."""
-        for optimizer in named.optimizers:
+        for optimizer in [optimizer for optimizer in named.optimizers if id(optimizer) not in self._optimizers]:
             is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
             # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
             # created, and nobody is told when it takes a step.
