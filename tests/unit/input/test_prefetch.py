@@ -510,16 +510,6 @@ class Watched(Loader):
         return [thing for found in self._made if (thing := found()) is not None]
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """What goes in such a test goes without the help of the garbage collector."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class Seen(Exception):
     """An error that one can see go."""
 
