@@ -30,23 +30,13 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from features import (
-    ALIKE,
-    COMPILED,
-    F64,
-    FEATURES,
-    SCHEDULERS,
-    SLOW,
-    STATEFUL,
-    Compiled,
-    Everything,
-    LossOutside,
-    Training,
-    Uncompiled,
-    WithOptimizer,
-    linear,
-    tensors_of,
-)
+from features.compilation import COMPILED, Compiled, Uncompiled
+from features.layers import linear
+from features.losses import LossOutside
+from features.mixed_precision import Everything
+from features.optimizers import WithOptimizer
+from features.schedulers import SCHEDULERS
+from features.training import ALIKE, F64, FEATURES, SLOW, STATEFUL, Training, tensors_of
 from problems import built, data, deal, mlp, mse, replica_id
 from topologies import SIMULATED, central, mirrored
 from torchstrategy._core.devices import memory_device
