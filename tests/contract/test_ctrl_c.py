@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import needs_signals
 from failures import HANG, Problem, assert_same, reduce, replica
 from problems import share_a_place
 from topologies import central_in_one_place
@@ -17,7 +18,6 @@ from torchstrategy._execution import replica_threads
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure")
 
 
-needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
 # Simulated devices count their memory in finalizers, where what interrupts a replica is lost: it comes once more.
 interrupts_finalizers = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <finalize:pytest.PytestUnraisableExceptionWarning"

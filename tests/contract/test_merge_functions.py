@@ -9,8 +9,8 @@ import torch
 
 from problems import context, replica_id
 from runs import Opaque, from_each, one_of, per_replica
-from topologies import TOPOLOGIES, central
-from torchstrategy import OneDeviceStrategy, Strategy
+from topologies import EVERY, TOPOLOGIES, central
+from torchstrategy import Strategy
 
 UNEQUAL = r"^The replicas met a different number of times,? or in a different order: "
 
@@ -169,9 +169,9 @@ def test_a_merge_function_may_not_return_another_strategys_value(components: int
         strategy.run(lambda: context().merge_call(lambda _: foreign))
 
 
+# The merge function of a strategy of one device is on that device.
+@pytest.mark.parametrize("strategy", [name for name in EVERY if name != "one_device"], indirect=True)
 def test_a_merge_function_makes_tensors_where_its_caller_does(strategy: Strategy) -> None:
-    if isinstance(strategy, OneDeviceStrategy):
-        pytest.skip("the merge function of a strategy of one device is on that device")
     with torch.device("meta"):
         made = strategy.run(lambda: context().merge_call(lambda _: [torch.empty(()).device.type]))
     assert from_each(strategy, made[0]) == ["meta"] * strategy.num_replicas_in_sync

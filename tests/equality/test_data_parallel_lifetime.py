@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import torchstrategy
+from conditions import without_simulated_devices
 from data_parallel import FIRST, ROWS, Calls, alike, here, outputs_of, parallel
 from problems import close, data, mlp
 from topologies import SIMULATED, central, compute_devices
@@ -230,7 +231,7 @@ def test_a_buffer_that_counts_counts_each_batch_once_on_a_device_that_is_listed_
     assert module.batches.item() == 1
 
 
-@pytest.mark.skipif(bool(SIMULATED), reason="there are accelerators here")
+@without_simulated_devices
 def test_without_accelerators_the_module_is_called_as_it_is() -> None:
     module = Calls(lambda module, *args, **kwargs: (module, args, kwargs, threading.get_ident()))
     model = DataParallel(module)

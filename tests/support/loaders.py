@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,6 @@ INPUT = os.path.dirname(prefetcher.__file__)
 HANG = 20.0  # seconds: what these tests wait for takes milliseconds
 AHEAD, ON_DEMAND = InputOptions(load_ahead=True), InputOptions(load_ahead=False)
 both_ways = pytest.mark.parametrize("options", [AHEAD, ON_DEMAND], ids=["ahead", "on demand"])
-needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork is what Linux does")
 
 
 def prefetchers() -> set[threading.Thread]:

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import torchstrategy
+from conditions import needs_simulated_devices
 from loaders import AHEAD, HANG, ON_DEMAND, Loader, Rows, batch_numbers, both_ways, prefetchers, rows_of
-from topologies import SIMULATED, central, compute_devices
+from topologies import central, compute_devices
 from torchstrategy import InputOptions, RunOptions, Strategy
 from torchstrategy._input.splitting import in_equal_parts
 
@@ -288,7 +289,7 @@ def test_a_loader_is_read_in_host_memory_in_a_scope(options: InputOptions, worke
         assert len(list(dataset)) == 2
 
 
-@pytest.mark.skipif(not SIMULATED, reason="there is one kind of generators on the CPU")
+@needs_simulated_devices  # on the CPU there is one kind of generators
 def test_a_loader_that_draws_on_the_default_device_goes_on_doing_so() -> None:
     device = compute_devices(1)[0]
     generator = torch.Generator(device).manual_seed(0)

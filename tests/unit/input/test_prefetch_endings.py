@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from loaders import AHEAD, HANG, ON_DEMAND, Loader, batch_numbers, both_ways, needs_fork, prefetchers, rows_of
+from conditions import needs_fork
+from loaders import AHEAD, HANG, ON_DEMAND, Loader, batch_numbers, both_ways, prefetchers, rows_of
 from topologies import central
 from torchstrategy import InputOptions, OutOfRangeError
 from torchstrategy._input import prefetcher

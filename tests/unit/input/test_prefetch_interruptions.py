@@ -20,9 +20,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchstrategy
-from loaders import AHEAD, HANG, INPUT, ON_DEMAND, Loader, batch_number, batch_numbers, needs_fork, prefetchers, rows_of
+from conditions import needs_fork, needs_signals, without_simulated_devices
+from loaders import AHEAD, HANG, INPUT, ON_DEMAND, Loader, batch_number, batch_numbers, prefetchers, rows_of
 from processes import python
-from topologies import SIMULATED, central
+from topologies import central
 from torchstrategy._core.thread_state import CallerState
 from torchstrategy._input import prefetcher
 
@@ -30,8 +31,6 @@ pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
 
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
-has_no_devices = pytest.mark.skipif(bool(SIMULATED), reason="has nothing to do with devices, and takes long")
-needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
 
 
 # Threads that cannot be had
@@ -235,7 +234,7 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
 
 
 @pytest.mark.slow
-@has_no_devices
+@without_simulated_devices
 @pytest.mark.parametrize("context", [pytest.param("fork", marks=needs_fork), "spawn"])
 def test_loader_workers_may_be_forked_and_spawned(context: str) -> None:
     strategy = central(2)
@@ -285,7 +284,7 @@ EXIT = """
 
 
 @pytest.mark.slow
-@has_no_devices
+@without_simulated_devices
 def test_the_interpreter_exits_without_a_word_and_without_waiting() -> None:
     done = python("-W", "error", "-c", textwrap.dedent(EXIT), timeout=40, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
