@@ -93,6 +93,16 @@ def as_found() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What goes in such a test goes without the help of the garbage collector."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
 def no_thread_left() -> Iterator[None]:
     """Fails the test whose replica threads outlive its strategies."""
     before = set(threading.enumerate())

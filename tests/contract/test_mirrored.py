@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import torchstrategy
+from conditions import needs_simulated_devices
 from problems import close, data, deal, mse, replica_id
-from topologies import SIMULATED, central, compute_devices, mirrored, mirrored_with_copies
+from topologies import central, compute_devices, mirrored, mirrored_with_copies
 from torchstrategy.testing import assert_replicas_agree, count_traffic
 
 F64: dict[str, Any] = {"dtype": torch.float64}
@@ -242,7 +243,7 @@ def test_parameters_are_on_the_devices_of_all_replicas() -> None:
     assert len(strategy.extended.parameter_devices) == 3
 
 
-@pytest.mark.skipif(not SIMULATED, reason="replicas on one device send nothing")
+@needs_simulated_devices  # replicas on one device send nothing
 def test_what_is_sent_is_gradients_and_no_parameters() -> None:
     strategy, model, optimizer = made(OPTIMIZERS["adam"])
 

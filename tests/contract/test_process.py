@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import torchstrategy
+from conditions import needs_fork, needs_signals
 from processes import python
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
-
-needs_signals = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
-needs_fork = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fork is what Linux does")
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:

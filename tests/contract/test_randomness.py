@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import torchstrategy
 from problems import in_pieces
-from topologies import SIMULATED, central
+from topologies import ALONE, SIMULATED, central
 from torchstrategy._core.devices import in_use, is_accelerator
 
 
@@ -174,9 +174,8 @@ def test_a_run_inside_a_merge_function_draws_numbers_that_no_other_replica_draws
     assert len(set(found)) == len(found) == 2 * several.num_replicas_in_sync
 
 
+@pytest.mark.parametrize("strategy", ALONE, indirect=True)
 def test_one_replica_draws_what_plain_torch_draws(strategy: torchstrategy.Strategy) -> None:
-    if strategy.num_replicas_in_sync > 1:
-        pytest.skip("several replicas draw more than plain torch")
     torch.manual_seed(5)
     training = Training(strategy)
     losses = training.steps(3)

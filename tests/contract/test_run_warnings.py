@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import needs_simulated_devices
 from problems import data, deal, mlp, mse, replica_id, sgd
-from topologies import SIMULATED, compute_devices
+from topologies import compute_devices
 from torchstrategy.testing import count_traffic
 
 BUFFERS, PLAIN = torchstrategy.ReplicaBufferWarning, torchstrategy.UndistributedBatchWarning
@@ -155,11 +156,10 @@ def test_rows_that_data_parallel_loses_are_warned_of() -> None:
     assert warned(BUFFERS, lambda: model(data(8)[0])) == []
 
 
+@needs_simulated_devices  # on the CPU nothing is sent
 def test_comparing_ends() -> None:
     """Numbers of accelerators that are compared have to be waited for: not in each run."""
     devices = compute_devices(2)
-    if not SIMULATED:
-        pytest.skip("on the CPU nothing is sent")
     strategy = torchstrategy.CentralStorageStrategy(devices, devices[0])
     with strategy.scope():
         model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), Counters())

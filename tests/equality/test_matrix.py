@@ -30,23 +30,14 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from features import (
-    ALIKE,
-    COMPILED,
-    F64,
-    FEATURES,
-    SCHEDULERS,
-    SLOW,
-    STATEFUL,
-    Compiled,
-    Everything,
-    LossOutside,
-    Training,
-    Uncompiled,
-    WithOptimizer,
-    linear,
-    tensors_of,
-)
+from conditions import without_simulated_devices
+from features.compilation import COMPILED, Compiled, Uncompiled
+from features.layers import linear
+from features.losses import LossOutside
+from features.mixed_precision import Everything
+from features.optimizers import WithOptimizer
+from features.schedulers import SCHEDULERS
+from features.training import ALIKE, F64, FEATURES, SLOW, STATEFUL, Training, tensors_of
 from problems import built, data, deal, mlp, mse, replica_id
 from topologies import SIMULATED, central, mirrored
 from torchstrategy._core.devices import memory_device
@@ -601,8 +592,9 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning")  # torch's own, in its compiler
-@pytest.mark.skipif("CI" not in os.environ or bool(SIMULATED), reason="a compiler of C++ takes its time: set CI=1")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler of C++")
+@without_simulated_devices
+@pytest.mark.skipif("CI" not in os.environ, reason="compiles C++, which takes half a minute: set CI=1 to run it")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no compiler: install g++")
 def test_the_kernels_of_inductor_train_replicas_as_they_train_plain_torch() -> None:
     expected = plain("compiled_model")
     torch.manual_seed(0)

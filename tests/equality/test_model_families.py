@@ -24,7 +24,7 @@ from problems import assert_close, context, deal, gradients, sgd
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
 
-WHY = "the models are not installed: pip install '.[models]'"
+WHY = "needs models of well-known packages, which are not installed: pip install '.[models]'"
 transformers: Any = pytest.importorskip("transformers", reason=WHY)
 tokenizers: Any = pytest.importorskip("tokenizers", reason=WHY)
 with warnings.catch_warnings():

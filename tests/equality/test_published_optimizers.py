@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-WHY = "the optimizers are not installed: pip install '.[optimizers]'"
+WHY = "needs optimizers of well-known packages, which are not installed: pip install '.[optimizers]'"
 for package in ("torch_optimizer", "pytorch_optimizer"):
     pytest.importorskip(package, reason=WHY)
 

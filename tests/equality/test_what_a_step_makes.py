@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from features import SCHEDULERS
+from features.schedulers import SCHEDULERS
 from problems import assert_close, built, data, deal, gradients, mlp, mse, parameters, replica_id, sgd
 
 # ---- schedulers and scalers of the scope, wherever the step has them from

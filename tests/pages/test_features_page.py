@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from documents import examples_run_on
-from features import FEATURES, Training
+from features.training import FEATURES, Training
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 TEXT = PAGE.read_text()

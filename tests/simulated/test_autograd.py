@@ -569,7 +569,7 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_function_transforms_compute_what_the_cpu_computes(transform: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if transform is TRANSFORMS["vmap_index"] and torch.__version__ < "2.11":
-        pytest.skip("torch 2.10 asks any index on a device like ours for its number, which vmap refuses")
+        pytest.skip("torch 2.10 cannot index in vmap on a simulated device: install torch 2.11 or newer")
     x = torch.randn(4, 3)
     ours = transform(x.to(ONE))
     assert ours.device == ONE

@@ -28,7 +28,7 @@ from torchstrategy import RunOptions
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available(),
-    reason="DataParallel takes real accelerators where there are any",
+    reason="torch's own DataParallel takes the real accelerators, and this machine has some: hide them",
 )
 
 ROWS = torch.arange(8.0).view(4, 2)  # one row for each of four replicas

@@ -72,6 +72,7 @@ TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
 # replicas, and where devices are simulated logical CPUs are like one.
 EVERY = [name for name in TOPOLOGIES if name not in ("central_2", "central_offset" if SIMULATED else "copies_3")]
 SEVERAL = [name for name in EVERY if name not in ("default", "one_device", "central_1", "copies_1")]
+ALONE = [name for name in EVERY if name not in SEVERAL]
 
 # What makes so many replicas: with memory of their own, and, where nothing is sent, with that of the owner.
 MAKERS: dict[str, Callable[[int], torchstrategy.Strategy]] = {

@@ -326,7 +326,10 @@ def test_what_is_no_device_or_no_function_is_refused() -> None:
 # NCCL
 
 
-@pytest.mark.skipif(why_not_nccl([torch.device("cuda", 0)]) is None, reason="NCCL is here")
+@pytest.mark.skipif(
+    why_not_nccl([torch.device("cuda", 0)]) is None,
+    reason="tests a machine without NCCL, and this one has it: hide its CUDA devices",
+)
 def test_where_there_is_no_nccl_an_all_reduce_is_refused() -> None:
     value = numbers(2)
     with pytest.raises(

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchstrategy
+from conditions import without_simulated_devices
 from problems import in_pieces
-from topologies import SIMULATED, compute_devices
+from topologies import ALONE, compute_devices
 from torchstrategy._core.devices import in_use, memory_device
 
 Log = list[tuple[int, str]]
@@ -536,9 +537,8 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
 # Who runs where
 
 
+@pytest.mark.parametrize("strategy", ALONE, indirect=True)
 def test_one_replica_runs_on_the_callers_thread(strategy: torchstrategy.Strategy) -> None:
-    if strategy.num_replicas_in_sync > 1:
-        pytest.skip("several replicas have threads of their own")
     assert results(strategy, threading.get_ident) == [threading.get_ident()]
     before = set(threading.enumerate())
     strategy.run(lambda: torchstrategy.get_replica_context().merge_call(lambda strategy: None))
@@ -584,7 +584,8 @@ def test_replicas_on_one_device_run_one_at_a_time_and_in_order(in_one_place: tor
     assert log == [entry for part_of_log in expected for entry in part_of_log]
 
 
-@pytest.mark.skipif(bool(SIMULATED), reason="replicas on a device that is not the caller's need a mode")
+# Replicas on a device that is not the caller's need such a mode.
+@without_simulated_devices
 def test_on_the_cpu_no_replica_pays_for_a_function_mode(strategy: torchstrategy.Strategy) -> None:
     def modes() -> int:
         return len(torch.overrides._get_current_function_mode_stack())

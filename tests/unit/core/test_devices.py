@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import without_accelerators
 from problems import shown
 from topologies import central
 from torchstrategy import CentralStorageStrategy, OneDeviceStrategy, get_replica_context
@@ -214,9 +215,8 @@ def test_the_accelerators_that_are_there_are_listed(two_cuda: None, name: Any) -
 # CentralStorageStrategy: a list of them
 
 
+@without_accelerators
 def test_without_devices_it_is_one_cpu_where_there_is_no_accelerator() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
     extended = CentralStorageStrategy().extended
     assert extended.worker_devices == extended.parameter_devices == (cpu(0),)
 
@@ -287,9 +287,8 @@ def test_the_parameter_device_0_is_the_first_accelerator(two_cuda: None) -> None
     assert CentralStorageStrategy(["cpu", "cpu"], 0).extended.parameter_devices == (torch.device("cuda", 0),)
 
 
+@without_accelerators
 def test_the_parameter_device_0_is_refused_where_there_is_no_accelerator() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
     with pytest.raises(ValueError, match=r"is not on this machine"):
         CentralStorageStrategy(["cpu", "cpu"], 0)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from conditions import needs_signals
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import random_streams, replica_threads
 from torchstrategy._execution.random_streams import RandomStreams
@@ -367,7 +368,7 @@ def test_places_that_meet_unequally_are_told_so() -> None:
 
 
 @pytest.mark.usefixtures("several_places")
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
+@needs_signals
 def test_ctrl_c_stops_all_places() -> None:
     replicas, together, log = Replicas(cpus(0, 1, 0)), threading.Barrier(2), []
     computing, over, presses = threading.Event(), threading.Event(), [1]

@@ -41,6 +41,7 @@ from batches import (
     sequences,
     table,
 )
+from conditions import without_simulated_devices
 from problems import assert_close, built, data, gradients, mlp, mse, parameters, replica_id, sgd, shown
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
@@ -51,7 +52,6 @@ from torchstrategy._input.splitting import in_proportion
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 4)}
 ONE_DEVICE = torchstrategy.OneDeviceStrategy(compute_devices(1)[0])
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-on_the_cpu = pytest.mark.skipif(compute_devices(1)[0].type != "cpu", reason="simulated devices have no such tensors")
 
 
 # Every kind
@@ -102,7 +102,7 @@ def test_a_replica_without_rows_sits_out_whatever_the_batch_is_made_of(kind: str
     assert STRATEGIES[3].experimental_local_results(ran) == ((0, 2), (1, 2))
 
 
-@on_the_cpu
+@without_simulated_devices
 @pytest.mark.parametrize("kind", ["floats", "expanded", "every other", "array", "field of records", "strings array"])
 def test_pieces_on_the_cpu_share_the_memory_of_the_batch(kind: str) -> None:
     whole = np.asarray(KINDS[kind](4))

@@ -284,7 +284,10 @@ def test_a_loader_batches_the_rows_in_order(rows: int, batch_size: int) -> None:
 NESTED = {"x": np.arange(10.0).reshape(5, 2), "y": Pair(read_only(np.arange(5)), np.array(list("abcde")))}
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(),
+    reason="forks a process, which this system cannot: run it on Linux or macOS",
+)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_workers_read_what_the_main_process_reads() -> None:
     dataset = ArrayDataset(NESTED)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_failure import Problem, assert_same
 
 import torchstrategy
+from failures import Problem, assert_same
 from problems import context, deal, replica_id
 from topologies import SEVERAL, TOPOLOGIES, central
 from torchstrategy._execution import replica_threads

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
+from conditions import needs_signals
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._core.devices import canonical_device
@@ -346,7 +347,7 @@ def test_a_replica_may_end_while_others_have_blocks_left() -> None:
 
 
 @pytest.mark.usefixtures("places")
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
+@needs_signals
 def test_ctrl_c_stops_replicas_that_compute_and_replicas_that_pause(no_thread_left: None) -> None:
     strategy, stopped, presses = on_cpus(3), [], [1]
 

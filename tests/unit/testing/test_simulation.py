@@ -16,7 +16,10 @@ from torchstrategy.testing import _simulation
 ROOT = Path(__file__).resolve().parents[3]
 
 runs_here = pytest.mark.skipif(bool(_simulation.why_not_simulated()), reason=str(_simulation.why_not_simulated()))
-is_plain = pytest.mark.skipif(bool(torchstrategy.testing.simulated_devices()), reason="this process simulates devices")
+is_plain = pytest.mark.skipif(
+    bool(torchstrategy.testing.simulated_devices()),
+    reason="begins without simulated devices: run pytest without --simulate-devices",
+)
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:

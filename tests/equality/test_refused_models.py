@@ -1,0 +1,277 @@
+"""Models that cannot run in replicas are refused, and are afterwards what they were."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nets import F64
+from problems import ELSEWHERE, assert_close, data, deal, gradients, mlp, mse, where_it_is
+
+
+def refused(make: Any, build: Callable[[], nn.Module], match: str) -> None:
+    """The model is refused at its first run, and is afterwards what it was."""
+    strategy = make(3)
+    with strategy.scope():
+        model = build()
+    with pytest.raises(TypeError, match=match):
+        strategy.run(lambda: model(torch.ones(1, 3)))
+
+
+def test_a_script_module_is_refused(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(3, 2))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = scripted
+
+    refused(make, Holder, r"Holder\.inner is a ScriptModule, of which replicas cannot have copies")
+
+
+def test_a_module_made_in_inference_mode_is_refused_and_one_that_runs_in_it_is_not(make):
+    strategy = make(3)
+    with torch.inference_mode(), strategy.scope():
+        model = mlp()
+    with pytest.raises(TypeError, match=r"^Sequential\.0\.weight was made in torch\.inference_mode\(\)"):
+        strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(7)),))
+    with strategy.scope():
+        model = mlp()
+    with torch.inference_mode():
+        result = strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(7)),))
+    assert sum(len(rows) for rows in strategy.experimental_local_results(result)) == 7
+
+
+def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(make):
+    def build() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return nn.Sequential(nn.LazyLinear(2))
+
+    refused(
+        make,
+        build,
+        r"Sequential\.0\.weight has no shape yet: LazyLinear is lazy\. Run one batch through the module, outside",
+    )
+    strategy = make(3)
+    with strategy.scope():
+        model = build()
+    with pytest.raises(TypeError, match="has no shape yet"):
+        strategy.run(lambda: model(torch.ones(1, 3)))
+    model(torch.ones(1, 3, device=model[0].weight.device))
+    batch = data(7, torch.float32)
+    strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, batch),))
+    twin = copy.deepcopy(model)
+    mse(twin, where_it_is(twin, batch)).backward()
+    assert_close(gradients(model), gradients(twin), "after the first batch")
+
+
+class Attribute(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_tensor_that_requires_grad_in_a_plain_attribute_is_refused(make):
+    refused(
+        make,
+        lambda: Attribute(log_t=torch.zeros(1, requires_grad=True)),
+        r"Attribute\.log_t is a tensor that requires grad in a plain attribute, so a replica's copy would not learn\.",
+    )
+
+
+def test_a_tensor_that_requires_grad_is_refused_also_when_it_was_put_there_between_runs(make):
+    strategy = make(3)
+    with strategy.scope():
+        model = Attribute()
+    strategy.run(lambda: model(torch.ones(1, 3)).detach())
+    model.kept = torch.zeros(1, requires_grad=True)
+    with pytest.raises(TypeError, match=r"Attribute\.kept is a tensor that requires grad"):
+        strategy.run(lambda: model(torch.ones(1, 3)).detach())
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_parameters_in_a_plain_container_learn_or_are_refused(make, container):
+    def build() -> nn.Module:
+        model = Attribute()
+        parameter = nn.Parameter(torch.ones(2))
+        model.extra = [parameter] if container == "list" else {"x": parameter}
+        model.forward = None
+        return model
+
+    strategy = make(3)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = build()
+        extra = model.extra[0] if container == "list" else model.extra["x"]
+        optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    start = extra.detach().clone()
+
+    def step(b: Any) -> None:
+        mine = model.extra[0] if container == "list" else model.extra["x"]
+        optimizer.zero_grad()
+        F.mse_loss(model.layer(b[0]) * mine, b[1]).backward()
+        optimizer.step()
+
+    try:
+        strategy.run(step, args=(deal(strategy, data(7, torch.float32)),))
+    except (TypeError, RuntimeError) as error:
+        assert "extra" in str(error) or "param_groups" in str(error)
+    else:
+        assert not torch.equal(extra, start), "the tensor was given to the optimizer, was used, and has not learnt"
+
+
+def test_a_subclass_of_parameter_is_refused(make):
+    class Special(nn.Parameter):
+        pass
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.weight = Special(model.weight.data)
+        return model
+
+    refused(
+        make,
+        build,
+        r"Linear\.weight is a Special\. Replicas can have copies of torch\.nn\.Parameter itself, and not of its",
+    )
+
+
+class Meter:
+    """What people keep in a model: it counts, with a lock, and writes a log."""
+
+    def __init__(self, stream):
+        self.count, self.lock, self.stream, self.nested = 0, threading.Lock(), stream, [(i for i in range(3)), math]
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.meter = nn.Linear(3, 2), None
+
+    def forward(self, x):
+        with self.meter.lock:
+            self.meter.count += 1
+            self.meter.stream.write("x")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("when", ["from the start", "between runs"])
+def test_what_cannot_be_copied_is_one_for_all_replicas(make, when):
+    """A lock, a generator, a Python module or an open file in an attribute, or in an object there, was refused."""
+    strategy = make(3)
+    with strategy.scope():
+        model = Counts()
+    stream = OneStream()
+    if when == "between runs":
+        model.meter = Meter(OneStream())
+        strategy.run(lambda: model(torch.ones(1, 3)).detach())
+    model.meter = Meter(stream)
+    for count in (1, 2):
+        strategy.run(lambda: model(torch.ones(1, 3)).detach())
+        assert (model.meter.count, stream.written) == (count, 3 * count)
+    assert type(model.meter.lock) is type(threading.Lock()) and model.meter.nested[1] is math
+
+
+class OneStream:
+    def __init__(self):
+        self.written = 0
+
+    def write(self, text):
+        self.written += 1
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("cannot pickle a stream")
+
+
+def test_a_module_that_cannot_be_copied_is_refused(make):
+    class Stubborn(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("there is one")
+
+    refused(
+        make, lambda: nn.Sequential(Stubborn(3, 2)), r"Sequential cannot be copied for the replicas: .*there is one"
+    )
+
+
+def test_one_model_in_two_strategies_is_refused(make):
+    first, second = make(2), make(2)
+    with first.scope():
+        model = mlp()
+    match = r"already belongs to another strategy"
+    with pytest.raises(RuntimeError, match=match):
+        second.distribute_module(model)
+    with pytest.raises(RuntimeError, match=match):
+        second.distribute_module(nn.Sequential(model[0]))
+    own = second.distribute_module(copy.deepcopy(model))
+    assert first.extended.variable_created_in_scope(model) and second.extended.variable_created_in_scope(own)
+    assert not second.extended.variable_created_in_scope(model)
+    first.run(lambda b: mse(model, b).backward(), args=(deal(first, data(4)),))
+    second.run(lambda b: mse(own, b).backward(), args=(deal(second, data(4)),))
+    assert_close(gradients(own), gradients(model), "each in its own strategy")
+
+
+def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_its_first_run(make):
+    first, second = make(2), make(2)
+    with first.scope():
+        model = mlp()
+    with pytest.raises(RuntimeError, match=r"already belongs to another strategy"):
+        with second.scope():
+            other = nn.Sequential(model[2], nn.Tanh())
+        second.run(lambda: other(torch.ones(1, 4, **F64)).detach())
+
+
+def test_a_model_that_is_refused_leaves_none_of_its_parts_claimed(make):
+    """The parts before the one of another strategy belonged to the strategy that had refused them, for ever."""
+    first, second, third = make(2), make(2), make(2)
+    with first.scope():
+        theirs = mlp()
+    new = nn.Linear(3, 3, **F64)
+    with pytest.raises(RuntimeError, match=r"already belongs to another strategy"):
+        second.distribute_module(nn.Sequential(new, theirs))
+    assert third.extended.variable_created_in_scope(third.distribute_module(new))
+
+
+def test_a_model_of_another_strategy_in_a_step_is_refused(make):
+    first, second = make(2), make(2)
+    with first.scope():
+        model = mlp()
+    with pytest.raises(RuntimeError, match=f"scope|strategy|{ELSEWHERE}"):
+        second.run(lambda b: mse(model, b).backward(), args=(deal(second, data(4)),))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_buffer_of_another_shape_is_refused_by_name(make):
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("queue", torch.zeros(2))
+
+        def forward(self) -> None:
+            self.queue = torch.cat([self.queue, torch.ones(1)])
+
+    strategy = make(2)
+    with strategy.scope():
+        model = Growing()
+    with pytest.raises(
+        RuntimeError, match=r"A replica replaced the buffer Growing\.queue, of shape \(2,\) and torch\.float32, by"
+    ):
+        strategy.run(lambda: model())
+    assert model.queue.tolist() == [0.0, 0.0]

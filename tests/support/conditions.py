@@ -1,0 +1,29 @@
+"""What a test needs of the machine or of the run, with a reason that says what is missing and what to do."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+import torch
+
+from topologies import SIMULATED
+
+needs_simulated_devices = pytest.mark.skipif(
+    not SIMULATED, reason="needs simulated devices: run pytest with --simulate-devices=5"
+)
+without_simulated_devices = pytest.mark.skipif(
+    bool(SIMULATED), reason="tests what happens on the CPU: run pytest without --simulate-devices"
+)
+without_accelerators = pytest.mark.skipif(
+    torch.accelerator.is_available(),
+    reason="tests a machine without accelerators, and this one has some: hide them, and run without --simulate-devices",
+)
+needs_fork = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="forks a process that has threads: run it on Linux"
+)
+needs_signals = pytest.mark.skipif(
+    not (hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")),
+    reason="sends signals to threads, which this system cannot: run it on Linux or macOS",
+)
