@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree
 
@@ -22,6 +24,9 @@ class ExtendedLike(Protocol):
 
     def _device_of(self, replica: int) -> Device:
         """The device of one replica."""
+
+    def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Any) -> Any:
+        """Makes a variable of the kind that suits the strategy."""
 
     def _take_variable(self, variable: Any) -> None:
         """Registers a variable that was created in the scope."""
