@@ -254,8 +254,6 @@ def _of_tensors(value: object) -> DistributedValues:
         return PerReplica([value])
     if not isinstance(value, DistributedValues):
         raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
-    if all(isinstance(component, torch.Tensor) for component in value.values):
-        return value
     return PerReplica([as_tensor(component) for component in value.values])
 
 
