@@ -1,4 +1,4 @@
-"""What the lower rooms know of a strategy and of a replica's context, which are classes of a higher room."""
+"""What the lower rooms know of a strategy, of a replica's context and of variables, which are of higher rooms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ import torch
 
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree
+
+
+class VariableBase:
+    """The base class of variables: tensors that have another value in each replica."""
+
+    # It is no Protocol, since `isinstance` with one takes twenty times as long.
+
+    def read_value(self) -> torch.Tensor:
+        """The value in the caller's replica, as a plain tensor."""
+        raise NotImplementedError
 
 
 class ExtendedLike(Protocol):

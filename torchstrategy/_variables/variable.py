@@ -28,7 +28,7 @@ from torchstrategy._core.context import current_frame, is_default, local_object,
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
+from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike, VariableBase
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
@@ -42,7 +42,7 @@ _ADD: _Operation = torch.Tensor.add_
 _SUBTRACT: _Operation = torch.Tensor.sub_
 
 
-class Variable(ShowsLocalGrad):
+class Variable(ShowsLocalGrad, VariableBase):
     """A tensor that all replicas of a strategy share, and that a step may assign.
 
     It is a `torch.nn.Parameter`, so torch functions, optimizers and modules take it. If it is created in a strategy's
