@@ -30,12 +30,16 @@ from torchstrategy._core.structured_types import is_record, leaves_within, parts
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
 from torchstrategy._core.tree import is_container, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
+from torchstrategy._input.arrays import has_dtype
 from torchstrategy._input.registration import SINGLE, Kind, TensorFn, registration_of, sliced, whole, without_tensors
 
 
 @final
 class Rows(list[Any]):
-    """A list in which each item is a row, whatever it is. With `lists_are_rows`, all lists of a batch become `Rows`."""
+    """A list in which each item is a row, whatever it is. With `lists_are_rows`, all lists of a batch become `Rows`.
+
+    Some of the rows are a list again.
+    """
 
 
 def lists_as_rows(batch: Tree) -> Tree:
@@ -71,9 +75,7 @@ def kind_of(value: Any) -> Kind | None:
         return _of_array(value)
     if isinstance(value, rnn.PackedSequence):
         return _PACKED
-    if type(value) is Rows:
-        return _ITEMS
-    if type(value) is list or _is_strings(value):
+    if type(value) in (list, Rows) or _is_strings(value):
         return _LIST
     if is_record(value):
         return _RECORD
@@ -241,17 +243,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
         return _ONE_THING
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
         return _ROWS
-    return _NUMBERS if _has_dtype(array.dtype.newbyteorder("=")) else None
-
-
-@functools.cache
-def _has_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has the dtype of an array of numbers."""
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except TypeError:
-        return False
-    return True
+    return _NUMBERS if has_dtype(array.dtype) else None
 
 
 def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor:
@@ -270,10 +262,10 @@ def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
-    """The `apply` of a list of rows, which may hold tensors without dimensions and values of registered types."""
+    """The `apply` of a list of rows. They have no rows of their own, unless the list is one of `Rows`."""
     if all(type(item) in _PLAIN for item in items):
         return items
-    return [applied(item, fn) for item in items]
+    return [applied_within(item, fn) for item in items]
 
 
 def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -332,9 +324,6 @@ _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check 
 _ONE_THING = Kind(None, whole, without_tensors)
 _ROWS = Kind(len, sliced, without_tensors)
 _LIST = Kind(len, sliced, _apply_to_items)
-_ITEMS = Kind(
-    len, lambda items, rows: Rows(items[rows]), lambda items, fn: Rows([applied_within(item, fn) for item in items])
-)
 _TENSOR = Kind(None, whole, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
 _SPARSE = Kind(len, _take_sparse, _apply_to_tensor)

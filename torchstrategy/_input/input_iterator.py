@@ -9,13 +9,13 @@ from typing import Any, Protocol, final, runtime_checkable
 from torchstrategy._core.errors import an
 from torchstrategy._core.types import Tree
 from torchstrategy._input.dataset import DatasetFn
-from torchstrategy._input.iterator import OutOfRangeError
+from torchstrategy._input.iterator import BatchIterator
 from torchstrategy._input.options import InputContext
 from torchstrategy._input.source import is_map_style
 
 
 @final
-class InputIterator:
+class InputIterator(BatchIterator):
     """An iterator over batches that are split among replicas.
 
     `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It reads nothing before the
@@ -49,24 +49,10 @@ class InputIterator:
         """Reading this property calls `initialize()`."""
         return self.initialize()
 
-    def __iter__(self) -> Iterator[Tree]:
-        return self
-
     def __next__(self) -> Tree:
         if self._iterator is None:
             self._iterator = iter(self._dataset)
         return next(self._iterator)
-
-    def get_next(self) -> Tree:
-        """The next batch.
-
-        Raises:
-            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
-        """
-        try:
-            return next(self)
-        except StopIteration:
-            raise OutOfRangeError("The dataset has no more batches.") from None
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -61,7 +61,6 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas
     spec: TreeSpec
     rows: tuple[int, ...]  # how many rows each replica got
-    has_rows: bool = False  # whether there are `Rows` in the parts, which have to become lists again
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split."""
@@ -70,9 +69,7 @@ class SplitBatch(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
-        columns: Iterator[Sequence[Tree]] = zip(*arrived, strict=True)
-        if self.has_rows:
-            columns = iter([list(map(rows_as_lists, column)) for column in columns])
+        columns = zip(*arrived, strict=True)
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
 
@@ -140,7 +137,7 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
         TypeError: If a leaf is of no known kind.
     """
     first = next(element for element in elements if element is not ABSENT)
-    rows = [0 if element is ABSENT else _rows(element) for element in elements]
+    counts = [0 if element is ABSENT else _rows(element) for element in elements]
     filled = [map_leaves(_without_rows, first, is_leaf) if element is ABSENT else element for element in elements]
     try:
         columns, spec = zip_leaves(filled, _is_leaf_or_empty)
@@ -150,8 +147,8 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
             f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
             "dataset yields has to be alike."
         ) from None
-    # An element without rows is one example.
-    return SplitBatch([Parts(column) for column in columns], spec, tuple(1 if n is None else n for n in rows))
+    rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
+    return SplitBatch([Parts(map(rows_as_lists, column)) for column in columns], spec, rows)
 
 
 def _is_leaf_or_empty(value: Any) -> bool:

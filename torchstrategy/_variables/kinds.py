@@ -17,13 +17,7 @@ from torchstrategy._core.options import VariableAggregation, VariableSynchroniza
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import make_parameter, version
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._variables.variable import (
-    Variable,
-    Wanted,
-    make_data,
-    plain_alias,
-    write,
-)
+from torchstrategy._variables.variable import Variable, Wanted, make_data, plain_alias, write
 
 
 class DistributedVariable(Variable):

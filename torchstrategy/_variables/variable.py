@@ -375,10 +375,7 @@ class Wanted:
             raise TypeError(f"Variable(trainable={self.trainable!r}): it is True, False or None.")
         if not isinstance(self.name, (str, type(None))):
             raise TypeError(f"Variable(name={self.name!r}): it is a string or None.")
-        for given, kind in (
-            (self.synchronization, VariableSynchronization),
-            (self.aggregation, VariableAggregation),
-        ):
+        for given, kind in ((self.synchronization, VariableSynchronization), (self.aggregation, VariableAggregation)):
             if not isinstance(given, kind):
                 raise ValueError(f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}.")
 
