@@ -41,7 +41,8 @@ class Bucketing:
         """`count` buckets of equal size for each kind of column; the last one also has the rest. 0: one per column."""
         packs: list[list[_Piece]] = []
         for kind in _kinds(columns):
-            packs += _cut(columns, kind, count) if count and _is_packable(columns[kind[0]]) else _alone(columns, kind)
+            is_cut = count and _is_packable(columns[kind[0]])
+            packs += _cut(columns, kind, count) if is_cut else _filled(columns, kind, 0)
         return cls(columns, packs)
 
     @classmethod
@@ -110,10 +111,6 @@ def _is_packable(column: Column) -> bool:
 
 def _whole(columns: Sequence[Column], index: int) -> _Piece:
     return _Piece(index, 0, columns[index][0].numel())
-
-
-def _alone(columns: Sequence[Column], kind: Sequence[int]) -> list[list[_Piece]]:
-    return [[_whole(columns, index)] for index in kind]
 
 
 def _filled(columns: Sequence[Column], kind: Sequence[int], limit: int) -> list[list[_Piece]]:

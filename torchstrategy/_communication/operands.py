@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchstrategy._core.protocols import VariableBase
 from torchstrategy._core.types import Tree
 
 
@@ -18,8 +19,7 @@ def as_tensor(value: Tree) -> torch.Tensor:
         ValueError: If it is None.
     """
     if isinstance(value, torch.Tensor):
-        # A variable has another value in each replica, so it is read here, in the caller's replica.
-        return value.read_value() if hasattr(value, "read_value") else value
+        return value.read_value() if isinstance(value, VariableBase) else value
     if value is None:
         raise ValueError("Only tensors, arrays and numbers can be combined across replicas; got None.")
     try:

@@ -7,34 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.operands import as_tensor, check_addable, check_gatherable
 from torchstrategy._communication.transfer import added, concatenated
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree
-
-
-def combined(op: ReduceOp, values: Sequence[Tree], device: Device) -> torch.Tensor:
-    """The element-wise sum or mean of values of one shape, on `device`.
-
-    Raises:
-        ValueError: If shapes or dtypes differ.
-        TypeError: If a value cannot be added.
-    """
-    return combined_in_packs(op, [values], device, 0)[0]
-
-
-def combined_in_packs(
-    op: ReduceOp, columns: Sequence[Sequence[Tree]], device: Device, bytes_per_pack: int
-) -> list[torch.Tensor]:
-    """The result of `combined` for each of several columns, which are sent in buckets of at most `bytes_per_pack`."""
-    tensors = [[as_tensor(value) for value in values] for values in columns]
-    for column in tensors:
-        check_addable(column)
-    totals = in_buckets(tensors, bytes_per_pack, lambda column: added(column, device))
-    if op is ReduceOp.SUM:
-        return totals
-    return [total / len(column) for total, column in zip(totals, tensors, strict=True)]
 
 
 def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, ...], device: Device) -> torch.Tensor:

@@ -9,10 +9,10 @@ together again. A value of several replicas is a `DistributedValues`. `context` 
     types                 the type aliases of the package
     warnings              the warnings that a run gives about numbers that one device would not have
     devices               which device a name means, and whether it is there
-    protocols             what the lower rooms know of a strategy and of a replica's context
-    structured_types      objects with known parts, such as dataclasses, which are no containers for torch
+    protocols             what the lower rooms know of a strategy, of a replica's context and of variables
     trace                 the ranges that torch's profilers show of a run
     tree                  nested containers: taking them apart, and putting them together again
+    structured_types      objects with known parts, such as dataclasses, which are no containers for torch
     context               the stack of each thread: in which strategy and in which replica it is
     thread_state          torch's thread-local state, which a replica's thread takes over from the caller of `run`
     distributed_values    one value per replica: how such values are made, taken apart and printed

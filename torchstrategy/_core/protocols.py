@@ -1,4 +1,4 @@
-"""What the lower rooms know of a strategy and of a replica's context, which are classes of a higher room."""
+"""What the lower rooms know of a strategy, of a replica's context and of variables, which are of higher rooms."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree
+
+
+class VariableBase:
+    """The base class of variables: tensors that have another value in each replica."""
+
+    # It is no Protocol, since `isinstance` with one takes twenty times as long.
+
+    def read_value(self) -> torch.Tensor:
+        """The value in the caller's replica, as a plain tensor."""
+        raise NotImplementedError
 
 
 class ExtendedLike(Protocol):
@@ -22,6 +34,9 @@ class ExtendedLike(Protocol):
 
     def _device_of(self, replica: int) -> Device:
         """The device of one replica."""
+
+    def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Any) -> Any:
+        """Makes a variable of the kind that suits the strategy."""
 
     def _take_variable(self, variable: Any) -> None:
         """Registers a variable that was created in the scope."""

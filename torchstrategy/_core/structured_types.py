@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torchstrategy._core.errors import an
+from torchstrategy._core.tree import leaves_with_names
 from torchstrategy._core.types import Tree
 
 
@@ -26,6 +27,25 @@ def parts_of(record: Any) -> dict[str, Tree]:
         names = [field.name for field in fields(record)]
         return {f".{name}": getattr(record, name) for name in names if hasattr(record, name)}
     return {f"[{key!r}]": part for key, part in record.items()}
+
+
+def leaves_within(
+    tree: Tree, name: str, is_leaf: Callable[[Tree], bool] | None = None, is_record: Callable[[Any], bool] = is_record
+) -> Iterator[tuple[str, Tree]]:
+    """The leaves of a tree, with the leaves in its records in place of these, and how Python code reads each of them.
+
+    Args:
+        tree: Any tree.
+        name: How Python code reads the tree itself.
+        is_leaf: Which containers not to look into.
+        is_record: Which of the leaves are records to look into.
+    """
+    for path, leaf in leaves_with_names(tree, is_leaf):
+        if not is_record(leaf):
+            yield f"{name}{path}", leaf
+            continue
+        for part, held in parts_of(leaf).items():
+            yield from leaves_within(held, f"{name}{path}{part}", is_leaf, is_record)
 
 
 def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:

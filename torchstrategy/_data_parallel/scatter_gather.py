@@ -11,8 +11,8 @@ anything else           given to each replica            a list with one item fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.errors import an
-from torchstrategy._core.structured_types import is_record, parts_of, with_parts
+from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.tree import first_unlike, leaves_with_names, map_leaves, unflatten_like, zip_leaves
 from torchstrategy._core.types import Device, Tree
+from torchstrategy._input.splitting import in_equal_parts
 
 
 def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int) -> PerReplica:
@@ -40,18 +41,16 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     rows = _rows([("inputs", inputs), *kwargs.items()], dim)
     if not rows:
         return PerReplica([moved((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
-    # Rounded up, as `torch.chunk` does, which cuts the inputs of `torch.nn.DataParallel`.
-    size = -(-rows // len(devices))
-    starts = [min(r * size, rows) for r in range(len(devices) + 1)]
-    counts = tuple(end - start for start, end in pairwise(starts))
 
-    def piece(r: int) -> Tree:
+    def piece(part: slice, device: Device) -> Tree:
         def narrowed(leaf: Tree) -> Tree:
-            return leaf.narrow(dim, starts[r], counts[r]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+            is_cut = isinstance(leaf, torch.Tensor) and leaf.dim()
+            return leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
 
-        return moved(_mapped(narrowed, (inputs, kwargs)), devices[r])
+        return moved(_mapped(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
 
-    return PerReplica([piece(r) if count else ABSENT for r, count in enumerate(counts)], counts)
+    parts = in_equal_parts(len(devices))(rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
+    return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
 
 
 def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = "output") -> Tree:
@@ -84,7 +83,7 @@ def moved(tree: Tree, device: Device) -> Tree:
 def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     """How many rows all tensors have; None if there are no tensors with rows."""
     first = None
-    for name, leaf in chain.from_iterable(_named_leaves(tree, name) for name, tree in arguments):
+    for name, leaf in chain.from_iterable(leaves_within(tree, name) for name, tree in arguments):
         _refuse_uncuttable(leaf, name)
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             continue
@@ -152,15 +151,6 @@ def _unlike(name: str, other: int, how: str) -> ValueError:
         f"The replicas returned an {name} of different structure, which cannot be put together: the first of them and "
         f"number {other + 1} differ in {how}. Return the same containers whatever the rows are."
     )
-
-
-def _named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Tree]]:
-    for path, leaf in leaves_with_names(tree):
-        if not is_record(leaf):
-            yield f"{name}{path}", leaf
-            continue
-        for part, held in parts_of(leaf).items():
-            yield from _named_leaves(held, f"{name}{path}{part}")
 
 
 def _mapped(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:

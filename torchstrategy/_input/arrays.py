@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias, final
@@ -104,7 +105,7 @@ class _Copied:
 
 def _column(array: _Array) -> _Array | _Copied:
     """An object that returns the rows of an array by their indices."""
-    if isinstance(array, torch.Tensor) or not _has_dtype(array):
+    if isinstance(array, torch.Tensor) or not has_dtype(array.dtype):
         return array
     if not array.flags.writeable:
         return _Copied(array)  # torch has no read-only tensors
@@ -114,10 +115,11 @@ def _column(array: _Array) -> _Array | _Copied:
         return _Copied(array)
 
 
-def _has_dtype(array: np.ndarray[Any, Any]) -> bool:
-    """Whether torch has a dtype for the items of an array."""
+@functools.cache
+def has_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has a dtype for the items of arrays of a dtype, in any byte order."""
     try:
-        torch.from_numpy(np.empty(0, array.dtype.newbyteorder("=")))
+        torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
         return False
     return True

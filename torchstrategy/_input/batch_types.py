@@ -26,16 +26,20 @@ from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrategy._core.errors import an
-from torchstrategy._core.structured_types import is_record, parts_of, with_parts
+from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
-from torchstrategy._core.tree import is_container, leaves_with_names, map_leaves, tree_flatten
+from torchstrategy._core.tree import is_container, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.registration import SINGLE, Kind, TensorFn, registration_of, sliced, without_tensors
+from torchstrategy._input.arrays import has_dtype
+from torchstrategy._input.registration import SINGLE, Kind, TensorFn, registration_of, sliced, whole, without_tensors
 
 
 @final
 class Rows(list[Any]):
-    """A list in which each item is a row, whatever it is. With `lists_are_rows`, all lists of a batch become `Rows`."""
+    """A list in which each item is a row, whatever it is. With `lists_are_rows`, all lists of a batch become `Rows`.
+
+    Some of the rows are a list again.
+    """
 
 
 def lists_as_rows(batch: Tree) -> Tree:
@@ -52,7 +56,7 @@ def _exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     def change(leaf: Any) -> Any:
         if type(leaf) is old:
             return new(leaf)
-        if is_record(leaf) and registration_of(leaf) is None:
+        if _is_record(leaf):
             return with_parts(leaf, lambda _, part: _exchanged(part, old, new))
         return leaf
 
@@ -71,9 +75,7 @@ def kind_of(value: Any) -> Kind | None:
         return _of_array(value)
     if isinstance(value, rnn.PackedSequence):
         return _PACKED
-    if type(value) is Rows:
-        return _ITEMS
-    if type(value) is list or _is_strings(value):
+    if type(value) in (list, Rows) or _is_strings(value):
         return _LIST
     if is_record(value):
         return _RECORD
@@ -86,72 +88,54 @@ def is_leaf(value: Any) -> bool:
     if kind is torch.Tensor:
         return True
     if kind is list:
-        return bool(value) and not any(map(_has_rows, value))
+        return bool(value) and not any(map(_makes_container, value))
     if kind is tuple:
         return _is_strings(value)
     return isinstance(value, (rnn.PackedSequence, torch.Size)) or registration_of(value) is not None
 
 
-def counts_within(value: Any) -> list[int] | None:
-    """The numbers of rows of a leaf, or of the leaves in its parts.
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf, or a leaf in its parts, has rows."""
+    return any(kind is not None and kind.rows is not None for kind in map(kind_of, _parts(leaf)))
 
-    The list has no number for a single value. It is None if the library does not know how to split one of the leaves.
-    """
-    kind = kind_of(value)
-    if kind is None:
-        return None
-    if kind.parts is None:
-        return [] if kind.rows is None else [kind.rows(value)]
-    counts: list[int] = []
-    for part in kind.parts(value).values():
-        for leaf in tree_flatten(part, is_leaf)[0]:
-            inner = counts_within(leaf)
-            if inner is None:
-                return None
-            counts += inner
+
+def row_counts(batch: Tree) -> set[int] | None:
+    """The numbers of rows of all values in a batch; None if the library does not know how to split one of them."""
+    counts = set()
+    for value in [part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]:
+        kind = kind_of(value)
+        if kind is None:
+            return None
+        if kind.rows is not None:
+            counts.add(kind.rows(value))
     return counts
 
 
-def is_registered_within(value: Any) -> bool:
+def is_registered_within(leaf: Any) -> bool:
     """Whether a leaf, or a leaf in its parts, is of a registered type, so that a user's function takes its rows."""
-    if registration_of(value) is not None:
-        return True
-    kind = kind_of(value)
-    parts = {} if kind is None or kind.parts is None else kind.parts(value)
-    return any(is_registered_within(leaf) for part in parts.values() for leaf in tree_flatten(part, is_leaf)[0])
+    return any(registration_of(value) is not None for value in _parts(leaf))
 
 
-def named_counts(batch: Tree, name: str = "") -> Iterator[tuple[str, int]]:
+def named_counts(batch: Tree) -> Iterator[tuple[str, int]]:
     """The names of all values that have rows, and the number of their rows.
 
     Raises:
         TypeError: If it is not known how to deal a value out.
     """
-    for path, value in leaves_with_names(batch, is_leaf):
+    for name, value in leaves_within(batch, "batch", is_leaf, _is_record):
         kind = kind_of(value)
         if kind is None:
             raise TypeError(
-                f"batch{name}{path} is {_described(value)}, and it is not known how to deal out its rows. "
-                f"{_what_to_do(value)}"
+                f"{name} is {_described(value)}, and it is not known how to deal out its rows. {_what_to_do(value)}"
             )
-        if kind.parts is not None:
-            for part, held in kind.parts(value).items():
-                yield from named_counts(held, f"{name}{path}{part}")
-        elif kind.rows is not None:
-            yield f"{name}{path}", kind.rows(value)
-
-
-def cut(leaf: Any, parts: Sequence[slice]) -> list[Any]:
-    """For each slice in `parts`, `leaf` with only these rows of all values in it that have rows."""
-    kind = kind_of(leaf)
-    if kind is None or (kind.rows is None and kind.parts is None):
-        return [leaf] * len(parts)
-    return [kind.take(leaf, rows) for rows in parts]
+        if kind.rows is not None:
+            yield name, kind.rows(value)
 
 
 def taken(leaf: Any, rows: slice) -> Any:
     """`leaf` with only some rows of all values in it that have rows."""
-    return cut(leaf, [rows])[0]
+    kind = kind_of(leaf)
+    return leaf if kind is None else kind.take(leaf, rows)
 
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
@@ -194,7 +178,18 @@ def memory_of(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
-def _has_rows(value: Any) -> bool:
+def _parts(leaf: Any) -> list[Any]:
+    """The leaves in the parts of a leaf that is a record; of any other leaf, only the leaf itself."""
+    if not _is_record(leaf):
+        return [leaf]
+    return [part for held in tree_flatten(parts_of(leaf), is_leaf)[0] for part in _parts(held)]
+
+
+def _is_record(leaf: Any) -> bool:
+    return kind_of(leaf) is _RECORD
+
+
+def _makes_container(value: Any) -> bool:
     """Whether a list with such an item is a container, and not a list of rows."""
     if type(value) in _PLAIN:
         return False
@@ -203,7 +198,7 @@ def _has_rows(value: Any) -> bool:
     kind = kind_of(value)
     if kind is None:
         return isinstance(value, (torch.Tensor, np.ndarray))  # it has rows, though the library cannot split it
-    return kind.rows is not None or kind.parts is not None
+    return kind.rows is not None or kind is _RECORD
 
 
 def _is_strings(value: Any) -> bool:
@@ -248,17 +243,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
         return _ONE_THING
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
         return _ROWS
-    return _NUMBERS if _has_dtype(array.dtype.newbyteorder("=")) else None
-
-
-@functools.cache
-def _has_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has the dtype of an array of numbers."""
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except TypeError:
-        return False
-    return True
+    return _NUMBERS if has_dtype(array.dtype) else None
 
 
 def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor:
@@ -277,10 +262,10 @@ def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
-    """The `apply` of a list of rows, which may hold tensors without dimensions and values of registered types."""
+    """The `apply` of a list of rows. They have no rows of their own, unless the list is one of `Rows`."""
     if all(type(item) in _PLAIN for item in items):
         return items
-    return [applied(item, fn) for item in items]
+    return [applied_within(item, fn) for item in items]
 
 
 def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -336,16 +321,13 @@ def _apply_to_record(record: Any, fn: TensorFn) -> Any:
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
-_ONE_THING = Kind(None, sliced, without_tensors)
+_ONE_THING = Kind(None, whole, without_tensors)
 _ROWS = Kind(len, sliced, without_tensors)
 _LIST = Kind(len, sliced, _apply_to_items)
-_ITEMS = Kind(
-    len, lambda items, rows: Rows(items[rows]), lambda items, fn: Rows([applied_within(item, fn) for item in items])
-)
-_TENSOR = Kind(None, sliced, _apply_to_tensor)
+_TENSOR = Kind(None, whole, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
 _SPARSE = Kind(len, _take_sparse, _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
 _NUMBERS = Kind(len, sliced, _apply_to_numbers)
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, _apply_to_record, parts_of)
+_RECORD = Kind(None, _take_record, _apply_to_record)

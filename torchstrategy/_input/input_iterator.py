@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from itertools import repeat
+from typing import Any, Protocol, final, runtime_checkable
 
 from torchstrategy._core.errors import an
 from torchstrategy._core.types import Tree
 from torchstrategy._input.dataset import DatasetFn
-from torchstrategy._input.iterator import OutOfRangeError
+from torchstrategy._input.iterator import BatchIterator
 from torchstrategy._input.options import InputContext
 from torchstrategy._input.source import is_map_style
 
 
 @final
-class InputIterator:
+class InputIterator(BatchIterator):
     """An iterator over batches that are split among replicas.
 
     `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It reads nothing before the
@@ -48,24 +49,17 @@ class InputIterator:
         """Reading this property calls `initialize()`."""
         return self.initialize()
 
-    def __iter__(self) -> Iterator[Tree]:
-        return self
-
     def __next__(self) -> Tree:
         if self._iterator is None:
             self._iterator = iter(self._dataset)
         return next(self._iterator)
 
-    def get_next(self) -> Tree:
-        """The next batch.
 
-        Raises:
-            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
-        """
-        try:
-            return next(self)
-        except StopIteration:
-            raise OutOfRangeError("The dataset has no more batches.") from None
+@runtime_checkable
+class _HasNext(Protocol):
+    """An `InputIterator`, a `DistributedIterator`, or what takes their place."""
+
+    def get_next(self) -> Tree: ...
 
 
 def next_of(iterator: Any) -> Tree:
@@ -74,7 +68,7 @@ def next_of(iterator: Any) -> Tree:
     Raises:
         TypeError: If it is no such iterator.
     """
-    if not hasattr(iterator, "get_next"):
+    if not isinstance(iterator, _HasNext):
         raise TypeError(
             "An input iterator is what make_dataset_iterator, make_input_fn_iterator or iter(distributed dataset) "
             f"returns, and has get_next(); got {an(type(iterator).__name__)}."
@@ -110,14 +104,5 @@ class _Calls:
         self._fn = fn
 
     def __iter__(self) -> Iterator[Tree]:
-        return _CallsOnce(self._fn)
-
-
-@final
-class _CallsOnce(Iterator[Tree]):
-    # It is no generator, since a generator ends when it raises. Here, the next call may return a value again.
-    def __init__(self, fn: Callable[[], Tree]) -> None:
-        self._fn = fn
-
-    def __next__(self) -> Tree:
-        return self._fn()
+        # It is no generator, since a generator ends when it raises. Here, the next call may return a value again.
+        return map(lambda _: self._fn(), repeat(None))

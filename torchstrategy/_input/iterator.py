@@ -67,8 +67,23 @@ class Optional:
         return f"Optional({self._values[0]!r})" if self._values else "Optional()"
 
 
+class BatchIterator(Iterator[Tree]):
+    """An iterator over batches whose next one can be asked for as in TensorFlow, too."""
+
+    def get_next(self) -> Tree:
+        """The next batch.
+
+        Raises:
+            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError("The dataset has no more batches.") from None
+
+
 @final
-class DistributedIterator:
+class DistributedIterator(BatchIterator):
     """One iteration over a `DistributedDataset`; `iter(dataset)` returns it.
 
     If it is dropped or closed before its end, it ends the threads and the loader workers that it has started.
@@ -100,9 +115,6 @@ class DistributedIterator:
         """What the elements are made of; see `DistributedDataset.element_spec`."""
         return self._splitter.spec()
 
-    def __iter__(self) -> Iterator[Tree]:
-        return self
-
     def __next__(self) -> Tree:
         if self._is_over:
             raise StopIteration
@@ -119,17 +131,6 @@ class DistributedIterator:
             "it reads a loader of this process. Save where it stands, with the state_dict() of the dataset that it "
             "iterates over; where it goes on, give that to a dataset with load_state_dict, and iterate over it.",
         )
-
-    def get_next(self) -> Tree:
-        """The next batch.
-
-        Raises:
-            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
-        """
-        try:
-            return next(self)
-        except StopIteration:
-            raise OutOfRangeError("The dataset has no more batches.") from None
 
     def get_next_as_optional(self) -> Optional:
         """The next batch, if there is one."""

@@ -137,12 +137,7 @@ class InputOptions:
     lists_are_rows: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "experimental_fetch_to_device",
-            "experimental_prefetch_to_device",
-            "load_ahead",
-            "lists_are_rows",
-        ):
+        for name in ("experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead", "lists_are_rows"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise self._wrong_type(name, "True or False")
         if not isinstance(self.experimental_replication_mode, InputReplicationMode):

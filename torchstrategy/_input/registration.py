@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, SupportsIndex, TypeVar, final
 
 import numpy as np
 import torch
 from torch.nn.utils import rnn
 
 from torchstrategy._core.errors import an, plural
-from torchstrategy._core.types import Tree
 
 T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
@@ -30,14 +29,11 @@ class Kind:
         rows: Returns how many rows a value has. None: it is a single value, which every replica gets as it is.
         take: Returns a value that has only some of the rows.
         apply: Returns a value with `fn(tensor)` in place of each tensor.
-        parts: For objects with parts: returns the parts, by the code that reads them from the object (`".x"`,
-            `"['x']"`). The rows of the parts are the rows of the object.
     """
 
     rows: Callable[[Any], int] | None
     take: Callable[[Any, slice], Any]
     apply: Callable[[Any, TensorFn], Any]
-    parts: Callable[[Any], Mapping[str, Tree]] | None = None
 
 
 def register_batch_type(
@@ -108,7 +104,9 @@ def register_batch_type(
         )
     theirs = _Registered(cls, rows or len, take or sliced, apply or without_tensors)
     _registered[cls] = Kind(
-        None if rows is None else theirs.rows, theirs.take, without_tensors if apply is None else theirs.apply
+        None if rows is None else theirs.rows,
+        whole if take is None else theirs.take,
+        without_tensors if apply is None else theirs.apply,
     )
 
 
@@ -124,7 +122,7 @@ class _Registered:
 
     def rows(self, value: Any) -> int:
         count = self.rows_of(value)
-        if not hasattr(count, "__index__") or count < 0:
+        if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
             raise TypeError(f"{self._told('rows')} returned {count!r}, which is no number of rows.")
         return operator.index(count)
 
@@ -163,6 +161,10 @@ def without_tensors(value: T, fn: TensorFn) -> T:
 
 def sliced(value: Any, rows: slice) -> Any:
     return value[rows]
+
+
+def whole(value: T, rows: slice) -> T:
+    return value
 
 
 _registered: dict[type, Kind] = {}

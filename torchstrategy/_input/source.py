@@ -69,7 +69,7 @@ class Source:
         self._dataset = dataset
         self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
         self._is_spent = False
-        self._resumed: State | None = None
+        self._is_resumed = False  # whether the next epoch goes on from the position of `load_state`
         self.position = Position()  # the position in the epoch that began last
 
     def __len__(self) -> int:
@@ -139,11 +139,11 @@ class Source:
                 "Distribute something that starts afresh, such as a torch.utils.data.DataLoader."
             )
         self._is_spent = self._once is not None
-        position = Position()
+        position = self.position if self._is_resumed else Position()
         position.is_begun = True
         with self.reading():  # seeds are drawn
-            iterator = self._begun(position) if self._resumed is None else self._taken_up(position, self._resumed)
-        self.position, self._resumed = position, None
+            iterator = self._taken_up(position) if self._is_resumed else self._begun(position)
+        self.position, self._is_resumed = position, False
         return Epoch(self, iterator, position)
 
     def generators_now(self) -> list[torch.Tensor]:
@@ -204,9 +204,12 @@ class Source:
             self._dataset.load_state_dict(state["loader"])
         elif not state["is_begun"]:
             _set(_generators(self._dataset)[1:], state["began"][1:])  # the program restores torch's default generator
-        self._resumed = dict(state) if state["is_begun"] else None
-        self.position = Position()
-        self._place(self.position, state)
+        self.position = position = Position()
+        self._is_resumed = position.is_begun = state["is_begun"]
+        if self.keeps_state:
+            position.loader = state["loader"]
+        elif position.is_begun:
+            position.count, position.began, position.asked = self._count_of(state), state["began"], state["asked"]
 
     def is_over(self, position: Position) -> None:
         """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""
@@ -258,14 +261,6 @@ class Source:
             return len(self._dataset)
         return None
 
-    def _place(self, position: Position, state: State) -> None:
-        """Sets a position to that of a state."""
-        position.is_begun = state["is_begun"]
-        if self.keeps_state:
-            position.loader = state["loader"]
-        elif position.is_begun:
-            position.count, position.began, position.asked = self._count_of(state), state["began"], state["asked"]
-
     def _begun(self, position: Position) -> Iterator[Tree]:
         position.began = self.generators_now()
         running = set(multiprocessing.active_children()) if self.allows_one_pass_at_a_time else set()
@@ -276,12 +271,11 @@ class Source:
             position.asked = []  # persistent workers, whose seed was drawn when the first epoch began
         return iterator
 
-    def _taken_up(self, position: Position, state: State) -> Iterator[Tree]:
+    def _taken_up(self, position: Position) -> Iterator[Tree]:
         generators = _generators(self._dataset)
         with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
             if self.keeps_state:
                 return self._iterator()
-            self._place(position, state)
             _set(generators, position.began)
             return self._iterator_from(position)
 

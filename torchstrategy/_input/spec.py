@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._input.batch_types import applied, counts_within
+from torchstrategy._input.batch_types import applied, has_rows
 
 
 @final
@@ -68,6 +68,6 @@ def spec_of(value: Any, rows: int | None, *, is_batched: bool) -> TensorSpec | t
     if not isinstance(tensor, torch.Tensor):
         return type(value)
     shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
-    if is_batched and counts_within(value):
+    if is_batched and has_rows(value):
         shape[0] = rows
     return TensorSpec(tuple(shape), tensor.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,11 +20,11 @@ from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input.batch_types import (
-    counts_within,
-    cut,
+    has_rows,
     is_leaf,
     is_registered_within,
     named_counts,
+    row_counts,
     rows_as_lists,
     taken,
     tensors_within,
@@ -61,7 +61,6 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas
     spec: TreeSpec
     rows: tuple[int, ...]  # how many rows each replica got
-    has_rows: bool = False  # whether there are `Rows` in the parts, which have to become lists again
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split."""
@@ -70,9 +69,7 @@ class SplitBatch(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
-        columns: Iterator[Sequence[Tree]] = zip(*arrived, strict=True)
-        if self.has_rows:
-            columns = iter([list(map(rows_as_lists, column)) for column in columns])
+        columns = zip(*arrived, strict=True)
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
 
@@ -114,9 +111,7 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitB
         ValueError: If nothing has rows, or two leaves have different numbers of them.
         TypeError: If it is not known how to cut a leaf.
     """
-    leaves, spec = tree_flatten(batch, is_leaf)
-    counts = [counts_within(leaf) for leaf in leaves]
-    rows = _agreed(counts, batch)
+    rows = _rows(batch)
     if rows is None:
         raise ValueError(
             f"An element of the dataset has no rows to deal out to {replicas} replicas: it is not batched. Batch the "
@@ -124,16 +119,14 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitB
         )
     slices = sizes(rows)
 
-    def parts(leaf: Tree, within: list[int] | None) -> Tree:
-        if within:
-            wanted = [_has_rows(piece) or not is_registered_within(leaf) for piece in slices]
-            found = iter(cut(leaf, list(itertools.compress(slices, wanted))))
-            return Parts([next(found) if is_wanted else _unmade(leaf) for is_wanted in wanted])
+    def parts(leaf: Tree) -> Tree:
+        if has_rows(leaf):
+            return Parts([_part(leaf, piece) for piece in slices])
         is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in tensors_within(leaf))
         return Parts([leaf] * replicas) if is_apart else leaf
 
-    leaves = [parts(leaf, within) for leaf, within in zip(leaves, counts, strict=True)]
-    return SplitBatch(leaves, spec, tuple(piece.stop - piece.start for piece in slices))
+    leaves, spec = tree_flatten(batch, is_leaf)
+    return SplitBatch(list(map(parts, leaves)), spec, tuple(piece.stop - piece.start for piece in slices))
 
 
 def joined(elements: Sequence[Tree]) -> SplitBatch:
@@ -144,7 +137,7 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
         TypeError: If a leaf is of no known kind.
     """
     first = next(element for element in elements if element is not ABSENT)
-    rows = tuple(0 if element is ABSENT else _rows_of_element(element) for element in elements)
+    counts = [0 if element is ABSENT else _rows(element) for element in elements]
     filled = [map_leaves(_without_rows, first, is_leaf) if element is ABSENT else element for element in elements]
     try:
         columns, spec = zip_leaves(filled, _is_leaf_or_empty)
@@ -154,7 +147,8 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
             f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
             "dataset yields has to be alike."
         ) from None
-    return SplitBatch([Parts(column) for column in columns], spec, rows)
+    rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
+    return SplitBatch([Parts(map(rows_as_lists, column)) for column in columns], spec, rows)
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
@@ -162,27 +156,20 @@ def _is_leaf_or_empty(value: Any) -> bool:
     return is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
-def _rows_of_element(element: Tree) -> int:
-    """How many examples the element of one replica has; an element without rows is one example."""
-    counts = [counts_within(leaf) for leaf in tree_flatten(element, is_leaf)[0]]
-    rows = _agreed(counts, element)
-    return 1 if rows is None else rows
-
-
-def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
-    """The number of rows that all leaves have in common; None if no leaf has rows.
+def _rows(batch: Tree) -> int | None:
+    """The number of rows that all values of a batch have in common; None if no value has rows.
 
     Raises:
         ValueError: If two of them have different numbers of rows.
         TypeError: If it is not known how to deal one out.
     """
-    distinct = {count for within in counts for count in within or ()}
-    if len(distinct) < 2 and None not in counts:
-        return next(iter(distinct), None)
+    counts = row_counts(batch)
+    if counts is not None and len(counts) < 2:
+        return next(iter(counts), None)
     (first, rows), *others = named_counts(batch)
     name, count = next((name, count) for name, count in others if count != rows)
     raise ValueError(
-        f"The leaves of a batch have different numbers of rows: batch{first} has {rows} and batch{name} has {count}. "
+        f"The leaves of a batch have different numbers of rows: {first} has {rows} and {name} has {count}. "
         "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
         "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as with the boxes of "
         "images, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say "
@@ -193,11 +180,11 @@ def _agreed(counts: Sequence[list[int] | None], batch: Tree) -> int | None:
 def _without_rows(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
-    return _unmade(leaf) if is_registered_within(leaf) else taken(leaf, slice(0, 0))
+    return _part(leaf, slice(0, 0))
 
 
-def _has_rows(piece: slice) -> bool:
-    return bool(piece.stop > piece.start)
+def _part(leaf: Any, rows: slice) -> Any:
+    return _unmade(leaf) if rows.start == rows.stop and is_registered_within(leaf) else taken(leaf, rows)
 
 
 def _unmade(leaf: Any) -> Unmade:

@@ -12,7 +12,7 @@ from torchstrategy._core.distributed_values import ABSENT, Unmade
 from torchstrategy._core.tree import map_leaves, unflatten_like
 from torchstrategy._core.types import Tree
 from torchstrategy._core.warnings import warn
-from torchstrategy._input.batch_types import is_leaf, lists_as_rows, rows_as_lists
+from torchstrategy._input.batch_types import is_leaf, lists_as_rows
 from torchstrategy._input.source import Epoch, Position, Source
 from torchstrategy._input.spec import PerReplicaSpec, TensorSpec, spec_of
 from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, Whole, joined, split
@@ -55,11 +55,9 @@ class Splitter(ABC):
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
-        if not self._lists_are_rows or self.replicas == 1:
-            return self.split(elements)
-        split_batch = self.split([element if element is ABSENT else lists_as_rows(element) for element in elements])
-        assert isinstance(split_batch, SplitBatch)
-        return split_batch._replace(has_rows=True)
+        if self._lists_are_rows and self.replicas > 1:
+            elements = [element if element is ABSENT else lists_as_rows(element) for element in elements]
+        return self.split(elements)
 
     def saw(self, split_batch: SplitBatch | Whole) -> None:
         """Takes the spec from an element that was read, if it will not be possible to look at one later."""
@@ -76,7 +74,7 @@ class Splitter(ABC):
             if type(leaf) is not Parts:
                 return spec(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            parts = [rows_as_lists(shown if type(piece) is Unmade else piece) for piece in leaf]
+            parts = [shown if type(piece) is Unmade else piece for piece in leaf]
             return PerReplicaSpec(tuple(map(spec, parts, rows)))
 
         if isinstance(split_batch, Whole):
@@ -118,14 +116,7 @@ class SplitSteps(Splitter):
     """
 
     def __init__(
-        self,
-        source: Source,
-        replicas: int,
-        sizes: Sizes,
-        lists_are_rows: bool | None,
-        *,
-        is_moved: bool,
-        is_even: bool,
+        self, source: Source, replicas: int, sizes: Sizes, lists_are_rows: bool | None, *, is_moved: bool, is_even: bool
     ) -> None:
         super().__init__([source], replicas, lists_are_rows)
         self._sizes = sizes

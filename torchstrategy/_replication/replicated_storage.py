@@ -39,7 +39,7 @@ from torchstrategy._training.graph_parameter import is_in_replica
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import make_ready, refuse_bound_methods
-from torchstrategy._variables.kinds import SharedVariable
+from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
 
@@ -170,7 +170,7 @@ class ReplicatedStorage(Storage):
 
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
-        if isinstance(variable, SharedVariable):
+        if not isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
             self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
             self._new.add(id(variable))
             # The run in which the variable is made has no copies of it: a backward that reaches it is refused.

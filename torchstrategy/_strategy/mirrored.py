@@ -12,7 +12,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage, Storage
+from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.choices import averages, devices_of_replicas
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
@@ -72,29 +72,24 @@ class MirroredStrategy(Strategy):
     ) -> None:
         on = devices_of_replicas("devices", devices)
         averages_buffers = averages(buffer_aggregation)
-        ops = _checked(cross_device_ops, on)
-        storage: Storage = (
-            InPlaceStorage(on, on[0])
-            if len(on) == 1
-            else ReplicatedStorage(
-                on,
-                on[0],
-                averages_buffers=averages_buffers,
-                is_mirrored=True,
-                all_reduce=None if ops is None else ops._weighted_sums,
-            )
+        ops = default_for(on) if cross_device_ops is None else _checked(cross_device_ops, on)
+        reduction = ReduceOp.of(gradient_reduction)
+        if len(on) == 1:
+            super().__init__(ReplicatedExtended(Replicas(on), InPlaceStorage(on, on[0]), reduction))
+            return
+        # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
+        is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
+        storage = ReplicatedStorage(
+            on,
+            on[0],
+            averages_buffers=averages_buffers,
+            is_mirrored=True,
+            all_reduce=ops._weighted_sums if is_all_reduced else None,
         )
-        extended = ReplicatedExtended(
-            Replicas(on), storage, ReduceOp.of(gradient_reduction), cross_device_ops=ops if len(on) > 1 else None
-        )
-        super().__init__(extended)
+        super().__init__(ReplicatedExtended(Replicas(on), storage, reduction, cross_device_ops=ops))
 
 
-def _checked(ops: CrossDeviceOps | None, devices: Sequence[Device]) -> CrossDeviceOps | None:
-    """None stands for the sums that are made where the parameters of the first replica are."""
-    if ops is None:
-        ops = default_for(devices)
-        return None if isinstance(ops, ReductionToOneDevice) else ops
+def _checked(ops: CrossDeviceOps, devices: Sequence[Device]) -> CrossDeviceOps:
     if not isinstance(ops, CrossDeviceOps):
         raise TypeError(f"cross_device_ops is a torchstrategy.CrossDeviceOps or None; got {ops!r}.")
     ops._check_devices(devices)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from torchstrategy._communication.operands import as_axis, as_tensor
 from torchstrategy._communication.options import CommunicationOptions
-from torchstrategy._communication.reductions import combined, combined_along, combined_in_packs, gathered
+from torchstrategy._communication.reductions import combined_along, gathered
 from torchstrategy._core.context import Frame
 from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.distributed_values import (
@@ -50,6 +51,8 @@ from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
 
+_ON_ONE_DEVICE = ReductionToOneDevice()
+
 
 @final
 class ReplicatedExtended(OneMachineExtended):
@@ -60,7 +63,7 @@ class ReplicatedExtended(OneMachineExtended):
         storage: Where parameters live.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
-        cross_device_ops: How values are reduced; None: they are sent to the parameter device, and added up there.
+        cross_device_ops: How `reduce` and the like bring values together on the parameter device.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class ReplicatedExtended(OneMachineExtended):
         storage: Storage,
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
-        cross_device_ops: CrossDeviceOps | None = None,
+        cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
     ) -> None:
         super().__init__()
         self._cross_device_ops = cross_device_ops
@@ -156,9 +159,7 @@ class ReplicatedExtended(OneMachineExtended):
             return value.values[0]
         if isinstance(value, DistributedValues):
             check_component_counts([value], self._num_replicas_in_sync)
-            if self._cross_device_ops is not None:
-                return self._cross_device_ops.reduce(op, value, self._storage.parameter_device)
-            return combined(op, value.values, self._storage.parameter_device)
+            return _as_mean(op, value, self._cross_device_ops.reduce(op, *self._on_parameter_device(value)))
         if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
             return value
         if self._num_replicas_in_sync > 1:
@@ -173,13 +174,14 @@ class ReplicatedExtended(OneMachineExtended):
             return super()._reduce_all(op, leaves, options)
         together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
         check_component_counts(leaves, self._num_replicas_in_sync)
-        device = self._storage.parameter_device
-        if self._cross_device_ops is not None:
-            totals = self._cross_device_ops.batch_reduce(op, [(leaves[i], device) for i in together], options)
-        else:
-            totals = combined_in_packs(op, [leaves[i].values for i in together], device, options.bytes_per_pack)
-        reduced = dict(zip(together, totals, strict=True))
+        pairs = [self._on_parameter_device(leaves[i]) for i in together]
+        totals = self._cross_device_ops.batch_reduce(op, pairs, options)
+        reduced = {i: _as_mean(op, leaves[i], total) for i, total in zip(together, totals, strict=True)}
         return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
+
+    def _on_parameter_device(self, value: DistributedValues) -> tuple[PerReplica, Device]:
+        # A variable is a tensor, too, and would be reduced as the one tensor that it is outside of replicas.
+        return PerReplica(value.values), self._storage.parameter_device
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         check_component_counts([value], self._num_replicas_in_sync)
@@ -216,6 +218,11 @@ class ReplicatedExtended(OneMachineExtended):
         replicas, storage = Replicas(self._replicas.devices), self._storage.like()
         settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
         return ReplicatedExtended(replicas, storage, *settings)
+
+
+def _as_mean(op: ReduceOp, value: DistributedValues, reduced: Tree) -> Tree:
+    """The result of a reduction. The mean of integers is of torch's default dtype, also if one replica was present."""
+    return reduced / 1 if op is ReduceOp.MEAN and len(value.values) == 1 else reduced
 
 
 def _may_require_grad(value: Tree) -> bool:

@@ -11,109 +11,67 @@ import torch
 from typing_extensions import Self
 
 from torchstrategy._communication.transfer import added
-from torchstrategy._core.context import local_object
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed
+from torchstrategy._core.distributed_values import DistributedValues, listed
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import make_parameter, version
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._variables.variable import (
-    Variable,
-    Wanted,
-    aggregated,
-    make_data,
-    moved,
-    plain_alias,
-    set_maker,
-    write,
-)
+from torchstrategy._variables.variable import Variable, Wanted, make_data, plain_alias, write
 
 
-class SharedVariable(Variable):
-    """A variable with one value for all replicas, which the replicas write together."""
+class DistributedVariable(Variable):
+    """A variable with a component for each replica."""
 
-    def _stand_in(self) -> torch.Tensor:
-        local: torch.Tensor = local_object(self)
-        if local is self and (context := self._replica()) is not None:
-            return moved(self, memory_device(context.devices[0]))  # created in this run: no copy yet
-        return local
-
-    def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
-        context = self._replica()
-        if isinstance(value, Variable):
-            value = value.read_value()
-        if context is None or (context.num_replicas_in_sync == 1 and local_object(self) is self):
-            if context is None:
-                self._require_here("assign")
-            write(self, self, operation, value)
-            return self
-        if self._aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
-            raise ValueError(
-                f"{self._name} was assigned in a replica, and has no aggregation: the replicas' values cannot become "
-                "one. Make it with aggregation=torchstrategy.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or "
-                "assign it outside of strategy.run."
-            )
-        context.merge_call(_assign_together, args=((self, operation), value))
-        return self
-
-
-def _assign_together(strategy: Any, what: tuple[Tree, Tree], value: Tree) -> None:
-    variable, operation = (_first(brought) for brought in what)
-    for brought, first in zip(what, (variable, operation), strict=True):
-        if type(brought) is PerReplica and any(other is not first for other in brought.values):
-            raise RuntimeError(
-                f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one of "
-                "them. Every replica makes the same assignments in the same order."
-            )
-    write(variable, variable, operation, aggregated(strategy, variable.aggregation, value))
-
-
-def _first(brought: Tree) -> Any:
-    return brought.values[0] if type(brought) is PerReplica else brought
-
-
-@final
-class CentralVariable(SharedVariable):
-    """A variable that has only one copy, or that belongs to no strategy."""
-
-
-@final
-class MirroredVariable(SharedVariable):
-    """A variable with equal copies on the devices of all replicas. The variable itself is that of the first replica."""
-
-    _devices: tuple[Device, ...]
-    _held: tuple[Component, ...] = ()
-
-    @property
-    def _components(self) -> tuple[Component, ...]:
-        if not self._held:
-            with undisturbed():
-                first = plain_alias(self)
-                others = [torch.empty_like(first, device=memory_device(device)) for device in self._devices[1:]]
-                self._held = tuple(Component.of(self, memory) for memory in (first, *others))
-        return self._held
-
-    def _take_memory(self, value: torch.Tensor) -> None:
-        super()._take_memory(value)
-        self._held = ()
+    _held: tuple[Component, ...] = ()  # empty: they are made when somebody reads them
 
     @property
     def values(self) -> tuple[Component, ...]:  # type: ignore[override]
         """The component of each replica."""
         return self._components
 
+    @property
+    def _components(self) -> tuple[Component, ...]:
+        if not self._held:
+            with undisturbed():
+                self._held = tuple(Component.of(self, memory) for memory in self._memories())
+        return self._held
+
+    def _memories(self) -> Sequence[torch.Tensor]:
+        """The tensors that hold the values of the components."""
+        raise NotImplementedError
+
     def _in_replica(self, replica: int) -> Self:
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
-        if self._replica() is not None:
-            return super().__repr__()
-        return listed("MirroredVariable", self._components)
+        return super().__repr__() if self._replica() is not None else listed(type(self).__name__, self._components)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """A block in which the components may be written. The caller has to write the same on all of them."""
+        yield
+
+
+DistributedValues.register(DistributedVariable)
+
+
+@final
+class MirroredVariable(DistributedVariable):
+    """A variable with equal copies on the devices of all replicas. The variable itself is that of the first replica."""
+
+    _devices: tuple[Device, ...]
+
+    def _memories(self) -> Sequence[torch.Tensor]:
+        first = plain_alias(self)
+        return [first, *(torch.empty_like(first, device=memory_device(device)) for device in self._devices[1:])]
+
+    def _take_memory(self, value: torch.Tensor) -> None:
+        super()._take_memory(value)
+        self._held = ()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
         for component in self._components:
             component.memory()
             component.is_open = True
@@ -125,24 +83,14 @@ class MirroredVariable(SharedVariable):
 
 
 @final
-class SyncOnReadVariable(Variable):
+class SyncOnReadVariable(DistributedVariable):
     """A variable with a value in each replica. The values become one when it is read outside of replicas."""
 
     _watches = True
     _parts: list[torch.Tensor]
-    _held: tuple[Component, ...] = ()
 
-    @property
-    def _components(self) -> tuple[Component, ...]:
-        if not self._held:
-            with undisturbed():
-                self._held = tuple(Component.of(self, part) for part in self._parts)
-        return self._held
-
-    @property
-    def values(self) -> tuple[Component, ...]:  # type: ignore[override]
-        """The component of each replica."""
-        return self._components
+    def _memories(self) -> Sequence[torch.Tensor]:
+        return self._parts
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -176,18 +124,6 @@ class SyncOnReadVariable(Variable):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             _refuse_gradient(self)
-
-    def _in_replica(self, replica: int) -> Self:
-        return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        if self._replica() is not None:
-            return super().__repr__()
-        return listed("SyncOnReadVariable", self._components)
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        yield  # the components are the values
 
     def _take_memory(self, value: torch.Tensor) -> None:
         self._take_parts([part.detach().to(value.dtype, copy=True) for part in self._parts], self.requires_grad)
@@ -253,13 +189,13 @@ class Component(Variable):
     """The component of a distributed variable in one replica, as the program has it outside of this replica."""
 
     _watches = True
-    container: weakref.ref[MirroredVariable | SyncOnReadVariable]
+    container: weakref.ref[DistributedVariable]
     is_open = False  # whether the component may be written now
     known = -1  # the version of the first component when this one was last copied from it
     _memory: torch.Tensor
 
     @staticmethod
-    def of(container: MirroredVariable | SyncOnReadVariable, memory: torch.Tensor) -> Component:
+    def of(container: DistributedVariable, memory: torch.Tensor) -> Component:
         """The component of a variable whose value is in `memory`, or is copied to it."""
         component = make_parameter(Component, memory, False)
         assert isinstance(component, Component)
@@ -307,27 +243,19 @@ def _refuse_gradient(value: torch.Tensor) -> None:
     )
 
 
-DistributedValues.register(MirroredVariable)
-DistributedValues.register(SyncOnReadVariable)
-
-
-def _make(wanted: Wanted, value: torch.Tensor, devices: Sequence[Device]) -> Variable:
-    is_trained = wanted.is_trained(value.dtype)
+def make_on(devices: Sequence[Device], value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
+    """A variable of the kind that suits a strategy with parameters on some devices."""
     first = memory_device(devices[0]) if devices else None
     if len(devices) < 2:
-        made: Variable = make_data(CentralVariable, value, first, is_trained)
-        return made
+        return make_data(Variable, value, first, is_trained)
     _refuse_unmirrorable(wanted, value)
     if wanted.synchronization is not VariableSynchronization.ON_READ:
-        mirrored: MirroredVariable = make_data(MirroredVariable, value, first, is_trained)
+        mirrored = make_data(MirroredVariable, value, first, is_trained)
         mirrored._devices = tuple(devices)
         return mirrored
-    on_read: SyncOnReadVariable = make_data(SyncOnReadVariable, value, first, False)
+    on_read = make_data(SyncOnReadVariable, value, first, False)
     on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
     return on_read
-
-
-set_maker(_make)
 
 
 def _refuse_unmirrorable(wanted: Wanted, value: torch.Tensor) -> None:

@@ -15,9 +15,9 @@ from torchstrategy._core.distributed_values import PerReplica, regroup, select
 from torchstrategy._core.errors import an
 from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import tree_flatten, unflatten_like, zip_leaves
-from torchstrategy._core.types import Tree
-from torchstrategy._variables.kinds import Component, MirroredVariable, SyncOnReadVariable
-from torchstrategy._variables.variable import Variable, is_variable
+from torchstrategy._core.types import Device, Tree
+from torchstrategy._variables.kinds import Component, DistributedVariable, make_on
+from torchstrategy._variables.variable import Variable, Wanted, is_variable
 
 
 class VariablesOfExtended(ABC):
@@ -136,18 +136,30 @@ class VariablesOfExtended(ABC):
             raise TypeError(f"read_var reads a torchstrategy.Variable; got {v!r}, a {type(v).__name__}.")
         return v.clone() if is_variable(v) else v
 
+    @property
+    @abstractmethod
+    def parameter_devices(self) -> tuple[Device, ...]: ...
+
     @abstractmethod
     def variable_created_in_scope(self, v: Any) -> bool: ...
 
     @abstractmethod
     def _container_strategy(self) -> StrategyLike: ...
 
+    def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
+        """A new variable of the kind that suits the strategy, with a copy of a value."""
+        try:
+            devices = self.parameter_devices
+        except NotImplementedError:  # a strategy of the user's own class, which keeps no parameters
+            devices = ()
+        return make_on(devices, value, is_trained, wanted)
+
     def _take_variable(self, variable: Variable) -> None:  # noqa: B027  a strategy may have no use for it
         """Called when a variable was created in the scope."""
 
 
 def _updated(var: Any, fn: Callable[..., Tree], args: Sequence[Tree], kwargs: dict[str, Tree]) -> list[Tree]:
-    if type(var) not in (MirroredVariable, SyncOnReadVariable):
+    if not isinstance(var, DistributedVariable):
         return [fn(var, *select(tuple(args), 0), **select(kwargs, 0))]
     with var._updating():
         return [

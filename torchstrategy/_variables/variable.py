@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy
 import torch
@@ -25,14 +25,16 @@ from typing_extensions import Self
 from torchstrategy._binding.proxies import ShowsLocalGrad
 from torchstrategy._communication.operands import as_tensor
 from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
+from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike, VariableBase
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, Tree
 
+V = TypeVar("V", bound="Variable")
 _Operation = Callable[[torch.Tensor, torch.Tensor], Any]
 
 _COPY: _Operation = torch.Tensor.copy_
@@ -40,7 +42,7 @@ _ADD: _Operation = torch.Tensor.add_
 _SUBTRACT: _Operation = torch.Tensor.sub_
 
 
-class Variable(ShowsLocalGrad):
+class Variable(ShowsLocalGrad, VariableBase):
     """A tensor that all replicas of a strategy share, and that a step may assign.
 
     It is a `torch.nn.Parameter`, so torch functions, optimizers and modules take it. If it is created in a strategy's
@@ -216,11 +218,31 @@ class Variable(ShowsLocalGrad):
 
     def _stand_in(self) -> torch.Tensor:
         """The tensor that torch functions use in place of the variable, in the caller's replica or outside."""
-        raise NotImplementedError
+        local: torch.Tensor = local_object(self)
+        if local is self and (context := self._replica()) is not None:
+            # It was created in this run, and has no copies yet. Gradients flow back to the variable.
+            there: torch.Tensor = _plainly(torch.Tensor.to, (), (self, memory_device(context.devices[0])), {})
+            return there
+        return local
 
     def _assign(self, operation: _Operation, value: Tree) -> Self:
         """Writes a value, in the caller's replica or outside."""
-        raise NotImplementedError
+        context = self._replica()
+        if is_variable(value):
+            value = value.read_value()
+        if context is None or (context.num_replicas_in_sync == 1 and local_object(self) is self):
+            if context is None:
+                self._require_here("assign")
+            write(self, self, operation, value)
+            return self
+        if self._aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"{self._name} was assigned in a replica, and has no aggregation: the replicas' values cannot become "
+                "one. Make it with aggregation=torchstrategy.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or "
+                "assign it outside of strategy.run."
+            )
+        context.merge_call(_assign_together, args=((self, operation), value))
+        return self
 
     def _take_memory(self, value: torch.Tensor) -> None:
         """Gives the variable other memory, which may have another dtype, as `module.double()` does."""
@@ -303,12 +325,6 @@ def plain_alias(variable: Variable) -> torch.Tensor:
     return alias
 
 
-def moved(variable: Variable, device: Device) -> torch.Tensor:
-    """The value of a variable on a device: the variable itself, if it is there. Gradients flow back to it."""
-    there: torch.Tensor = _plainly(torch.Tensor.to, (), (variable, device), {})
-    return there
-
-
 # Runs of several threads may add to one variable. The lock is reentrant, since a mode of the caller may write another
 # variable during a write.
 _writing = threading.RLock()
@@ -359,10 +375,7 @@ class Wanted:
             raise TypeError(f"Variable(trainable={self.trainable!r}): it is True, False or None.")
         if not isinstance(self.name, (str, type(None))):
             raise TypeError(f"Variable(name={self.name!r}): it is a string or None.")
-        for given, kind in (
-            (self.synchronization, VariableSynchronization),
-            (self.aggregation, VariableAggregation),
-        ):
+        for given, kind in ((self.synchronization, VariableSynchronization), (self.aggregation, VariableAggregation)):
             if not isinstance(given, kind):
                 raise ValueError(f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}.")
 
@@ -401,13 +414,6 @@ class Wanted:
 
 _ON_READ = VariableSynchronization.ON_READ
 
-_makers: list[Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]] = []  # only one function, of `kinds`
-
-
-def set_maker(make: Callable[[Wanted, torch.Tensor, Sequence[Device]], Variable]) -> None:
-    """Sets the function that makes variables, for a strategy with parameters on some devices; without any: for none."""
-    _makers[:] = [make]
-
 
 def create(wanted: Wanted) -> Variable:
     """Creates a variable for the strategy of the caller; in a replica, together with the other replicas."""
@@ -421,22 +427,19 @@ def create(wanted: Wanted) -> Variable:
 
 
 def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
-    devices = () if strategy is None else _homes(strategy)
     with undisturbed():
-        variable = _makers[0](wanted, wanted.value(), devices)
+        value = wanted.value()
+        is_trained = wanted.is_trained(value.dtype)
+        if strategy is None:
+            variable = make_data(Variable, value, None, is_trained)
+        else:
+            variable = strategy.extended._make_variable(value, is_trained, wanted)
     variable._name = wanted.name or _NAMELESS
     variable._synchronization, variable._aggregation = wanted.synchronization, wanted.aggregation
     variable._strategy = None if strategy is None else weakref.ref(strategy)
     if strategy is not None:
         strategy.extended._take_variable(variable)
     return variable
-
-
-def _homes(strategy: StrategyLike) -> tuple[Device, ...]:
-    try:
-        return strategy.extended.parameter_devices
-    except NotImplementedError:  # a strategy of the user's own class, which keeps no parameters
-        return ()
 
 
 def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
@@ -451,16 +454,32 @@ def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     return _made(wishes[0], strategy)
 
 
-def aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:
+def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tree) -> None:
+    variable, operation = (_first(brought) for brought in what)
+    for brought, first in zip(what, (variable, operation), strict=True):
+        if type(brought) is PerReplica and any(other is not first for other in brought.values):
+            raise RuntimeError(
+                f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one of "
+                "them. Every replica makes the same assignments in the same order."
+            )
+    write(variable, variable, operation, _aggregated(strategy, variable.aggregation, value))
+
+
+def _first(brought: Tree) -> Any:
+    return brought.values[0] if type(brought) is PerReplica else brought
+
+
+def _aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:
     """Aggregates the values that the replicas assign to one value."""
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return value.values[0] if type(value) is PerReplica else value
+        return _first(value)
     if aggregation is VariableAggregation.NONE:  # there is only one replica
         return value
     with undisturbed():
         return strategy.extended._reduce(ReduceOp.from_variable_aggregation(aggregation), value)
 
 
-def make_data(kind: type[Variable], value: torch.Tensor, device: Device | None, is_trained: bool) -> Any:
+def make_data(kind: type[V], value: torch.Tensor, device: Device | None, is_trained: bool) -> V:
     """A variable of a class `kind` with a copy of a value, on a device. None: the device of the value."""
-    return make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)
+    made: Any = make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)
+    return made  # type: ignore[no-any-return]

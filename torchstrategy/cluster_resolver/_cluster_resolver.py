@@ -46,6 +46,7 @@ class ClusterResolver(ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str | None = ""
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -87,8 +88,8 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str | None:
-        """Where it runs; in TensorFlow `"google"` or, elsewhere, empty."""
-        return ""
+        """Where it runs, as it was told; in TensorFlow `"google"` or, elsewhere, empty."""
+        return self._environment
 
     @property
     def task_type(self) -> str | None:

@@ -91,8 +91,3 @@ class SimpleClusterResolver(ClusterResolver):
         """
         refuse_config_proto(config_proto)
         return Counter(self._num_accelerators)
-
-    @property
-    def environment(self) -> str:
-        """What it was told."""
-        return self._environment

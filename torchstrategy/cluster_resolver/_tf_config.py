@@ -84,11 +84,6 @@ class TFConfigClusterResolver(ClusterResolver):
             )
         return url(cluster.task_address(task_type, task_id), self.rpc_layer if rpc_layer is None else rpc_layer)
 
-    @property
-    def environment(self) -> str | None:
-        """What it was told; None if nothing."""
-        return self._environment
-
     def _found(self) -> Task:
         task = _config().get("task", {})
         if not isinstance(task, dict):

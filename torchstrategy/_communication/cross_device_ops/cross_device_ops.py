@@ -201,7 +201,6 @@ class CrossDeviceOps:
         by_replica: Sequence[Sequence[torch.Tensor | None]],
         weights: Sequence[float],
         destinations: Sequence[Sequence[torch.Tensor]],
-        options: CommunicationOptions = NO_COMMUNICATION_OPTIONS,
     ) -> list[list[torch.Tensor | None]]:
         """The weighted sums of the replicas' tensors, for each replica; the sums are equal to the last bit.
 
@@ -209,7 +208,6 @@ class CrossDeviceOps:
             by_replica: A list for each replica with its tensors, such as gradients; None where it has no tensor.
             weights: The weight of each replica. The tensors of weight 0 are dropped, also if they are NaN.
             destinations: For each replica, tensors on the devices on which it needs the sums, such as its parameters.
-            options: How values are sent.
 
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
@@ -218,7 +216,7 @@ class CrossDeviceOps:
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
-        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, options))
+        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, NO_COMMUNICATION_OPTIONS))
         everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
         return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
 
@@ -254,8 +252,6 @@ def _of_tensors(value: object) -> DistributedValues:
         return PerReplica([value])
     if not isinstance(value, DistributedValues):
         raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
-    if all(isinstance(component, torch.Tensor) for component in value.values):
-        return value
     return PerReplica([as_tensor(component) for component in value.values])
 
 

@@ -40,9 +40,6 @@ class MirroredStrategy(Strategy):
     ) -> None:
         super().__init__(
             mirrored.MirroredStrategy(
-                devices,
-                cross_device_ops,
-                gradient_reduction=gradient_reduction,
-                buffer_aggregation=buffer_aggregation,
+                devices, cross_device_ops, gradient_reduction=gradient_reduction, buffer_aggregation=buffer_aggregation
             ).extended
         )
