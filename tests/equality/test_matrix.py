@@ -407,7 +407,7 @@ def test_replicas_that_do_not_all_step_a_scheduler_are_an_error_and_it_has_not_s
             training.scheduler.step()
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"met a different number of times.*replica 0 is at StepLR\.step\(\)", run)
+    refused(training, RuntimeError, r"synchronized a different number of times.*replica 0 is at StepLR\.step\(\)", run)
 
 
 @several

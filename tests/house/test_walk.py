@@ -16,7 +16,7 @@ from house.walk import Passage, Walk, walk
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"files": 49, "passages between rooms": 267}
+LIMITS = {"files": 46, "passages between rooms": 241}
 
 
 def _walked() -> Walk:

@@ -9,6 +9,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ __all__ = [
     "sparse_indices",
     "sparse_values",
     "swap_tensors",
+    "take_raw_grads",
     "tensor_cuda",
     "tensor_data",
     "tensor_to",
@@ -185,6 +187,13 @@ def raw_grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Writes the gradient of each of some tensors, as autograd does."""
     deque(map(set_raw_grad, tensors, gradients), maxlen=0)
+
+
+def take_raw_grads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Takes away the gradient that autograd has written for each of some tensors."""
+    taken = raw_grads(tensors)
+    set_raw_grads(tensors, repeat(None))
+    return taken
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

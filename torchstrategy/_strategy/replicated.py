@@ -15,7 +15,7 @@ from torchstrategy._communication.operands import as_axis, as_tensor
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import combined, combined_along, combined_in_packs, gathered
 from torchstrategy._core.context import Frame
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -30,7 +30,6 @@ from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, Tree
-from torchstrategy._execution.collectives import Collective
 from torchstrategy._execution.replica import Replica
 from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas
@@ -141,12 +140,11 @@ class ReplicatedExtended(OneMachineExtended):
     def _in_replica(
         self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: RunState
     ) -> AbstractContextManager[object]:
-        """A block in which this thread is the replica's: on its device, with its context and its own objects."""
-        collective = Collective(replica, weights.present, weights.weights, self._replicas.devices)
-        group = ReplicaGroup(replica, collective, weights.present, self._num_replicas_in_sync, run_state.published)
+        """A block in which this thread is the replica's, with its context and its own objects."""
+        devices = self._replicas.devices
+        group = ReplicaGroup(replica, weights.present, weights.weights, devices, run_state.published)
         context = running_context(strategy, group)
         stack = ExitStack()
-        stack.enter_context(in_use(replica.device))
         stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
         stack.callback(context._ends)
         return stack

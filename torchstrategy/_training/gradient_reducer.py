@@ -37,6 +37,7 @@ from torchstrategy._core.torch_internals import (
     raw_grads,
     set_raw_grad,
     set_raw_grads,
+    take_raw_grads,
     unseen_by_function_modes,
 )
 from torchstrategy._core.trace import traced
@@ -164,9 +165,12 @@ class GradientReducer:
         weighing = self._weighing()
         is_next = self._num_accumulated < len(weighing) and weighing[self._num_accumulated] == replica
         if self._take_turns and self._all_reduce is None and is_next:
+            if not self.of_replicas[replica].has_any_local():  # as at the end of most steps
+                self._num_accumulated += 1
+                return
             # The user's function modes, inference mode and grad mode are in force on this thread, and must neither see
             # these operations nor act on them.
-            with unseen_by_function_modes(), undisturbed(), traced("hand in gradients"):
+            with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
                 self.of_replicas[replica].accumulated_here = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
@@ -264,7 +268,7 @@ class GradientReducer:
                     raise RuntimeError(_stray_gradient(name))
         seen = seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
         self._reduce_visible()
-        with torch.no_grad(), traced("settle gradients"):
+        with torch.no_grad(), traced("reduce gradients"):
             combined = self._combined()
             for index, gradient in combined.items():
                 if index in seen or self.accumulated[index] is not None:
@@ -409,8 +413,7 @@ class GradientReducer:
             self.accumulated[index] = gradient if accumulated is None else accumulated + gradient
 
     def _take(self) -> None:
-        self.accumulated = raw_grads(self.owners)
-        set_raw_grads(self.owners, repeat(None))
+        self.accumulated = take_raw_grads(self.owners)
 
     def _give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         set_raw_grads(self.owners, gradients)
