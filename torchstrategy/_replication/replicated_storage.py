@@ -154,7 +154,7 @@ class ReplicatedStorage(Storage):
             make_ready(steppers, self.parameter_device)
         return steppers
 
-    def like(self) -> Storage:
+    def like(self) -> ReplicatedStorage:
         return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)
 
     def take_module(self, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage, Storage
+from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.choices import averages, devices_of_replicas
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
@@ -73,7 +73,7 @@ class MirroredStrategy(Strategy):
         on = devices_of_replicas("devices", devices)
         averages_buffers = averages(buffer_aggregation)
         ops = _checked(cross_device_ops, on)
-        storage: Storage = (
+        storage = (
             InPlaceStorage(on, on[0])
             if len(on) == 1
             else ReplicatedStorage(

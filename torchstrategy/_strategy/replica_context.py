@@ -220,8 +220,8 @@ class ReplicaContext:
             if self.num_replicas_in_sync > 1:
                 raise RuntimeError(
                     f"{what} is where replicas synchronize, and replica {self._replica_id} of "
-                    f"{self.num_replicas_in_sync} of {self._strategy!r} was entered by hand: nothing says where the others are. "
-                    "Bring the replicas' results together after run."
+                    f"{self.num_replicas_in_sync} of {self._strategy!r} was entered by hand: nothing says where the "
+                    "others are. Bring the replicas' results together after run."
                 )
             return ALONE
         self._require_here(what, can_meet=self._group is not None)

@@ -25,7 +25,7 @@ from torchstrategy._core.distributed_values import (
     regroup,
     select,
 )
-from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
@@ -35,7 +35,8 @@ from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
 from torchstrategy._input.options import InputOptions
-from torchstrategy._replication.storage import InPlaceStorage, RunState, Storage
+from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._replication.storage import InPlaceStorage, RunState
 from torchstrategy._strategy.one_machine import (
     OneMachineExtended,
     creating_in,
@@ -65,7 +66,7 @@ class ReplicatedExtended(OneMachineExtended):
     def __init__(
         self,
         replicas: Replicas,
-        storage: Storage,
+        storage: InPlaceStorage | ReplicatedStorage,
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -113,8 +114,8 @@ class ReplicatedExtended(OneMachineExtended):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
-        if type(self._storage) is InPlaceStorage and options is NO_OPTIONS:  # the storage of a lone replica
-            return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, own_containers=True)
+        if isinstance(self._storage, InPlaceStorage):
+            return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, options, own_containers=True)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)

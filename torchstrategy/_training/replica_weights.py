@@ -40,6 +40,11 @@ class ReplicaWeights:
             return self.fractions
         return tuple(1.0 if fraction else 0.0 for fraction in self.fractions)
 
+    @cached_property
+    def weighing(self) -> tuple[int, ...]:
+        """The replicas whose gradients count: those that got rows of the batch."""
+        return tuple(r for r in self.present if self.weights[r])
+
     @classmethod
     def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> ReplicaWeights:
         """The weights for one run whose arguments have these leaves.
