@@ -187,7 +187,7 @@ class ReplicaThreads:
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
         # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
         self.lanes: list[Device | None] = [memory_device(device) for device in devices]
@@ -217,19 +217,14 @@ class ReplicaThreads:
             BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
             RuntimeError: If the replicas came to different synchronization points.
         """
-        turns = begins(len(self._devices))
-        state = CallerState.take(self._devices)
+        turns = begins(len(self.devices))
+        state = CallerState.take(self.devices)
         reports: SimpleQueue[_Report] = SimpleQueue()
         calls: dict[int, Any] = {}
         for r in replicas:
-            replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
+            replica = _ThreadReplica(r, self.devices[r], self._inboxes[r], reports)
             calls[r] = _Task(_bind(state, replica, call), r, reports)
         return _Run(self, calls, reports, turns, watch).result()
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device of each replica."""
-        return self._devices
 
     def send(self, replica: int, message: Any) -> None:
         """Wakes the thread of a replica that waits for a task, or for its result at a synchronization point."""
