@@ -189,7 +189,7 @@ def test_a_collective_that_not_every_replica_comes_to_is_an_error(several: Strat
             context().all_reduce("sum", torch.ones(1))
 
     for who in (0, 1):
-        with pytest.raises(RuntimeError, match=rf"^The replicas met a different .*replica {who} is at all_reduce"):
+        with pytest.raises(RuntimeError, match=rf"^The replicas synchronized .*replica {who} is at all_reduce"):
             several.run(step, args=(who,))
 
 

@@ -130,7 +130,7 @@ def test_a_backward_that_not_every_replica_runs_is_an_error() -> None:
             total.backward()
 
     with pytest.raises(
-        RuntimeError, match=r"^The replicas met a different number of times,? or in a different order: "
+        RuntimeError, match=r"^The replicas synchronized a different number of times,? or in a different order: "
     ):
         TWO.run(step)
 

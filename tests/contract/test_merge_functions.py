@@ -12,7 +12,7 @@ from runs import Opaque, from_each, one_of, per_replica
 from topologies import EVERY, TOPOLOGIES, central
 from torchstrategy import Strategy
 
-UNEQUAL = r"^The replicas met a different number of times,? or in a different order: "
+UNEQUAL = r"^The replicas synchronized a different number of times,? or in a different order: "
 
 
 def test_a_merge_function_is_called_once_with_the_arguments_of_all_replicas(several: Strategy) -> None:

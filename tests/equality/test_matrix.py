@@ -311,8 +311,8 @@ def test_a_scaler_that_a_run_cannot_see_is_refused_and_nothing_is_done(topology:
 
 @several
 @pytest.mark.parametrize("name", [*SCHEDULERS, "plateau"])
-def test_a_scheduler_that_a_run_cannot_see_is_refused_and_nothing_else_is_done(topology: str, name: str) -> None:
-    """The scheduler, a plain object of the user's, may have counted the call before it comes to the optimizer."""
+def test_a_scheduler_that_a_run_cannot_see_is_refused_before_it_counts(topology: str, name: str) -> None:
+    """It counted first, and was refused when it came to the optimizer: it had one step too many after the refusal."""
     strategy, training, batch = begun(topology, Training)
     args = () if name in SCHEDULERS else (1.0,)
     scheduler = SCHEDULERS[name](training.optimizer) if name in SCHEDULERS else _plateau(training.optimizer)
@@ -320,6 +320,7 @@ def test_a_scheduler_that_a_run_cannot_see_is_refused_and_nothing_else_is_done(t
     training.optimizer.zero_grad()
     holder = hidden(training)
     holder.inside.scheduler = scheduler
+    before = str(scheduler.state_dict())
 
     def step(batch: Any) -> None:
         mse(holder.inside.model, batch).backward()
@@ -329,6 +330,44 @@ def test_a_scheduler_that_a_run_cannot_see_is_refused_and_nothing_else_is_done(t
     refused(
         training, RuntimeError, r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n +scheduler\.step", run
     )
+    assert str(scheduler.state_dict()) == before
+
+
+@several
+def test_a_method_that_a_run_cannot_see_is_refused_in_replicas_and_its_object_may_be_read(topology: str) -> None:
+    """The run knows the scheduler and the scaler. The step has their methods from where the run does not look."""
+    strategy, training, batch = begun(topology, Training)
+    scheduler = lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    scheduler.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    methods = {"step": scheduler.step, "unscale_": scaler.unscale_}
+    hidden_methods = types.SimpleNamespace(get=lambda: methods)
+    counts = str((scheduler.state_dict(), scaler.state_dict()))
+
+    def step(batch: Any, method: str, args: tuple[Any, ...]) -> float:
+        scaler.scale(mse(training.model, batch)).backward()
+        if method:
+            hidden_methods.get()[method](*args)
+        return scheduler.optimizer.param_groups[0]["lr"] * scheduler.last_epoch
+
+    for method, args in {"step": (), "unscale_": (training.optimizer,)}.items():
+        run = functools.partial(strategy.run, step, args=(batch, method, args))
+        refused(training, RuntimeError, "was stepped in a replica", run)
+    strategy.run(step, args=(batch, "", ()))
+    assert str((scheduler.state_dict(), scaler.state_dict())) == counts
+    scheduler.step()
+    assert scheduler.last_epoch == 2
+
+
+def test_the_classes_of_schedulers_and_scalers_are_torchs_own_between_runs() -> None:
+    classes = lr_scheduler.LRScheduler, torch.amp.GradScaler
+    before = [dict(vars(cls)) for cls in classes]
+    strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
+    during = strategy.run(lambda: [dict(vars(cls)) for cls in classes])
+    assert before not in strategy.experimental_local_results(during)
+    assert [dict(vars(cls)) for cls in classes] == before
 
 
 def _plateau(optimizer: Any) -> Any:
@@ -359,7 +398,7 @@ def test_replicas_that_do_not_all_step_a_scheduler_are_an_error_and_it_has_not_s
             training.scheduler.step()
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"met a different number of times.*replica 0 is at StepLR\.step\(\)", run)
+    refused(training, RuntimeError, r"synchronized a different number of times.*replica 0 is at StepLR\.step\(\)", run)
 
 
 @several

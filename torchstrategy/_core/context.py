@@ -128,6 +128,12 @@ def in_cross_replica_context() -> bool:
     return frame is not None and frame.replica_context is None
 
 
+def is_in_replica() -> bool:
+    """Whether this thread runs a step in a replica of a strategy that the program entered."""
+    frame = current_frame()
+    return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
+
+
 def current_replica_context() -> ReplicaContextLike | None:
     """The context of the replica that the caller is in; None exactly when `in_cross_replica_context()` is true."""
     frame = current_frame()

@@ -81,7 +81,7 @@ def _with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree],
             kind = type(record).__name__
             raise TypeError(
                 f"copy.copy() of {an(kind)} shares its items with the original, which must stay as it is. Give {kind} "
-                f"a method __copy__, or say how its batches are dealt out: torchstrategy.register_batch_type({kind}, "
+                f"a method __copy__, or say how its batches are split: torchstrategy.register_batch_type({kind}, "
                 "rows=..., take=..., apply=...)."
             )
     return changed

@@ -9,6 +9,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -42,92 +43,23 @@ from torch.utils._pytree import SUPPORTED_NODES as kinds_of_nodes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves_with_path, tree_map_only
 from torch.utils._pytree import _get_node_type as kind_of_node
 
+# The names that come from torch as they are. A type checker takes no other import for a part of this file.
 __all__ = [
-    "ALLOWED_BEFORE_SIZES_ARE_KNOWN",
-    "BROADCAST",
-    "BROADCAST_COALESCED",
-    "ENGINE",
-    "GATHER",
-    "HAS_NCCL",
-    "MAY_SHARE_IMPLEMENTATION",
-    "PRIVATEUSE1_ID",
-    "SCATTER",
-    "DispatchKey",
-    "DispatchKeySet",
     "TorchDispatchMode",
     "TreeSpec",
-    "are_dense",
-    "compile_alike",
-    "conjugate_view",
-    "count_function_modes",
     "dispatch_modes",
-    "foreach_add",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "from_dlpack",
     "function_modes",
-    "generator_id",
-    "global_hooks",
-    "has_gradient_hooks",
-    "has_kernel",
-    "has_one_tensor",
-    "have_gradient_hooks",
-    "hide_from_compiler",
-    "is_alone_in_memory",
-    "is_compiling",
-    "is_profiling",
-    "is_profiling_this_thread_only",
-    "keep_what_stands_in_for_gpus",
-    "keeping_version",
     "kind_of_node",
     "kinds_of_nodes",
-    "layouts",
     "list_device_constructors",
-    "make_device_guard",
-    "make_parameter",
-    "make_sparse",
-    "negative_view",
-    "num_nodes",
-    "num_users",
-    "on_computed",
-    "on_gradient",
-    "operator_names",
-    "pointers",
     "pop_dispatch_mode",
     "pop_function_mode",
-    "pop_saved_tensors_hooks",
-    "privateuse1_name",
     "push_dispatch_mode",
     "push_function_mode",
-    "push_saved_tensors_hooks",
-    "raw_grad",
-    "raw_grads",
-    "register_hooks_again",
-    "register_python_backend",
-    "requires_grad_of",
-    "saved_tensors_hooks",
-    "schema",
-    "set_raw_grad",
-    "set_raw_grads",
-    "sizes",
-    "sparse_indices",
-    "sparse_values",
-    "swap_tensors",
-    "tensor_cuda",
-    "tensor_data",
-    "tensor_to",
-    "to_dlpack",
     "tree_flatten",
     "tree_is_leaf",
     "tree_leaves_with_path",
     "tree_map_only",
-    "unseen_by_function_modes",
-    "version",
-    "versions",
-    "will_be_reached",
-    "without_keys",
 ]
 
 # The fused loops over many tensors that torch's optimizers use. `torch.optim` is their only public user.
@@ -185,6 +117,13 @@ def raw_grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Writes the gradient of each of some tensors, as autograd does."""
     deque(map(set_raw_grad, tensors, gradients), maxlen=0)
+
+
+def take_raw_grads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Takes away the gradient that autograd has written for each of some tensors."""
+    taken = raw_grads(tensors)
+    set_raw_grads(tensors, repeat(None))
+    return taken
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,16 +1,16 @@
 """The ranges that torch's profilers show of a run.
 
-    torchstrategy.run train_step                a call of `Strategy.run`, on the thread that made it
-    torchstrategy.wait for replicas             that thread waits while the replicas run on their threads
-    torchstrategy.run train_step [replica 1]    the step in one replica
-    torchstrategy.hand in gradients             a replica adds its gradients to the total, if it is its turn
-    torchstrategy.wait at optimizer.step()      a replica has come to a synchronization point and waits to go on
-    torchstrategy.meeting optimizer.step()      all replicas are at this synchronization point
-    torchstrategy.settle gradients              the gradients of the replicas are reduced to one
-    torchstrategy.update [Adam]                 the optimizer's own step
-    torchstrategy.bring parameters              changed parameters are copied to the replicas
-    torchstrategy.copy modules                  each replica gets its own copies of the modules, once
-    torchstrategy.deal a batch                  a batch is read, split, and sent to the devices
+    torchstrategy.run train_step                    a call of `Strategy.run`, on the thread that made it
+    torchstrategy.wait for replicas                 that thread waits while the replicas run on their threads
+    torchstrategy.run train_step [replica 1]        the step in one replica
+    torchstrategy.accumulate gradients              a replica adds its gradients to the total, if it is its turn
+    torchstrategy.wait at optimizer.step()          a replica has come to a synchronization point and waits to go on
+    torchstrategy.synchronize at optimizer.step()   all replicas are at this synchronization point
+    torchstrategy.reduce gradients                  the gradients of the replicas are reduced to one
+    torchstrategy.update [Adam]                     the optimizer's own step
+    torchstrategy.bring parameters                  changed parameters are copied to the replicas
+    torchstrategy.copy modules                      each replica gets its own copies of the modules, once
+    torchstrategy.split a batch                     a batch is read, split, and sent to the devices
 
 Without a profiler, the library makes no names and records nothing.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import warnings
 from pathlib import Path
 from typing import final
@@ -68,8 +67,8 @@ class UndistributedBatchWarning(UserWarning):
 
 def warn(message: str, kind: type[Warning]) -> None:
     """Gives a warning for the line at which the user's code called into this package."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, kind, stacklevel=level)
 

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.devices import canonical_device, in_use, is_accelerator, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, component, select
 from torchstrategy._core.errors import an
@@ -25,7 +26,7 @@ from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._data_parallel.scatter_gather import cut, moved, put_together
 from torchstrategy._strategy.central_storage import CentralStorageStrategy
-from torchstrategy._training.graph_parameter import attach_to_graph, is_in_replica
+from torchstrategy._training.graph_parameter import attach_to_graph
 
 
 @final

@@ -39,7 +39,7 @@ class Instrument(ABC):
     def _reached(self, replica: int, where: str) -> None:
         """A replica has come to its start, its end, the synchronization point `where`, or a point that a test named."""
 
-    def _held(self, meeting: str) -> None:
+    def _held(self, point: str) -> None:
         """All replicas are at the synchronization point of this name."""
         return None
 
@@ -99,10 +99,10 @@ def reached(replica: int, where: str) -> None:
         instrument._reached(replica, where)
 
 
-def held(meeting: str) -> None:
+def held(point: str) -> None:
     """Tells the instruments that all replicas are at a synchronization point."""
     for instrument in _in_force.get():
-        instrument._held(meeting)
+        instrument._held(point)
 
 
 def combined_gradients() -> None:

@@ -68,7 +68,7 @@ class Replica(ABC):
             brought: The value that this replica brings.
 
         Raises:
-            RuntimeError: From `run`, if the replicas are at meetings of different names, or some have ended.
+            RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
         """
         reached(self.index, name)
         return self._synchronize(name, combine, brought)
@@ -104,5 +104,5 @@ class InlineReplica(Replica):
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while. See Note
         # [Who may call what on which thread].
-        with nowhere(), in_use(self._callers_device), traced("meeting {}", name):
+        with nowhere(), in_use(self._callers_device), traced("synchronize at {}", name):
             return combine([brought])[0]

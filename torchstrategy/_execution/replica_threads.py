@@ -70,9 +70,9 @@ class _ThreadReplica(Replica):
         # See Note [Who may call what on which thread].
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                f"Replica {self.index} came to {name}, where it meets the other replicas, after its run or on another "
-                "thread than that of its step, and would wait for them for ever. Call backward in the step, on the "
-                "thread of the step; or detach what the step returns."
+                f"Replica {self.index} came to {name}, where it synchronizes with the others, after its run or on "
+                "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
+                "the thread of the step; or detach what the step returns."
             )
         with traced("wait at {}", name):
             return self._stand_still(_Synchronizing(self.index, name, combine, brought))
@@ -90,8 +90,8 @@ class _ThreadReplica(Replica):
 _FORKED = (
     "This process was forked in replica {replica}, in the middle of strategy.run: the threads of the other replicas, "
     "and that of the caller, are not in it, and nobody answers here. Let a child do what it is for and leave by "
-    "os._exit, without meeting (all_reduce, merge_call, optimizer.step, the first read of a gradient after backward) "
-    "and without coming to the end of the step; or fork outside of strategy.run."
+    "os._exit, without synchronizing (all_reduce, merge_call, optimizer.step, the first read of a gradient after "
+    "backward) and without coming to the end of the step; or fork outside of strategy.run."
 )
 
 
@@ -187,7 +187,10 @@ class ReplicaThreads:
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
+        # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
+        # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
+        self.lanes: list[Device | None] = [memory_device(device) for device in devices]
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
             threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
@@ -212,21 +215,16 @@ class ReplicaThreads:
 
         Raises:
             BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
-            RuntimeError: If the replicas met a different number of times, or at different meetings.
+            RuntimeError: If the replicas came to different synchronization points.
         """
-        turns = begins(len(self._devices))
-        state = CallerState.take(self._devices)
+        turns = begins(len(self.devices))
+        state = CallerState.take(self.devices)
         reports: SimpleQueue[_Report] = SimpleQueue()
         calls: dict[int, Any] = {}
         for r in replicas:
-            replica = _ThreadReplica(r, self._devices[r], self._inboxes[r], reports)
+            replica = _ThreadReplica(r, self.devices[r], self._inboxes[r], reports)
             calls[r] = _Task(_bind(state, replica, call), r, reports)
         return _Run(self, calls, reports, turns, watch).result()
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device of each replica."""
-        return self._devices
 
     def send(self, replica: int, message: Any) -> None:
         """Wakes the thread of a replica that waits for a task, or for its result at a synchronization point."""
@@ -308,12 +306,10 @@ class _Run:
         self._process = os.getpid()
         self._to_send: dict[int, Any] = dict(tasks)  # for each replica that stands still, the message that wakes it
         self._running: set[int] = set()
-        self._met: dict[int, _Synchronizing] = {}
+        self._arrived: dict[int, _Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
-        # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
-        self._lanes = {r: memory_device(threads.devices[r]) if turns is None else None for r in tasks}
+        self._lanes = {r: threads.lanes[r] if turns is None else None for r in tasks}
         self._streams = RandomStreams(
             threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )
@@ -329,7 +325,7 @@ class _Run:
             while self._to_send and not self._errors:
                 with traced("wait for replicas"):
                     self._let_run()
-                if self._met and not self._errors:
+                if self._arrived and not self._errors:
                     self._hold_synchronization_point()
             if self._errors:
                 raise self._error()
@@ -339,7 +335,7 @@ class _Run:
             # are stopped one by one, and the threads can be used again. Else the threads are ended.
             if self._is_orderly(error):
                 self._stop_waiting()
-            if self._running or self._met or self._to_send:
+            if self._running or self._arrived or self._to_send:
                 self._team.abandon(self._tasks)
             raise
         finally:
@@ -378,7 +374,7 @@ class _Run:
         self._look(self._running)
         self._running.discard(report.replica)
         if isinstance(report, _Synchronizing):
-            self._met[report.replica] = report
+            self._arrived[report.replica] = report
         elif isinstance(report, _Paused):
             self._to_send[report.replica] = _Answer(None)
         elif isinstance(report, _Ended):
@@ -395,16 +391,16 @@ class _Run:
                 return self._reports.get(timeout=_LOOK_UP_S)
 
     def _hold_synchronization_point(self) -> None:
-        meetings = [self._met[r] for r in sorted(self._met)]
-        if self._results or any(point.name != meetings[0].name for point in meetings):
+        points = [self._arrived[r] for r in sorted(self._arrived)]
+        if self._results or any(point.name != points[0].name for point in points):
             raise RuntimeError(self._unequal())
         # See Note [Who may call what on which thread] and Note [Random streams of replicas].
         self._streams.put_callers_in_force()
-        held(meetings[0].name)
-        with traced("meeting {}", meetings[0].name):
-            answers = meetings[0].combine([point.brought for point in meetings])
-        self._to_send = {m.replica: _Answer(answer) for m, answer in zip(meetings, answers, strict=True)}
-        self._met.clear()
+        held(points[0].name)
+        with traced("synchronize at {}", points[0].name):
+            answers = points[0].combine([point.brought for point in points])
+        self._to_send = {point.replica: _Answer(answer) for point, answer in zip(points, answers, strict=True)}
+        self._arrived.clear()
         self._look(())
 
     def _is_orderly(self, error: BaseException) -> bool:
@@ -415,9 +411,9 @@ class _Run:
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._met.keys()
+        waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._arrived.keys()
         self._to_send.clear()
-        self._met.clear()
+        self._arrived.clear()
         while waiting:
             r = min(waiting)
             waiting.discard(r)
@@ -426,7 +422,7 @@ class _Run:
             self._team.send(r, _STOP)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
-            if self._met.pop(r, None) or self._to_send.pop(r, None):
+            if self._arrived.pop(r, None) or self._to_send.pop(r, None):
                 waiting.add(r)
 
     def _error(self) -> BaseException:
@@ -440,17 +436,17 @@ class _Run:
         return error
 
     def _unequal(self) -> str:
-        where = [f"replica {r} is at {met.name}" for r, met in self._met.items()]
+        where = [f"replica {r} is at {point.name}" for r, point in self._arrived.items()]
         where += [f"replica {r} has ended" for r in self._results]
         hint = ""
-        if any("gradient" in met.name for met in self._met.values()):
+        if any("gradient" in point.name for point in self._arrived.values()):
             hint = (
                 " A replica that runs no backward, since none of its rows asks for one, runs one of zero: "
                 "(outputs.sum() * 0).backward()."
             )
         return (
-            "The replicas met a different number of times, or in a different order: "
-            f"{', '.join(sorted(where))}. Every replica must come to the same meetings (merge_call, all_reduce, "
-            "all_gather, optimizer.step, the first read of a gradient after backward) in the same order: let no such "
-            f"call depend on the replica or on its data.{hint}"
+            "The replicas synchronized a different number of times, or in a different order: "
+            f"{', '.join(sorted(where))}. Every replica must come to the same synchronization points (merge_call, "
+            "all_reduce, all_gather, optimizer.step, the first read of a gradient after backward) in the same order: "
+            f"let no such call depend on the replica or on its data.{hint}"
         )

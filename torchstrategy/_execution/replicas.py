@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from torchstrategy._core.devices import in_use
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._execution.replica import InlineReplica, Replica, Watch
@@ -35,7 +36,8 @@ class Replicas:
         # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
         if len(self.devices) == 1:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
-            return {0: performed_alone(call, (replica,), {})}
+            with in_use(replica.device):
+                return {0: performed_alone(call, (replica,), {})}
         threads = self._borrow()
         try:
             return threads.run(call, present, watch)

@@ -36,7 +36,7 @@ def transferred(steps: Steps, routes: Sequence[Route]) -> BatchTransfer:
     Raises:
         StopIteration: If there is none.
     """
-    with traced("deal a batch"):
+    with traced("split a batch"):
         split_batch, marks = next(steps)
         return BatchTransfer(split_batch, marks, list(map(Route.stage, routes, split_batch.parts())))
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import Trainers
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._core.context import current_frame
+from torchstrategy._core.context import current_frame, is_in_replica
 from torchstrategy._core.devices import in_use
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import version
@@ -21,7 +21,6 @@ from torchstrategy._execution.replica import Replica, Watch
 from torchstrategy._replication.replica_set import ReplicaSet
 from torchstrategy._replication.storage import CrossReplica, RunState
 from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
-from torchstrategy._training.graph_parameter import is_in_replica
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_optimizer import Owners, ReplicaOptimizer

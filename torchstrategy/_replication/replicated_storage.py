@@ -24,6 +24,7 @@ from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, te
 from torchstrategy._binding.proxies import install, own, suspended, uninstall
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.uncounted_writes import listen_to_data
+from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.trace import traced
@@ -35,7 +36,6 @@ from torchstrategy._replication.shared_writes import SharedTensors
 from torchstrategy._replication.storage import CrossReplica, RunState, Step, Storage
 from torchstrategy._replication.undistributed_batches import has_plain_rows
 from torchstrategy._training.all_reduced_gradients import AllReduce
-from torchstrategy._training.graph_parameter import is_in_replica
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import make_ready, refuse_bound_methods
@@ -154,7 +154,7 @@ class ReplicatedStorage(Storage):
             make_ready(steppers, self.parameter_device)
         return steppers
 
-    def like(self) -> Storage:
+    def like(self) -> ReplicatedStorage:
         return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)
 
     def take_module(self, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -22,7 +22,6 @@ from torchstrategy._binding.creation_hooks import Stepper, watched
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import Replica, Watch
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable, is_variable
 
 CrossReplica = Callable[[], AbstractContextManager[None]]
@@ -36,7 +35,7 @@ Step = tuple[Callable[..., Any], Sequence[Any]]
 class RunState(ABC):
     """What one run has of the user's modules and optimizers, from when it begins until it ends or fails."""
 
-    watch: Watch | None = None
+    watch: Watch | None
     """Looks on while the replicas run."""
 
     @abstractmethod
@@ -58,7 +57,8 @@ class RunState(ABC):
     def results_require_grad(self) -> None:
         """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
 
-    def warn(self) -> None:  # noqa: B027  a lone replica does what plain PyTorch does
+    @abstractmethod
+    def warn(self) -> None:
         """After the run: warns of numbers that may not be those of one device."""
 
 
@@ -158,18 +158,6 @@ class Storage(ABC):
     def take_stepper(self, stepper: Stepper) -> None:
         """Takes in a learning-rate scheduler or a `GradScaler`."""
 
-    @abstractmethod
-    def begin_run(
-        self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica
-    ) -> AbstractContextManager[RunState]:
-        """The parameters for one run. Leaving the block ends it; leaving it by an exception means that it failed.
-
-        Args:
-            replica_weights: How much each replica counts.
-            step: The step that is run, with the leaves of its arguments.
-            cross_replica: Enters the cross-replica context.
-        """
-
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
 # By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
@@ -215,9 +203,9 @@ def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
 
 @final
 class InPlaceStorage(Storage):
-    """The one replica uses the user's own modules."""
+    """The one replica uses the user's own modules, so a run has nothing to prepare."""
 
-    def like(self) -> Storage:
+    def like(self) -> InPlaceStorage:
         return InPlaceStorage(self.devices, self.parameter_device)
 
     def take_part(self, module: nn.Module) -> None:
@@ -228,26 +216,3 @@ class InPlaceStorage(Storage):
 
     def take_stepper(self, stepper: Stepper) -> None:
         pass  # the one replica counts each step once
-
-    def begin_run(
-        self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica
-    ) -> AbstractContextManager[RunState]:
-        return _IN_PLACE
-
-
-@final
-class _InPlaceRun(RunState):
-    def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        return {}
-
-    def ends(self, replica: Replica) -> None:
-        pass
-
-    def published(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def results_require_grad(self) -> None:
-        pass  # their graph ends in the user's own parameters
-
-
-_IN_PLACE: AbstractContextManager[RunState] = nullcontext(_InPlaceRun())

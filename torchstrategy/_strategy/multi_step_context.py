@@ -34,7 +34,7 @@ class MultiStepContext:
         self.non_tensor_outputs: dict[str, Tree] = {}
 
     def set_last_step_output(self, name: str, output: Tree, reduce_op: ReduceOp | str | None = None) -> None:
-        """Keeps `output` under `name` in `last_step_outputs`. In a replica this is a meeting.
+        """Keeps `output` under `name` in `last_step_outputs`. In a replica this is a synchronization point.
 
         Args:
             name: By what to find it again.
@@ -53,11 +53,12 @@ class MultiStepContext:
                 "outputs of all replicas become one: give it, or keep what strategy.run returns."
             )
         else:
-            # The name is not given to the meeting: one that each replica has put together is another in each of them.
+            # The name is not brought to the synchronization point: a name that each replica has put together is another
+            # object in each of them.
             context.merge_call(lambda strategy, merged: self._keep(strategy, name, merged, reduce_op), args=(output,))
 
     def set_non_tensor_output(self, name: str, output: Tree) -> None:
-        """Keeps `output` under `name` in `non_tensor_outputs`. In a replica this is a meeting.
+        """Keeps `output` under `name` in `non_tensor_outputs`. In a replica this is a synchronization point.
 
         What is set in replicas is kept as a tuple, with an item for each of them.
         """

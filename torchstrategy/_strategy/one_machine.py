@@ -24,7 +24,7 @@ from torchstrategy._core.distributed_values import (
     local_results,
     select,
 )
-from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import map_leaves, tree_flatten, unflatten_like
 from torchstrategy._core.types import Device, ReplicaFn, Tree
@@ -32,6 +32,7 @@ from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
+from torchstrategy._training.replica_weights import ReplicaWeights
 
 
 class OneMachineExtended(StrategyExtended):
@@ -73,12 +74,15 @@ def run_alone(
     fn: ReplicaFn,
     args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
+    options: RunOptions,
     own_containers: bool = False,
 ) -> Tree:
     """Calls the step in a lone replica on the user's own objects, which a step should not notice.
 
     It is called between steps, when no cache holds it: each function that it calls takes half a microsecond or more.
     """
+    if options.examples is not None:
+        ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
     if args or kwargs:
         distributed = distributed_within((*args, *kwargs.values()))
         if distributed:

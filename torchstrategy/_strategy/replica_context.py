@@ -25,8 +25,8 @@ class ReplicaContext:
     """The replica that a step runs in. Ask for it with `torchstrategy.get_replica_context()`.
 
     It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more. A strategy of
-    one's own makes one and calls the step in it: `with ReplicaContext(strategy, 0): ...`. Such a replica has nobody to
-    meet but itself.
+    one's own makes one and calls the step in it: `with ReplicaContext(strategy, 0): ...`. Such a replica has nobody
+    to synchronize with.
 
     Args:
         strategy: The strategy whose replica it is.
@@ -91,7 +91,7 @@ class ReplicaContext:
         return (self._strategy.extended._device_of(self._replica_id),)
 
     def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
-        """Meets the other replicas, calls `merge_fn(strategy, *args, **kwargs)` once, and returns the result.
+        """Synchronizes with the other replicas: `merge_fn(strategy, *args, **kwargs)` is called once for all of them.
 
         It runs in the cross-replica context, on the thread that called `run`, with the arguments of all replicas put
         together as `run` puts results together. A distributed value in its result comes back as this replica's
@@ -128,9 +128,10 @@ class ReplicaContext:
         return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs)))
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
-        """Meets the other replicas and returns the sum or mean of their values, of any nesting, each as its own tensor.
+        """Synchronizes with the other replicas, and returns the sum or mean of their values, of any nesting.
 
-        Gradients flow through it, scaled by the replicas' shares in the gradient: see `RunOptions`.
+        Each replica gets a tensor of its own. Gradients flow through it, scaled by the replicas' shares in
+        the gradient: see `RunOptions`.
 
         Args:
             reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default
@@ -167,7 +168,7 @@ class ReplicaContext:
         return put_back(sums)
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
-        """Meets the other replicas and returns their values, of any nesting, one after the other along `axis`.
+        """Synchronizes with the other replicas, and returns their values, of any nesting, joined along `axis`.
 
         Sizes along `axis` may differ. Gradients flow through it.
 
@@ -210,7 +211,7 @@ class ReplicaContext:
         return f"<torchstrategy.ReplicaContext {self._replica_id} of {self.num_replicas_in_sync}>"
 
     def _ends(self) -> None:
-        """The call of the step is over, and with it every meeting."""
+        """The call of the step is over: the replica cannot synchronize any more."""
         self._group = None
         self._is_over = True
 
@@ -218,9 +219,9 @@ class ReplicaContext:
         if self._entries and self._group is None and not self._is_over and current_replica_context() is self:
             if self.num_replicas_in_sync > 1:
                 raise RuntimeError(
-                    f"{what} is where replicas meet, and replica {self._replica_id} of {self.num_replicas_in_sync} of "
-                    f"{self._strategy!r} was entered by hand: nothing says where the others are. Bring the replicas' "
-                    "results together after run."
+                    f"{what} is where replicas synchronize, and replica {self._replica_id} of "
+                    f"{self.num_replicas_in_sync} of {self._strategy!r} was entered by hand: nothing says where the "
+                    "others are. Bring the replicas' results together after run."
                 )
             return ALONE
         self._require_here(what, can_meet=self._group is not None)
@@ -258,6 +259,6 @@ class LoneFrame(Frame):
         return self._replica_context
 
     def ends(self) -> None:
-        """The step has ended: a context that was kept meets nobody any more."""
+        """The step has ended: a context that was kept cannot synchronize any more."""
         if self._replica_context is not None:
             self._replica_context._ends()

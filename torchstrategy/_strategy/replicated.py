@@ -16,7 +16,7 @@ from torchstrategy._communication.operands import as_axis, as_tensor
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import combined_along, gathered
 from torchstrategy._core.context import Frame
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -26,18 +26,18 @@ from torchstrategy._core.distributed_values import (
     regroup,
     select,
 )
-from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, Tree
-from torchstrategy._execution.collectives import Collective
 from torchstrategy._execution.replica import Replica
 from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
 from torchstrategy._input.options import InputOptions
-from torchstrategy._replication.storage import InPlaceStorage, RunState, Storage
+from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._replication.storage import InPlaceStorage, RunState
 from torchstrategy._strategy.one_machine import (
     OneMachineExtended,
     creating_in,
@@ -69,7 +69,7 @@ class ReplicatedExtended(OneMachineExtended):
     def __init__(
         self,
         replicas: Replicas,
-        storage: Storage,
+        storage: InPlaceStorage | ReplicatedStorage,
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
@@ -117,8 +117,8 @@ class ReplicatedExtended(OneMachineExtended):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
-        if type(self._storage) is InPlaceStorage and options is NO_OPTIONS:  # the storage of a lone replica
-            return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, own_containers=True)
+        if isinstance(self._storage, InPlaceStorage):
+            return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, options, own_containers=True)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
@@ -144,12 +144,11 @@ class ReplicatedExtended(OneMachineExtended):
     def _in_replica(
         self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: RunState
     ) -> AbstractContextManager[object]:
-        """A block in which this thread is the replica's: on its device, with its context and its own objects."""
-        collective = Collective(replica, weights.present, weights.weights, self._replicas.devices)
-        group = ReplicaGroup(replica, collective, weights.present, self._num_replicas_in_sync, run_state.published)
+        """A block in which this thread is the replica's, with its context and its own objects."""
+        devices = self._replicas.devices
+        group = ReplicaGroup(replica, weights.present, weights.weights, devices, run_state.published)
         context = running_context(strategy, group)
         stack = ExitStack()
-        stack.enter_context(in_use(replica.device))
         stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
         stack.callback(context._ends)
         return stack

@@ -30,7 +30,6 @@ from torchstrategy._strategy.one_machine import (
     run_alone,
 )
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable
 
 
@@ -80,9 +79,7 @@ class SingleExtended(OneMachineExtended):
         return 1
 
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        if options.examples is not None:
-            ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-        return run_alone(self._container_strategy(), self._device, fn, args, kwargs)
+        return run_alone(self._container_strategy(), self._device, fn, args, kwargs, options)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return _own(value)

@@ -1,4 +1,4 @@
-"""Strategy: where replicas run, where parameters live, how values become one and how data is dealt, put together."""
+"""Strategy: where replicas run, where parameters live, how values become one and how data is split, put together."""
 
 from __future__ import annotations
 

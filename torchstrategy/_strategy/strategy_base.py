@@ -113,7 +113,7 @@ class StrategyBase:
 
         In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters'
         `.grad` hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas'
-        gradients are averaged, each weighing the rows that it was dealt, and added to what was there.
+        gradients are averaged, each weighing the rows that it got, and added to what was there.
         `optimizer.step()` in the step is taken once for all replicas, when each of them has come to it.
 
         What the step writes on a trainer, an object that holds models or optimizers, is the replica's own: `self.fake =
@@ -121,11 +121,11 @@ class StrategyBase:
         anything else is a `DistributedValues`, of which each replica finds its component in the next run. Lists, dicts
         and variables are one for all replicas.
 
-        Replicas that share a device run one after the other, in order, and hand over only where they meet; so a run
+        Replicas that share a device run one after the other, in order, and change only where they synchronize; so a run
         with the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each
         from a stream derived from it.
 
-        A replica that was dealt no rows sits the step out: it has no component in the result.
+        A replica that got no rows sits the step out: it has no component in the result.
 
         If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
         names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
@@ -156,8 +156,8 @@ class StrategyBase:
         Raises:
             ValueError: If `args` is neither a tuple nor a list, the replicas return different structures, or a value
                 has another number of components than there are replicas.
-            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas meet a different
-                number of times.
+            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas synchronize a
+                different number of times.
             TypeError: If `fn` cannot be called.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
@@ -313,7 +313,7 @@ class StrategyBase:
         return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
-        """Deals each batch of `dataset` out to the replicas.
+        """Splits each batch of `dataset` among the replicas.
 
         A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
         the last ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed. What has no
@@ -330,7 +330,7 @@ class StrategyBase:
             options: How it is read, and how it is cut.
 
         Returns:
-            A `DistributedDataset`, which deals the batches each time it is iterated over: containers as the loader
+            A `DistributedDataset`, which splits the batches each time it is iterated over: containers as the loader
             makes them, with a `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain
             tensors. The default strategy returns `dataset` itself.
 
@@ -360,7 +360,7 @@ class StrategyBase:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """Deals out the elements of the dataset that `dataset_fn` returns, one to each replica, as they are.
+        """Gives each replica elements of the dataset that `dataset_fn` returns, as they are.
 
         For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
         one replica. Where it runs out in the middle of a step, the replicas that are left get tensors without rows,
@@ -394,7 +394,7 @@ class StrategyBase:
 
         Differs from tf.distribute:
             No element is lost at the end, which TensorFlow leaves out under some strategies. `PER_REPLICA` works under
-            every strategy with replicas that meet.
+            every strategy with replicas that synchronize.
 
         Raises:
             TypeError: If `dataset_fn` cannot be called with a context, or returns no dataset.
@@ -487,7 +487,7 @@ def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
     if not callable(dataset_fn):
         raise TypeError(
             f"{name} is called with an InputContext and returns a dataset; {dataset_fn!r} cannot be called. To "
-            "deal out a dataset that you have, use experimental_distribute_dataset."
+            "split a dataset that you have, use experimental_distribute_dataset."
         )
     try:
         signature = inspect.signature(dataset_fn)

@@ -37,6 +37,7 @@ from torchstrategy._core.torch_internals import (
     raw_grads,
     set_raw_grad,
     set_raw_grads,
+    take_raw_grads,
     unseen_by_function_modes,
 )
 from torchstrategy._core.trace import traced
@@ -161,12 +162,15 @@ class GradientReducer:
         If this replica is the next one in replica order and no other replica runs, its gradients become a part of the
         total here, while they are in the processor's caches, and their memory is free for the next replica.
         """
-        weighing = self._weighing()
+        weighing = self._weights.weighing
         is_next = self._num_accumulated < len(weighing) and weighing[self._num_accumulated] == replica
         if self._take_turns and self._all_reduce is None and is_next:
+            if not self.of_replicas[replica].has_any_local():  # as at the end of most steps
+                self._num_accumulated += 1
+                return
             # The user's function modes, inference mode and grad mode are in force on this thread, and must neither see
             # these operations nor act on them.
-            with unseen_by_function_modes(), undisturbed(), traced("hand in gradients"):
+            with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
                 self.of_replicas[replica].accumulated_here = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
@@ -257,14 +261,13 @@ class GradientReducer:
                 owner itself, which the step used instead of the replica's own parameter.
         """
         # See Note [The states of a gradient].
-        assert self._replica_weights is not None
         if self.is_alone:
             for name, stray in zip(self.names, raw_grads(self.owners), strict=True):
                 if stray is not None:
                     raise RuntimeError(_stray_gradient(name))
         seen = seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
         self._reduce_visible()
-        with torch.no_grad(), traced("settle gradients"):
+        with torch.no_grad(), traced("reduce gradients"):
             combined = self._combined()
             for index, gradient in combined.items():
                 if index in seen or self.accumulated[index] is not None:
@@ -280,10 +283,9 @@ class GradientReducer:
         Raises:
             RuntimeError: Naming the parameter and the replicas.
         """
-        assert self._replica_weights is not None
         if not any(read.all for read in reads):
             return
-        present = self._replica_weights.present
+        present = self._weights.present
         local = {r: self.of_replicas[r].local_indices() for r in present}
         for r, read in zip(present, reads, strict=True):
             for other, others in zip(present, reads, strict=True):
@@ -299,14 +301,14 @@ class GradientReducer:
         for of_replica in self.of_replicas:
             of_replica.show_again()
 
-    def _weighing(self) -> list[int]:
-        """The replicas whose gradients count: those that got rows of the batch."""
+    @property
+    def _weights(self) -> ReplicaWeights:
+        """How much each replica of the run counts."""
         assert self._replica_weights is not None
-        return [r for r in self._replica_weights.present if self._replica_weights.weights[r]]
+        return self._replica_weights
 
     def _reduce_visible(self) -> None:
-        assert self._replica_weights is not None
-        of_replicas = [self.of_replicas[r] for r in self._weighing()]
+        of_replicas = [self.of_replicas[r] for r in self._weights.weighing]
         first = of_replicas[0].visible
         if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):
             # The usual case: every replica called zero_grad(). No gradient has to be compared.
@@ -321,7 +323,7 @@ class GradientReducer:
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
         accumulated, device = self.accumulated[index], self.owners[index].device
-        visible = [self.of_replicas[r].visible.get(index) for r in self._weighing()]
+        visible = [self.of_replicas[r].visible.get(index) for r in self._weights.weighing]
         if all(view is CLEARED or (view is CLEARED_NOTHING and accumulated is None) for view in visible):
             return None
         shown = [
@@ -348,23 +350,21 @@ class GradientReducer:
         return self._merged(accumulated, tensors)
 
     def _merged(self, accumulated: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        assert self._replica_weights is not None
-        weights = [self._replica_weights.weights[r] for r in self._weighing()]
-        if self._replica_weights.reduction is ReduceOp.MEAN:
+        weights = [self._weights.weights[r] for r in self._weights.weighing]
+        if self._weights.reduction is ReduceOp.MEAN:
             return weighted(tensors, weights)
         start = torch.zeros_like(tensors[0]) if accumulated is None else accumulated
         return start + weighted([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
         """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
-        assert self._replica_weights is not None
-        weighing = self._weighing()
-        for r in set(self._replica_weights.present) - set(weighing):
+        weighing = self._weights.weighing
+        for r in set(self._weights.present) - set(weighing):
             # A replica without rows may have gradients of NaN. They are dropped and not multiplied by zero, which would
             # give NaN.
             self.of_replicas[r].take_local()
         if self._all_reduce is not None:
-            weights = [self._replica_weights.weights[r] for r in weighing]
+            weights = [self._weights.weights[r] for r in weighing]
             return self._all_reduce.combined(weighing, weights, self.of_replicas, self.owners)
         for r in weighing[self._num_accumulated :]:
             self._add_up(r)
@@ -373,11 +373,10 @@ class GradientReducer:
 
     def _add_up(self, r: int) -> set[int]:
         """Adds the gradients of one more replica to the total, and returns the positions of their parameters."""
-        assert self._replica_weights is not None
-        (local, are_ours), weight = self.of_replicas[r].take_local(), self._replica_weights.weights[r]
+        (local, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
         if self._is_remote[r]:
             local = self._brought(local)
-        if weight == 1 and len(self._weighing()) == 1:
+        if weight == 1 and len(self._weights.weighing) == 1:
             # Gradients that came from another device together are parts of one piece of memory. In plain PyTorch each
             # gradient has memory of its own.
             self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
@@ -409,8 +408,7 @@ class GradientReducer:
             self.accumulated[index] = gradient if accumulated is None else accumulated + gradient
 
     def _take(self) -> None:
-        self.accumulated = raw_grads(self.owners)
-        set_raw_grads(self.owners, repeat(None))
+        self.accumulated = take_raw_grads(self.owners)
 
     def _give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         set_raw_grads(self.owners, gradients)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.context import current_frame, is_default
 from torchstrategy._core.torch_internals import raw_grad, set_raw_grad, swap_tensors
 from torchstrategy._training.replica_gradients import ReplicaParameter
 
@@ -39,12 +38,6 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
     finally:
         for link in links:
             link.end()
-
-
-def is_in_replica() -> bool:
-    """Whether this thread runs a step in a replica, and does not belong to the user."""
-    frame = current_frame()
-    return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
 
 
 @final

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import final
 
 import torch
@@ -15,9 +14,8 @@ from torchstrategy._core.torch_internals import (
     has_gradient_hooks,
     on_gradient,
     raw_grad,
-    raw_grads,
     set_raw_grad,
-    set_raw_grads,
+    take_raw_grads,
     will_be_reached,
 )
 from torchstrategy._training.replica_gradients import ReplicaParameter
@@ -74,8 +72,7 @@ class _Delivery:
                 parameters = [known for reference in self._parameters if (known := reference()) is not None]
                 if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
                     return
-            gradients = [gradient for gradient in raw_grads(parameters) if gradient is not None]
-            set_raw_grads(parameters, repeat(None))
+            gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
             if owner is not None:
                 _deliver(owner, gradients)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -25,8 +25,8 @@ from torchstrategy._core.torch_internals import (
     raw_grads,
     requires_grad_of,
     set_raw_grad,
-    set_raw_grads,
     sizes,
+    take_raw_grads,
     version,
 )
 from torchstrategy._execution.replica import Replica
@@ -246,7 +246,7 @@ class ReplicaGradients:
             self._num_looks -= len(self.parameters)
             self._num_nodes = nodes
             self._unlooked.clear()
-            return not {type(None)}.issuperset(map(type, raw_grads(self.parameters)))
+            return self.has_any_local()
         self._unlooked.add(index)
         return False
 
@@ -327,9 +327,7 @@ class ReplicaGradients:
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
         """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
         are_ours = not self.put
-        taken = {index: local for index, local in enumerate(raw_grads(self.parameters)) if local is not None}
-        if taken:
-            set_raw_grads(self.parameters, repeat(None))
+        taken = {index: local for index, local in enumerate(take_raw_grads(self.parameters)) if local is not None}
         # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
         # and `_made_together` refuses a backward through the sum.
         if any(requires_grad_of(taken.values())):
@@ -393,6 +391,10 @@ class ReplicaGradients:
         return {
             index for index, local in enumerate(raw_grads(self.parameters)) if local is not None
         } | self.accumulated_here
+
+    def has_any_local(self) -> bool:
+        """Whether backward has added to any parameter since local gradients were last taken."""
+        return not {type(None)}.issuperset(map(type, raw_grads(self.parameters)))
 
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None

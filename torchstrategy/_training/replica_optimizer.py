@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,9 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding import proxies
 from torchstrategy._binding.proxies import own, plain_class
 from torchstrategy._core.context import current_frame
 from torchstrategy._core.devices import in_use
@@ -96,7 +92,6 @@ class ReplicaOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
-        refuse_once_per_step_callers()
         if self._groups is None:
             self._groups = [self._local_group(group) for group in self._central_groups]
             self._shown = [self._local_group(group) for group in self._central_groups]
@@ -116,15 +111,8 @@ class ReplicaOptimizer:
         """Clears this replica's gradients, the local and the visible ones. No synchronization point."""
         self._ledger.clear(list(self._index_of.values()), set_to_none)
 
-    @property
-    def step(self) -> Callable[..., Any]:
-        """The method that takes a step."""
-        # A property, since a scheduler or a scaler asks for `optimizer.step` before it counts a step: it is refused
-        # before it has counted.
-        refuse_once_per_step_callers()
-        return self._step
-
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step, once for all replicas."""
         return self.call("step", *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -289,32 +277,7 @@ def _is_as_shown(value: Any, shown: Any) -> bool:
     return value is shown
 
 
-def refuse_once_per_step_callers() -> None:
-    """Refuses schedulers and scalers of which the run knows nothing: each replica would make them count a step.
-
-    Schedulers count their own steps and `GradScaler` its updates, in objects that all replicas share.
-    """
-    # They are recognized by the stack frame that asks for the optimizer: they need not have been made in a scope, and
-    # not all of them run the constructor of their base class, where they could be noticed.
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in (__file__, proxies.__file__):
-        frame = frame.f_back
-    caller = frame.f_locals.get("self") if frame is not None else None
-    if isinstance(caller, (LRScheduler, torch.amp.GradScaler)):
-        lines = "scheduler.step()"
-        if isinstance(caller, torch.amp.GradScaler):
-            lines = "scaler.step(optimizer)\n    scaler.update()"
-        raise RuntimeError(
-            f"{type(caller).__name__} was stepped in a replica, by a step that does not name it, and it was not "
-            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
-            "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
-            "    strategy.run(step, ...)\n"
-            f"    {lines}"
-        )
-
-
 # A compiler that traced these would trace the locks and threads of a synchronization point.
-hide_from_compiler(refuse_once_per_step_callers)
-hide_from_compiler(ReplicaOptimizer._step)
+hide_from_compiler(ReplicaOptimizer.step)
 hide_from_compiler(ReplicaOptimizer.call)
 hide_from_compiler(ReplicaOptimizer.zero_grad)

@@ -40,15 +40,21 @@ class ReplicaWeights:
             return self.fractions
         return tuple(1.0 if fraction else 0.0 for fraction in self.fractions)
 
+    @cached_property
+    def weighing(self) -> tuple[int, ...]:
+        """The replicas whose gradients count: those that got rows of the batch."""
+        return tuple(r for r in self.present if self.weights[r])
+
     @classmethod
     def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> ReplicaWeights:
         """The weights for one run whose arguments have these leaves.
 
         Raises:
-            ValueError: If the arguments were dealt with different row counts, or `options.examples` does not fit.
+            ValueError: If the arguments were split with different row counts, or `options.examples` does not fit.
         """
         everyone = tuple(range(num_replicas))
-        reduction = ReduceOp.of(options.gradient_reduction or default)
+        reduction = options.gradient_reduction or default
+        assert isinstance(reduction, ReduceOp)  # `RunOptions` has made one of a name
         rows = _rows(leaves, options, reduction)
         examples: tuple[float, ...] | None = rows
         if options.examples is not None:
@@ -76,7 +82,7 @@ def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> t
     if len(records) < 2:
         return next(iter(records), None)
     first, second = sorted(records)[:2]
-    told = f"The arguments of this run were dealt with different numbers of rows, {first} and {second} by replica, "
+    told = f"The arguments of this run were split with different numbers of rows, {first} and {second} by replica, "
     if options.examples is None and reduction is ReduceOp.MEAN:
         raise ValueError(
             f"{told}so the share of each replica in the gradient is not known. Say it: RunOptions(examples=[...])."

@@ -69,19 +69,18 @@ def test_a_trace_of_a_step_in_two_replicas_can_be_read() -> None:
     assert ranges(caller) == [
         "run train_step",
         "  wait for replicas",
-        "  meeting optimizer.step()",
-        "    settle gradients",
+        "  synchronize at optimizer.step()",
+        "    reduce gradients",
         "    update [SGD]",
         "    bring parameters",
         "  wait for replicas",
-        "  settle gradients",
+        "  reduce gradients",
     ]
     assert [ranges(events) for events in replicas] == [
         [
             f"run train_step [replica {r}]",
-            "  hand in gradients",
+            "  accumulate gradients",
             "  wait at optimizer.step()",
-            "  hand in gradients",
         ]
         for r in range(2)
     ]
@@ -104,7 +103,7 @@ def test_one_device_shows_the_run_and_nothing_below() -> None:
 def test_a_batch_that_is_dealt_out_is_shown() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     dataset = strategy.experimental_distribute_dataset([torch.ones(4)])
-    assert ranges(trace(lambda: next(iter(dataset)))) == ["deal a batch"]
+    assert ranges(trace(lambda: next(iter(dataset)))) == ["split a batch"]
 
 
 class Trainer:

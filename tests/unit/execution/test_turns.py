@@ -545,7 +545,6 @@ def test_making_and_giving_back_streams_that_nobody_used_changes_nothing() -> No
     streams.give_back()
     streams = RandomStreams(cpus(0, 0), one_at_a_time=True)
     streams.put_in_force(1)
-    draw()
     streams.give_back()
     assert torch.equal(torch.get_rng_state(), before)
 
