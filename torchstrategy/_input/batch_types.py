@@ -316,7 +316,7 @@ def _take_record(record: Any, rows: slice) -> Any:
 
 
 def _apply_to_record(record: Any, fn: TensorFn) -> Any:
-    return with_parts(record, lambda _, part: map_leaves(lambda leaf: applied(leaf, fn), part, is_leaf))
+    return with_parts(record, lambda _, part: applied_within(part, fn))
 
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop

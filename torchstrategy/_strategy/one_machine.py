@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrategy._communication.cross_device_ops.destinations import devices_of
 from torchstrategy._communication.operands import check_gatherable
 from torchstrategy._communication.options import CommunicationOptions, check_usable
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import frames_of_this_thread
-from torchstrategy._core.devices import canonical_device, in_use, memory_device, needs_device_context
+from torchstrategy._core.devices import in_use, needs_device_context
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -110,19 +111,11 @@ def gathered_alone(value: Tree, axis: int) -> Tree:
 
 def _sent(value: Tree, destinations: Any) -> Tree:
     """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
-    if isinstance(destinations, DistributedValues):
-        return _mirrored(value, destinations)
-    device = (
-        destinations.device if isinstance(destinations, torch.Tensor) else memory_device(canonical_device(destinations))
-    )
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _mirrored(value: torch.Tensor, like: DistributedValues) -> Mirrored:
-    for component in like.values:
-        if not isinstance(component, torch.Tensor):
-            raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
-    return Mirrored([c if c is ABSENT else sent_to([value], [c.device])[0][0] for c in like._components])
+    devices = devices_of(destinations)
+    if not isinstance(destinations, DistributedValues):
+        return value.to(devices[0]) if isinstance(value, torch.Tensor) else value
+    copies = (sent_to([value], [device])[0][0] for device in devices)
+    return Mirrored([ABSENT if component is ABSENT else next(copies) for component in destinations._components])
 
 
 def require_variable(v: object) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of variables: one copy for all replicas, a copy in each, or a value in each; and their components."""
+"""Variables with a component for each replica, which is a copy of the value or a value of its own."""
 
 from __future__ import annotations
 

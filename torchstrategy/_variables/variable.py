@@ -1,4 +1,6 @@
-"""The base class of all variables: parameters that the replicas of a strategy share, and that a step may assign.
+"""Variables: parameters that the replicas of a strategy share, and that a step may assign.
+
+`Variable` has one value, and is the base class of the variables of `kinds`, which have a component for each replica.
 
 When a step uses a parameter or a variable, it uses the component of its own replica. This is one of these tensors:
 
