@@ -35,6 +35,7 @@ if simulated_devices():
         "contract/test_pickling.py",
         "contract/test_process.py",
         "contract/test_run_options.py",
+        "equality/test_base_classes.py",
         "equality/test_drawing_programs.py",
         "unit/communication/test_communication_options.py",
         "unit/input/test_element_spec.py",

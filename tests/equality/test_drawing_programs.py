@@ -67,7 +67,7 @@ class _Wrong(layers.Layer):
 
 def test_a_difference_is_found_and_shrunk() -> None:
     """A long program with one part that is wrong becomes a short one, which has that part and little else."""
-    program = Generator(strategies=["central"], most_steps=2).program(4)
+    program = Generator(strategies=["central"], most_steps=2).program(5)
     long = dataclasses.replace(program, layers=(*program.layers, _Wrong()), topology=Topology("central", ("cpu",) * 3))
     outcome = judged(long)
     assert outcome.verdict is Verdict.DIFFERENT

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import torchstrategy
 from problems import assert_close, built, compare, data, deal, gradients, mse, sgd
-from topologies import SIMULATED
+from topologies import MAKERS, SIMULATED
 from torchstrategy import RunOptions
 from torchstrategy._core.torch_internals import raw_grads
 
@@ -210,6 +210,7 @@ class Many(nn.Module):
         return total
 
 
+@pytest.mark.parametrize("make", ["mirrored"] if SIMULATED else MAKERS, indirect=True)
 def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
     """Whether backward ran was found out by a look at all parameters for each of them, twice in each pass."""
     looks: list[int] = []
