@@ -19,6 +19,18 @@ def kind(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     return TOPOLOGIES[request.param]()
 
 
+@pytest.fixture(params=["one_device", "central_1", "central_2", "copies_3"])
+def chosen(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
+    """A strategy that somebody chose: any but the default one."""
+    return TOPOLOGIES[request.param]()
+
+
+@pytest.fixture
+def other() -> torchstrategy.Strategy:
+    """Another one."""
+    return central(2)
+
+
 @pytest.fixture(params=[central, central_with_copies], ids=["shared", "copied"])
 def three(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     """Three replicas that share the memory of the parameters, and three with copies of their own."""

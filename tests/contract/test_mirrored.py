@@ -79,7 +79,7 @@ def test_all_replicas_stay_equal_bit_by_bit(name: str, inside: bool) -> None:
         if inside:
             optimizer.step()
 
-    for k in range(12):
+    for k in range(4):
         strategy.run(step, args=(deal(strategy, data((8, 6)[k % 2], seed=k)),))  # of 6 rows, one has none
         if not inside:
             optimizer.step()
@@ -87,10 +87,9 @@ def test_all_replicas_stay_equal_bit_by_bit(name: str, inside: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_a_hundred_steps_with_dropout_and_adam_leave_all_replicas_equal_bit_by_bit(replicas: int) -> None:
-    strategy, model, optimizer = made(OPTIMIZERS["adam"], replicas)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 100)
+def test_fifty_steps_with_dropout_and_adam_leave_all_replicas_equal_bit_by_bit() -> None:
+    strategy, model, optimizer = made(OPTIMIZERS["adam"], 4)
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 50)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -98,7 +97,7 @@ def test_a_hundred_steps_with_dropout_and_adam_leave_all_replicas_equal_bit_by_b
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
 
-    for k in range(100):
+    for k in range(50):
         strategy.run(step, args=(deal(strategy, data(9, seed=k)),))
         scheduler.step()
     assert_replicas_agree(strategy, model, optimizer)

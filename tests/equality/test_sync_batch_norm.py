@@ -18,26 +18,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from problems import (
-    assert_close,
-    built,
-    close,
-    context,
-    deal,
-    gradients,
-    parameters,
-    replica_id,
-    sgd,
-    where_it_is,
-)
-from topologies import TOPOLOGIES, central, compute_devices
+from problems import assert_close, built, close, context, deal, gradients, parameters, replica_id, sgd, where_it_is
+from topologies import SIMULATED, TOPOLOGIES, central, compute_devices
 from torchstrategy import ReduceOp, RunOptions
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
 from torchstrategy.testing import count_traffic
 
 Maker = Callable[[int], torchstrategy.Strategy]
 STRATEGIES = {replicas: central(replicas) for replicas in range(2, 5)}
-quickly = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+quickly = settings(max_examples=10 if SIMULATED else 25, deadline=None, derandomize=True, database=None)
 convert = SyncBatchNorm.convert_sync_batchnorm
 PRECISE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
