@@ -12,9 +12,9 @@ from torch import nn
 
 import torchstrategy
 from problems import assert_close, deal, gradients, where_it_is
-from torchstrategy._core.torch_internals import ENGINE
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
 from torchstrategy.testing import record_streams
+from torchstrategy.testing._simulation.torch_internals import ENGINE
 
 HERE, THERE, OWNER = (torch.device("sim", index) for index in (1, 2, 3))
 DEVICES = {

@@ -27,11 +27,6 @@ from torch.optim import optimizer as _optimizers
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
-from torch.utils import backend_registration
-
-# The functions that a default device acts on. torch makes the list once, and a simulation that replaces some of these
-# functions has to make it again.
-from torch.utils._device import _device_constructors as list_device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
@@ -51,7 +46,6 @@ __all__ = [
     "function_modes",
     "kind_of_node",
     "kinds_of_nodes",
-    "list_device_constructors",
     "pop_dispatch_mode",
     "pop_function_mode",
     "push_dispatch_mode",
@@ -208,49 +202,13 @@ def will_be_reached(leaf: torch.Tensor) -> bool:
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
-def register_hooks_again(tensor: Any) -> None:
-    """Registers a tensor's hooks with autograd again, after the tensor was given another C++ implementation."""
-    if tensor._backward_hooks is not None:
-        tensor._backward_hooks = tensor._backward_hooks
-    if tensor._post_accumulate_grad_hooks is not None:
-        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
-
-
-# A simulated device needs what follows, which torch offers only to backends that are written in C++. Importing these
-# names has no effect.
-# DLPack capsules are the only way to a second tensor that has the same memory and reports another device.
-to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
-from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
-conjugate_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj
-negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
-# Dispatch: which kernels there are, and how to call an operator without some dispatch keys.
-DispatchKey: Any = torch._C.DispatchKey
-DispatchKeySet: Any = torch._C.DispatchKeySet
-without_keys: Any = torch._C._ExcludeDispatchKeyGuard
-has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-# The indices and values of a sparse tensor, also of one that is not coalesced; and a sparse tensor made of these.
+# The indices and values of a sparse tensor, also of one that is not coalesced.
 sparse_indices: Any = torch.ops.aten._indices
 sparse_values: Any = torch.ops.aten._values
-make_sparse: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
 # Swaps the contents of two tensors, so that every reference to one of them now shows the other.
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
-tensor_data: Any = torch._C.TensorBase.data
-tensor_to: Any = torch._C.TensorBase.to
-tensor_cuda: Any = torch._C.TensorBase.cuda
-_privateuse1: Any = torch._C._autograd.DeviceType.PrivateUse1
-PRIVATEUSE1_ID = int(_privateuse1)
+# Tells the frame evaluator to leave a function, and all that it calls, as they are.
 _AS_IT_IS = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-# Lets Python code be a backend. torch has it since 2.10, and says that it "might change without notice".
-register_python_backend: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-# The methods that a parameter of a lazy module allows before its shape is known.
-_uninitialized: Any = torch.nn.UninitializedParameter
-ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
-# C++ functions of torch that a simulated device replaces, as pairs of owner and name.
-ENGINE = (torch.autograd.Variable, "_execution_engine")
-MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
-SCATTER, GATHER = (torch._C, "_scatter"), (torch._C, "_gather")
-BROADCAST, BROADCAST_COALESCED = (torch._C, "_broadcast"), (torch._C, "_broadcast_coalesced")
 
 
 def hide_from_compiler(function: Any) -> None:
@@ -295,19 +253,6 @@ is_profiling: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_pr
 is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
 
-def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
-    """The object that tells torch's C++ code the device type of a backend written in Python.
-
-    An exception in its method would end the process: `answering` makes, of the answer, a function that cannot raise.
-    """
-    return type("DeviceGuard", (torch._C._acc.DeviceGuard,), {"type_": answering(_privateuse1)})()
-
-
-def schema(operator: Any) -> Any:
-    """The declared arguments and results of an operator, which say what it writes and which results are views."""
-    return operator._schema
-
-
 def is_alone_in_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor shares its memory with no other tensor and no other library, such as numpy.
 
@@ -326,12 +271,6 @@ def num_users(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects use a storage."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users
-
-
-def generator_id(generator: Any) -> int:
-    """A number that identifies a generator: torch makes a new Python object for the same generator at each kernel."""
-    identity: int = generator._cdata
-    return identity
 
 
 def global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from torchstrategy._core.torch_internals import make_device_guard, privateuse1_name, register_python_backend
+from torchstrategy._core.torch_internals import privateuse1_name
 from torchstrategy.testing._simulation import (
     accelerator as _accelerator,
 )
@@ -66,6 +66,7 @@ from torchstrategy.testing._simulation.module import make_module
 from torchstrategy.testing._simulation.ordinals import NAME, declare, device_count, simulated_devices
 from torchstrategy.testing._simulation.pending import answer_whatever_is_pending
 from torchstrategy.testing._simulation.recorder import record_streams
+from torchstrategy.testing._simulation.torch_internals import make_device_guard, register_python_backend
 
 __all__ = ["cuda_alias", "record_streams", "simulate_devices", "simulated_devices", "why_not_simulated"]
 

@@ -12,12 +12,12 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._core.torch_internals import BROADCAST, BROADCAST_COALESCED, ENGINE, GATHER, SCATTER
 from torchstrategy.testing._simulation import module as _module
 from torchstrategy.testing._simulation import ordinals as _ordinals
 from torchstrategy.testing._simulation import streams as _streams
 from torchstrategy.testing._simulation.ordinals import NAME
 from torchstrategy.testing._simulation.pending import raise_what_was_taken
+from torchstrategy.testing._simulation.torch_internals import BROADCAST, BROADCAST_COALESCED, ENGINE, GATHER, SCATTER
 
 
 def install() -> None:

@@ -10,8 +10,9 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._core.torch_internals import function_modes, tensor_cuda
+from torchstrategy._core.torch_internals import function_modes
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
+from torchstrategy.testing._simulation.torch_internals import tensor_cuda
 
 # The functions of `torch.cuda` that are replaced for the length of a block.
 _FUNCTIONS = (

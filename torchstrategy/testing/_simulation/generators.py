@@ -7,9 +7,9 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._core.torch_internals import generator_id
 from torchstrategy.testing._simulation.facades import put_in_place
 from torchstrategy.testing._simulation.ordinals import NAME, ordinal
+from torchstrategy.testing._simulation.torch_internals import generator_id
 
 _default: list[torch.Generator] = []  # filled once, by `make_default_generators`
 _devices: dict[int, torch.device] = {}  # the device of each living generator of this file, by the generator's id

@@ -15,13 +15,19 @@ from typing import Any, final
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
-from torchstrategy._core.torch_internals import DispatchKey, DispatchKeySet, schema, tensor_data, without_keys
 from torchstrategy.testing._simulation.generators import check_generator, default_generator
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
 from torchstrategy.testing._simulation.recorder import recorder
 from torchstrategy.testing._simulation.storages import adopt
 from torchstrategy.testing._simulation.streams import launched, read_by_the_program
+from torchstrategy.testing._simulation.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    schema,
+    tensor_data,
+    without_keys,
+)
 
 CPU = torch.device("cpu")
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)

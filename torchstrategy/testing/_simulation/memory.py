@@ -15,16 +15,15 @@ from typing import final
 
 import torch
 
-from torchstrategy._core.torch_internals import (
+from torchstrategy._core.torch_internals import sparse_indices, sparse_values
+from torchstrategy.testing._simulation.accounts import account
+from torchstrategy.testing._simulation.torch_internals import (
     conjugate_view,
     from_dlpack,
     make_sparse,
     negative_view,
-    sparse_indices,
-    sparse_values,
     to_dlpack,
 )
-from torchstrategy.testing._simulation.accounts import account
 
 # A capsule points at a struct that begins with { void* data; struct { int32 type; int32 id; } device; ... }.
 _DEVICE_OFFSET = 8

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from torchstrategy._core.torch_internals import tensor_data
 from torchstrategy.testing._simulation.backend import Backend, keys, operator
 from torchstrategy.testing._simulation.memory import on_cpu, on_device
 from torchstrategy.testing._simulation.ordinals import current, index_of
+from torchstrategy.testing._simulation.torch_internals import tensor_data
 
 _KEY = "SparsePrivateUse1"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from torchstrategy._core.torch_internals import DispatchKey, DispatchKeySet, make_parameter
+from torchstrategy._core.torch_internals import make_parameter
 from torchstrategy.testing._simulation.memory import on_cpu, on_device
 from torchstrategy.testing._simulation.ordinals import (
     NAME,
@@ -17,6 +17,7 @@ from torchstrategy.testing._simulation.ordinals import (
     is_simulated,
     ordinal,
 )
+from torchstrategy.testing._simulation.torch_internals import DispatchKey, DispatchKeySet
 
 # Some kernels of the CPU only note sizes, strides and a storage on a tensor. They work for tensors of any device.
 CPU_KERNELS = DispatchKeySet(DispatchKey.CPU)

@@ -14,10 +14,10 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._core.torch_internals import PRIVATEUSE1_ID
 from torchstrategy.testing._simulation.facades import put_in_place
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, index_of, ordinal, set_device
 from torchstrategy.testing._simulation.recorder import Clock, recorder
+from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
 _ids = itertools.count(1)
 _defaults: dict[int, Stream] = {}

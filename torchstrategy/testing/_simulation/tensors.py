@@ -10,16 +10,16 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchstrategy._core.torch_internals import (
+from torchstrategy._core.torch_internals import swap_tensors
+from torchstrategy.testing._simulation.ordinals import NAME, current, current_device, is_simulated
+from torchstrategy.testing._simulation.torch_internals import (
     ALLOWED_BEFORE_SIZES_ARE_KNOWN,
     MAY_SHARE_IMPLEMENTATION,
     list_device_constructors,
     register_hooks_again,
-    swap_tensors,
     tensor_data,
     tensor_to,
 )
-from torchstrategy.testing._simulation.ordinals import NAME, current, current_device, is_simulated
 
 
 def install() -> None:

@@ -1,0 +1,76 @@
+"""The private names of torch that only simulated devices need, each with its reason.
+
+torch offers them only to backends that are written in C++. Importing this file has no effect. The names that the
+library itself needs are in `_core/torch_internals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+# The functions that a default device acts on. torch makes the list once, and a simulation that replaces some of these
+# functions has to make it again.
+from torch.utils._device import _device_constructors as list_device_constructors
+
+__all__ = ["list_device_constructors"]  # a type checker takes no other import for a part of this file
+
+# DLPack capsules are the only way to a second tensor that has the same memory and reports another device.
+to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
+conjugate_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj
+negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+# Dispatch: which kernels there are, and how to call an operator without some dispatch keys.
+DispatchKey: Any = torch._C.DispatchKey
+DispatchKeySet: Any = torch._C.DispatchKeySet
+without_keys: Any = torch._C._ExcludeDispatchKeyGuard
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+# A sparse tensor made of its indices and values.
+make_sparse: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
+# Methods of tensors, without what a subclass makes of them.
+tensor_data: Any = torch._C.TensorBase.data
+tensor_to: Any = torch._C.TensorBase.to
+tensor_cuda: Any = torch._C.TensorBase.cuda
+_privateuse1: Any = torch._C._autograd.DeviceType.PrivateUse1
+PRIVATEUSE1_ID = int(_privateuse1)
+# Lets Python code be a backend. torch has it since 2.10, and says that it "might change without notice".
+register_python_backend: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+# The methods that a parameter of a lazy module allows before its shape is known.
+_uninitialized: Any = torch.nn.UninitializedParameter
+ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
+# C++ functions of torch that a simulated device replaces, as pairs of owner and name.
+ENGINE = (torch.autograd.Variable, "_execution_engine")
+MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
+SCATTER, GATHER = (torch._C, "_scatter"), (torch._C, "_gather")
+BROADCAST, BROADCAST_COALESCED = (torch._C, "_broadcast"), (torch._C, "_broadcast_coalesced")
+
+
+def register_hooks_again(tensor: Any) -> None:
+    """Registers a tensor's hooks with autograd again, after the tensor was given another C++ implementation."""
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
+    """The object that tells torch's C++ code the device type of a backend written in Python.
+
+    An exception in its method would end the process: `answering` makes, of the answer, a function that cannot raise.
+    """
+    return type("DeviceGuard", (torch._C._acc.DeviceGuard,), {"type_": answering(_privateuse1)})()
+
+
+def schema(operator: Any) -> Any:
+    """The declared arguments and results of an operator, which say what it writes and which results are views."""
+    return operator._schema
+
+
+def generator_id(generator: Any) -> int:
+    """A number that identifies a generator: torch makes a new Python object for the same generator at each kernel."""
+    identity: int = generator._cdata
+    return identity
