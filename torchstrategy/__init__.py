@@ -8,12 +8,13 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     cross-replica     speaking for all replicas at once: in a `scope()`, in a merge function
     per-replica       a value with one component for each replica, which may differ
     mirrored          a value with one component for each replica, known to be equal
-    present, absent   a replica that was dealt no rows sits the step out: it is absent
-    share             how much a replica's gradient counts: its rows, of all the rows of the batch
+    present, absent   a replica that got no rows sits the step out: it is absent
+    weight            how much a replica's gradient counts: its rows, of all the rows of the batch
     owner             a parameter of the user's own module, which the optimizer updates
     local             a replica's own: its copy of a module, its parameter, its gradient
     trainer           an object of the user's that holds models or what trains them
-    meeting           a synchronization point: every replica brings something, and all go on together
+
+At a *synchronization point* every replica brings something, and all go on together: `optimizer.step()`, a collective.
 
 The rooms of the package, from the lowest floor up. A room imports only from lower floors, which stand before it here; a
 file imports only files that stand before it in its room's docstring.

@@ -111,7 +111,7 @@ def test_examples_may_have_been_counted_by_torch() -> None:
 def test_arguments_dealt_with_different_rows_need_examples() -> None:
     strategy = central(2)
     batches = dealt(strategy, 4), dealt(strategy, 3)
-    with pytest.raises(ValueError, match=r"^The arguments of this run were dealt with different numbers of rows, "):
+    with pytest.raises(ValueError, match=r"^The arguments of this run were split with different numbers of rows, "):
         strategy.run(lambda a, b: None, args=batches)
     result = strategy.run(lambda a, b: (len(a), len(b)), args=batches, options=RunOptions(examples=[2, 1]))
     assert strategy.experimental_local_results(result) == ((2, 2), (2, 1))

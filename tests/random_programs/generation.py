@@ -236,6 +236,9 @@ class _Draw:
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
         if way in ("backward twice", "assign", "add") and (self._sees_calls or self._some_rows):
             way = "backward"
+        # Then the backward of a batch normalisation may be needed in some replicas only: see docs/features.md.
+        if way == "of some" and self._some_rows and self._sees_the_batch:
+            way = "backward"
         loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)
         return actions.Backward(
             loss, way, 1 if self._sees_calls or way in ("assign", "add") else draw.choice([1, 1, 1, 2])

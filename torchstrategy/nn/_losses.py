@@ -31,8 +31,8 @@ def compute_average_loss(
     whether gradients are averaged or summed; see `RunOptions`. W is `global_batch_size` if that is given, else the sum
     of the weights of all rows in all replicas, and without weights the number of rows. Where W is 0, so is the loss.
 
-    Without `global_batch_size` it is a meeting: every replica has to come to it. To accumulate gradients over several
-    batches, give it their total, and no replica waits.
+    Without `global_batch_size` it is a synchronization point: every replica has to come to it. To accumulate gradients
+    over several batches, give it their total, and no replica waits.
 
     What it returns is this replica's part of the loss, divided by what the replica's gradient is going to be multiplied
     by. For a loss to report, return the losses and the weights from the step and reduce both, as below; with

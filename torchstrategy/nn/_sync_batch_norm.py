@@ -31,7 +31,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     replicas, it is plain batch normalisation. Parameters, buffers and the names in `state_dict()` are those of
     `torch.nn.BatchNorm2d`.
 
-    In training, the forward of each layer is a meeting of the replicas, and so is its backward: every replica has to
+    In training, the forward of each layer is a synchronization point, and so is its backward: every replica has to
     come to the same layers in the same order, and call backward in the step.
 
     Args:

@@ -72,7 +72,7 @@ class Traffic:
 
     @property
     def meetings(self) -> Counter[str]:
-        """How often the replicas met, by the name that errors give the meeting: `"optimizer.step()"`."""
+        """How often the replicas synchronized, by the name that errors give the point: `"optimizer.step()"`."""
         return Counter(self._meetings)
 
     @property
@@ -92,7 +92,7 @@ class Traffic:
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """A block that counts copies of tensors, meetings of replicas, and how often their gradients become one.
+    """A block that counts copies of tensors, synchronization points, and how often gradients become one.
 
     It counts on this thread and on those of its runs.
 
@@ -150,8 +150,8 @@ class _Meetings(Instrument):
     def _reached(self, replica: int, where: str) -> None:
         pass
 
-    def _held(self, meeting: str) -> None:
-        self._traffic._meetings.append(meeting)
+    def _held(self, point: str) -> None:
+        self._traffic._meetings.append(point)
 
     def _combined_gradients(self) -> None:
         self._traffic._reductions += 1

@@ -112,7 +112,7 @@ def _state_of(optimizer: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]:
-    """Held as a meeting: raises if the tensors of the replicas differ."""
+    """Called at a synchronization point: raises if the tensors of the replicas differ."""
     first, others = brought[0], dict(zip(present[1:], brought[1:], strict=True))
     names = dict.fromkeys(name for tensors in brought for name in tensors)
     drifts = {name: drift for name in names if (drift := _drifts(name, first, others))}

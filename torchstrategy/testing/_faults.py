@@ -31,7 +31,7 @@ def fail_in_replica(
 
     Args:
         replica: The id of the replica.
-        at: Where it fails: `"start"`; `"end"`; when it comes to a meeting, such as `"optimizer.step()"`,
+        at: Where it fails: `"start"`; `"end"`; when it comes to a synchronization point, such as `"optimizer.step()"`,
             `"all_reduce"`, `"merge_call"` or `"the first read of a gradient"` (the name that errors give it, with or
             without what is in parentheses at its end); at a `Lockstep.point` of this name; or in place of a torch
             function that the step calls, such as `"linear"`, `"relu"` or `"backward"`. Functions that torch's own
@@ -65,7 +65,7 @@ def fail_in_replica(
 
 @contextmanager
 def slow_replica(replica: int) -> Iterator[None]:
-    """A block in which one replica goes on only when no other can: it is the last to come to every meeting.
+    """A block in which one replica goes on only when no other can: it is the last at every synchronization point.
 
     It is as one slow device among fast ones, without any waiting, and the same each time. The others go in replica
     order, one at a time, on whatever devices they are.

@@ -19,13 +19,13 @@ from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replic
 class Lockstep(Instrument):
     """A context manager in which replicas run one block at a time, in a chosen order.
 
-    A block is what a replica runs between two stops: its start, each meeting, each `point`, its end. This is how a test
-    finds out whether a step depends on who is first. On real devices the order is up to the machine; here replicas of
-    different devices take turns too, so that a failure can be had again.
+    A block is what a replica runs between two stops: its start, each synchronization point, each `point`, its end. This
+    is how a test finds out whether a step depends on who is first. On real devices the order is up to the machine; here
+    replicas of different devices take turns too, so that a failure can be had again.
 
     Each run goes through `order` from its beginning, and again when it is at its end. A replica that cannot go on (it
-    waits at a meeting, has ended, or sits the step out) is passed over; those that `order` does not name go when none
-    of the others can, in replica order. What the step computes should not depend on any of this.
+    waits at a synchronization point, has ended, or sits the step out) is passed over; those that `order` does not name
+    go when none of the others can, in replica order. What the step computes should not depend on any of this.
 
     Args:
         order: Ids of replicas: `[1, 0]`, or `[0, 0, 1]` for two blocks of one and a block of the other.
@@ -58,8 +58,8 @@ class Lockstep(Instrument):
     def history(self) -> list[tuple[int, str]]:
         """The stops that replicas came to, as (replica, where), in the order in which it happened.
 
-        Meetings have the names that errors give them: `"optimizer.step()"`, `"all_reduce(SUM)"`, `"merge_call"`. A
-        replica that raises has no `"end"`. Runs within a run, from a merge function, are in it too.
+        Synchronization points have the names that errors give them: `"optimizer.step()"`, `"all_reduce(SUM)"`,
+        `"merge_call"`. A replica that raises has no `"end"`. Runs within a run, from a merge function, are in it too.
         """
         return list(self._history)
 
