@@ -367,3 +367,44 @@ def test_the_arguments_of_a_partial_are_each_replicas_own(strategy: torchstrateg
         (batch,) = strategy.experimental_distribute_dataset([rows])
         results = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
         torch.testing.assert_close(results.cpu(), rows * factor)
+
+
+class Best(nn.Module):
+    """Notes, in attributes of all kinds, that it has seen large rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, **F64)
+        self.best = 1.0
+        self.table = {"best": [1.0]}
+        self.seen = torch.ones((), **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x > 5).any()):
+            self.best, self.table["best"][0] = 7.0, 7.0
+            self.seen.fill_(7.0)
+            self.inner.eval()
+        return self.inner(x) * self.best * self.table["best"][0] * self.seen.to(x.device)
+
+
+def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(strategy: torchstrategy.Strategy) -> None:
+    """The last replica alone saw large rows. From then on it computed with settings that nobody else had."""
+    torch.manual_seed(0)
+    model = strategy.distribute_module(Best())
+    large = torch.ones(ROWS, 3, **F64)
+    large[-1] = 10
+
+    def step(x: torch.Tensor) -> tuple[float, float, float, float]:
+        model(x.to(model.inner.weight.device)).square().mean().backward()
+        return model.best, model.table["best"][0], float(model.seen), float(model.inner.training)
+
+    for x in (large, torch.ones(ROWS, 3, **F64)):
+        model.zero_grad()
+        (batch,) = strategy.experimental_distribute_dataset([x])
+        results = strategy.run(step, args=(batch,))
+        assert (model.best, model.table["best"][0], float(model.seen), model.inner.training) == (1.0, 1.0, 1.0, True)
+    assert all(set(result.values) == {1.0} for result in results), "all replicas compute with what the module holds"
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(x.to(twin.inner.weight.device)).square().mean().backward()
+    torch.testing.assert_close(model.inner.weight.grad, twin.inner.weight.grad)

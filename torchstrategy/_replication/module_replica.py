@@ -352,19 +352,25 @@ def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]
 
 def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
     """Writes the new value of a plain attribute on one of the user's modules, if it is data. Returns whether it is."""
+    if not is_returned(edit, original, is_computed):
+        return False
+    before, value = original.get(edit.name, MISSING), edit.after
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        value = value.detach().to(before.device, copy=not is_computed)
+    elif value is not MISSING:
+        value = copy.deepcopy(value)
+    edit._replace(after=value).apply(original)
+    return True
+
+
+def is_returned(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
+    """Whether the new value of a plain attribute is data, which the user's module gets. Else the replica keeps it."""
     before, value = original.get(edit.name, MISSING), edit.after
     if isinstance(value, torch.Tensor):
         fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
         # An output that forward keeps has the rows of one replica only, so it stays in the replica.
-        if not fits or not (is_computed or not (value.requires_grad or before.requires_grad)):
-            return False
-        value = value.detach().to(before.device, copy=not is_computed)
-    elif value is not MISSING:
-        if not is_data(value, lambda _: False):
-            return False
-        value = copy.deepcopy(value)
-    edit._replace(after=value).apply(original)
-    return True
+        return fits and (is_computed or not (value.requires_grad or before.requires_grad))
+    return value is MISSING or is_data(value, lambda _: False)
 
 
 def _kept_output(path: str) -> str:

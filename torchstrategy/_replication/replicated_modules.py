@@ -34,7 +34,14 @@ from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.lost_buffers import LostBuffers
 from torchstrategy._replication.metrics import Metrics
-from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, return_attribute, uncopyable
+from torchstrategy._replication.module_replica import (
+    BufferSlot,
+    ModuleReplica,
+    differ,
+    is_returned,
+    return_attribute,
+    uncopyable,
+)
 from torchstrategy._replication.plain_attributes import Attributes
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -240,7 +247,8 @@ class ReplicatedModules:
             is_state = edit.name in self._metrics.states.get(edit.place, ())
             if not is_state and return_attribute(edit, self._insides[edit.place], is_computed):
                 self._attributes.forget(edit.place, edit.name)  # the other replicas have not got it yet
-        self._contents.give_back(replica_weights.present[0], self._named_attributes)
+        self._forget_others(replica_weights)
+        self._contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
             self._return_changes(replica_weights, changes[0])
         for state in states:
@@ -255,6 +263,15 @@ class ReplicatedModules:
                 self._replace_buffer(index, lead.left(index), value)
             else:
                 self._buffers.take(index, value)
+
+    def _forget_others(self, replica_weights: ReplicaWeights) -> None:
+        """Sees to it that data which another replica than the first wrote on attributes does not stay there."""
+        for r in replica_weights.present[1:]:
+            for edit in self._replicas[r].take_attributes():
+                is_computed = edit.name in self._computed[edit.place]
+                is_state = edit.name in self._metrics.states.get(edit.place, ())
+                if not (is_computed or is_state) and is_returned(edit, self._insides[edit.place], is_computed):
+                    self._attributes.forget(edit.place, edit.name)  # the next run brings the value of the user's module
 
     def _replace_buffer(self, index: int, left: torch.Tensor | None, value: torch.Tensor) -> None:
         """Puts a new tensor in the place of a buffer of the user's, as the first replica's step did.
