@@ -9,6 +9,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -408,3 +409,54 @@ def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(str
     twin.zero_grad()
     twin(x.to(twin.inner.weight.device)).square().mean().backward()
     torch.testing.assert_close(model.inner.weight.grad, twin.inner.weight.grad)
+
+
+@dataclass(slots=True)
+class Total:
+    rows: float = 0.0
+
+
+NEW: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "a number of numpy": (np.int64(0), lambda n: n + np.int64(1)),
+    "a counter": (Counter(), lambda n: n + Counter("a")),
+    "an ordered dict": (OrderedDict(), lambda n: OrderedDict(n, more=len(n))),
+    "a default dict in a list": ([], lambda n: [*n, defaultdict(int, one=1)]),
+    "an object": (Config(), lambda n: Config(n.scale + 1, {"of": n})),
+    "an object with slots": (Total(), lambda n: Total(n.rows + 1)),
+    "an object of objects": (SimpleNamespace(n=0, of=Total()), lambda n: SimpleNamespace(n=n.n + 1, of=[Total(n.n)])),
+    "a day": (date(2020, 1, 1), lambda n: n + timedelta(days=1)),
+}
+
+
+@pytest.mark.parametrize("what", NEW)
+@pytest.mark.parametrize("where", ["an attribute", "a list", "a dict"])
+def test_data_that_forward_makes_is_there_after_the_run(
+    strategy: torchstrategy.Strategy, what: str, where: str
+) -> None:
+    """Forward made a new `Counter`, a new dataclass or a number of numpy: only lists, dicts and the like were data, so
+    the user's module kept what it had, while the replicas went on counting."""
+    first, more = NEW[what]
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted, self.items, self.table = (
+                copy.deepcopy(first),
+                [copy.deepcopy(first)],
+                {"it": copy.deepcopy(first)},
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if where == "an attribute":
+                self.noted = more(self.noted)
+            elif where == "a list":
+                self.items.append(more(self.items[-1]))
+            else:
+                self.table["it"] = more(self.table["it"])
+            return x
+
+    model, twin = strategy.distribute_module(Noting()), Noting()
+    for x in batches(3):
+        strategy.run(lambda: model(x))  # noqa: B023  run at once
+        twin(x)
+        assert repr((model.noted, model.items, model.table)) == repr((twin.noted, twin.items, twin.table))
