@@ -460,3 +460,104 @@ def test_data_that_forward_makes_is_there_after_the_run(
         strategy.run(lambda: model(x))  # noqa: B023  run at once
         twin(x)
         assert repr((model.noted, model.items, model.table)) == repr((twin.noted, twin.items, twin.table))
+
+
+class Aliases(nn.Module):
+    """Writes on what one attribute holds, and computes with what another one holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, **F64)
+        self.one: Any = {"scale": 1.0}
+        self.table: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.one, dict):
+            self.one["scale"] += 1
+        else:
+            self.one.add_(1)
+        other = self.table.get("alias", getattr(self, "other", self.one))
+        return self.inner(x) * (other["scale"] if isinstance(other, dict) else other.to(x.device, copy=True))
+
+
+def in_two_attributes(m: Any) -> None:
+    m.one = m.other = {"scale": 3.0}
+
+
+def in_an_attribute_and_a_container(m: Any) -> None:
+    m.one = torch.ones((), **F64)
+    m.table["alias"] = m.one
+
+
+ALIASES: dict[str, Callable[[Any], object]] = {
+    "another name for what is there": lambda m: setattr(m, "other", m.one),
+    "in a container": lambda m: m.table.update(alias=m.one),
+    "something new in two attributes": in_two_attributes,
+    "a new tensor in an attribute and in a container": in_an_attribute_and_a_container,
+}
+
+
+@pytest.mark.parametrize("what", ALIASES)
+def test_what_has_two_names_from_between_two_runs_is_one_thing_in_replicas(
+    strategy: torchstrategy.Strategy, what: str
+) -> None:
+    """After `model.other = model.config`, each replica had two dicts. What forward wrote on one was not in the other,
+    and did not come back to the user's module."""
+    torch.manual_seed(0)
+    twin = Aliases()
+    model = strategy.distribute_module(copy.deepcopy(twin))
+
+    def step(m: Any, x: torch.Tensor) -> None:
+        m(x.to(m.inner.weight.device)).square().mean().backward()
+
+    for x in batches(3):
+        (batch,) = strategy.experimental_distribute_dataset([x])
+        strategy.run(step, args=(model, batch))
+        step(twin, x)
+        torch.testing.assert_close(model.inner.weight.grad, twin.inner.weight.grad, check_device=False)
+        assert (model.one, model.table, vars(model).get("other")) == (twin.one, twin.table, vars(twin).get("other"))
+        for m in (model, twin):
+            ALIASES[what](m)
+
+
+@pytest.mark.parametrize("where", ["a list", "another attribute", "a tensor"])
+def test_layers_that_are_put_into_plain_containers_between_runs_learn_or_are_refused(
+    strategy: torchstrategy.Strategy, where: str
+) -> None:
+    """A replica computed with a deep copy of the layer, whose gradient nobody ever saw."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2, **F64)
+            self.more: list[Any] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.to(self.inner.weight.device)
+            return self.inner(x) + sum(more(x) if isinstance(more, nn.Module) else more for more in self.more)
+
+    torch.manual_seed(0)
+    twin = Branches()
+    model = strategy.distribute_module(copy.deepcopy(twin))
+    x, further = (
+        batches(1)[0],
+        nn.Linear(3, 2, **F64) if where != "a tensor" else torch.ones(2, **F64, requires_grad=True),
+    )
+
+    def step(m: Any, x: torch.Tensor) -> None:
+        m(x).square().mean().backward()
+
+    (batch,) = strategy.experimental_distribute_dataset([x])
+    for more in (None, further):
+        if more is not None:
+            for m in (model, twin):
+                placed = copy.deepcopy(more).to(m.inner.weight.device) if isinstance(more, nn.Module) else more
+                m.more = [placed] if where == "another attribute" else m.more
+                m.more[:] = [placed]
+        if more is not None and where == "a tensor":
+            with pytest.raises(TypeError, match=r"more\[0\] is a tensor that requires grad in a plain attribute"):
+                strategy.run(step, args=(model, batch))
+            return
+        strategy.run(step, args=(model, batch))
+        step(twin, x)
+    torch.testing.assert_close(model.more[0].weight.grad, twin.more[0].weight.grad, check_device=False)

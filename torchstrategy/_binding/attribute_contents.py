@@ -58,6 +58,8 @@ def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[l
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
+        elif isinstance(value, nn.Module):
+            continue
         elif isinstance(value, np.ndarray):
             with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
@@ -79,8 +81,15 @@ def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((where, held) for where, held, _ in found if isinstance(held, torch.Tensor))
 
 
+def trainable_parts(value: Any) -> Iterator[nn.Module | torch.Tensor]:
+    """The modules in a value, and the tensors that a backward gives gradients to."""
+    for _, held, _ in _walk("", value, (), set()):
+        if isinstance(held, nn.Module) or (isinstance(held, torch.Tensor) and held.is_leaf and held.requires_grad):
+            yield held
+
+
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, (torch.Tensor, np.ndarray, nn.Module)):
         yield path, value, local
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return

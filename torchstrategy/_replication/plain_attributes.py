@@ -68,6 +68,11 @@ class Attributes:
         """Whether an attribute holds a parameter or buffer."""
         return id(tensor) in self._known_held
 
+    def counterparts(self, r: int) -> dict[int, Any]:
+        """By the ids of the user's containers and tensors: what one replica has in their place."""
+        tensors = {id(leaf.original): leaf.local[r] for leaf in self._leaves}
+        return {**tensors, **{id(place.original): place.local[r] for place in self._places}}
+
     def bring(self, named: NamedAttributes) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
@@ -82,11 +87,12 @@ class Attributes:
                 return False
             for one in local:
                 write_value(one, original, False)
-        for index in changed:
-            place = self._places[index]
-            for r, replica in enumerate(self._replicas):
-                own = {id(other.original): other.local[r] for other in self._places}
-                write(place.local[r], replica.copied(contents_of(place.original), own))
+        new = {(index, ""): contents_of(self._places[index].original) for index in changed}
+        if self._replicas[0].lacks_parts_in(new.values()):
+            return False
+        for r, replica in enumerate(self._replicas if changed else ()):
+            for (index, _), contents in replica.copied(new, self.counterparts(r)).items():
+                write(self._places[index].local[r], contents)
         if changed:
             self.collect(named)
         elif written:

@@ -355,9 +355,11 @@ class ReplicatedModules:
 
     def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
         """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
+        # What a replica still has in the place of an attribute's new value is no copy of that value.
+        unbrought = {(edit.place, edit.name) for edit in self._attributes.edits()}
         for position, inside in enumerate(self._insides):
             left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
-            for name in [name for name in inside if name not in left_out]:
+            for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
                 is_everywhere = not any(value is MISSING for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
@@ -367,15 +369,21 @@ class ReplicatedModules:
         edits = list(self._attributes.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        for position, name, _, value in edits:
-            if name in self._computed[position] or name in self._metrics.states.get(position, ()):
-                continue
-            refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
-            try:
-                for replica in self._replicas:
-                    replica.bring_attribute(position, name, value)
-            except Exception as error:
-                raise uncopyable(f"{self._paths[position]}.{name}", error) from error
+        brought = [
+            edit
+            for edit in edits
+            if edit.name not in self._computed[edit.place] and edit.name not in self._metrics.states.get(edit.place, ())
+        ]
+        paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
+        for path, edit in zip(paths, brought, strict=True):
+            refuse_trainable(path, edit.after, self._index_of)
+        if self._replicas[0].lacks_parts_in(edit.after for edit in brought):
+            return False
+        try:
+            for r, replica in enumerate(self._replicas):
+                replica.bring_attributes(brought, self._contents.counterparts(r))
+        except Exception as error:
+            raise uncopyable(", ".join(paths), error) from error
         self._attributes.take()
         for replica in self._replicas:
             replica.attributes_agree()
