@@ -47,6 +47,15 @@ class Config:
     parts: dict[str, Any] = field(default_factory=lambda: {"scale": 1.0})
 
 
+class Louder(Config):
+    scale: Any = property(lambda self: 2.0)
+
+
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
 class Slotted:
     __slots__ = ("scale",)
 
@@ -110,6 +119,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a tensor": lambda m: m.constant.fill_(2.0),
     "the data of a tensor in containers": lambda m: m.constants["deep"][0].data.mul_(2.0),
     "something at the first level, too": lambda m: (m.eval(), m.config["deep"].update(scale=2.0)),
+    "the class of an object": lambda m: setattr(m.record, "__class__", Louder),
+    "the class of a layer": lambda m: setattr(m.inner, "__class__", Doubling),
     "a configuration that is another": lambda m: setattr(m, "record", Config(scale=2.0)),
 }
 

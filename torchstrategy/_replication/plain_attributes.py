@@ -22,6 +22,7 @@ from torchstrategy._binding.attribute_contents import (
     places_and_leaves,
     write,
 )
+from torchstrategy._binding.proxies import plain_class
 from torchstrategy._binding.snapshots import Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
@@ -75,6 +76,10 @@ class Attributes:
 
     def bring(self, named: NamedAttributes) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
+        # Somebody may have given an object another class. During a run of another thread it may be a proxy.
+        pairs = [(type(place.original), type(place.local[0])) for place in self._places]
+        if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
+            return False
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
         written = unbrought.union(self._tensors.take_changes()[0])
         others = {i for i, place in enumerate(self._places) if id(place.original) in self._unbrought}

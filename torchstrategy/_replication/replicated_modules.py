@@ -24,6 +24,7 @@ from torch import nn
 
 from torchstrategy._binding.attribute_contents import PLAIN
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
+from torchstrategy._binding.proxies import plain_class
 from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import write
@@ -103,6 +104,7 @@ class ReplicatedModules:
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [memory_device(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
+        self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
         self._attributes = Snapshot(dict(enumerate(self._insides)))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
@@ -139,6 +141,8 @@ class ReplicatedModules:
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same():
             return False
+        if not self._have_same_classes():
+            return False
         if not self._contents.bring(self._named_attributes):
             return False
         if not self._attributes.is_same():
@@ -154,6 +158,12 @@ class ReplicatedModules:
             for replica in self._replicas:
                 replica.bring_buffers(changed, self._buffers)
         return True
+
+    def _have_same_classes(self) -> bool:
+        """Whether nobody has given a module another class, as some libraries do to patch layers."""
+        now = list(map(type, self.originals()))
+        # During a run of another thread they are proxies.
+        return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
 
     def hand_out(self, present: Sequence[int]) -> None:
         """Says which replicas take part in the run that begins. Metrics get their states."""
@@ -250,7 +260,7 @@ class ReplicatedModules:
         self._forget_others(replica_weights)
         self._contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
-            self._return_changes(replica_weights, changes[0])
+            self._return_changes(replica_weights, changes)
         for state in states:
             state.write(self._insides[state.position])
         self._metrics.let_go()
@@ -297,15 +307,18 @@ class ReplicatedModules:
     def _all_buffers(self) -> Iterator[torch.Tensor | None]:
         return chain.from_iterable(inside["_buffers"].values() for inside in self._insides)
 
-    def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Edit]) -> None:
+    def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
         lead = self._replicas[replica_weights.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
-        for edit in edits:
+        for edit in edits[0]:
             position, table = edit.place
             if table == "_buffers":
+                made = [e.after for other in edits[1:] for e in other if (e.place, e.name) == (edit.place, edit.name)]
+                name = f"{self._paths[position]}.{edit.name}"
+                self.lost_buffers.look_at_new(name, id(self._insides[position]), edit.after, made)
                 lead.return_buffer(edit, self._insides[position], self._device)
             else:
                 lead.return_hook(edit, self._insides[position], back)
