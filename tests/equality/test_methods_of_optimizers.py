@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import torchstrategy
 from problems import assert_close, built, compare, data, deal, mlp, mse, parameters, sgd
@@ -324,3 +325,104 @@ def test_the_state_is_read_in_a_step_and_not_written(make: Any) -> None:
 
     with pytest.raises(RuntimeError, match=r"wrote on the state of SGD in a replica.*merge_call"):
         strategy.run(writes)
+
+
+def _of_one_layer(make: Any) -> tuple[torchstrategy.Strategy, torch.nn.Module, torch.optim.Optimizer]:
+    strategy = make(2)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = torch.nn.Linear(3, 2, dtype=torch.float64)
+        return strategy, model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("what", ["another list", "a shorter list", "another group"])
+def test_a_step_may_not_change_which_parameters_are_updated(make: Any, what: str) -> None:
+    """A step took parameters out of a group, and the run updated them all the same."""
+    strategy, model, optimizer = _of_one_layer(make)
+    before = copy.deepcopy(model.state_dict())
+
+    def step() -> None:
+        groups = optimizer.param_groups
+        if what == "another list":
+            groups[0]["params"] = groups[0]["params"][:1]
+        elif what == "a shorter list":
+            groups[0]["params"].pop()
+        else:
+            groups.append({**groups[0], "params": []})
+        model(torch.ones(2, 3, dtype=torch.float64, device=model.weight.device)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"changed the parameters of SGD\.param_groups, or the groups themselves"):
+        strategy.run(step)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+
+@pytest.mark.parametrize("in_the_step", [True, False])
+def test_a_setting_that_replicas_compute_from_their_rows_is_refused(make: Any, in_the_step: bool) -> None:
+    """A step set the learning rate from its loss, and all replicas were updated with the rate of the first one."""
+    strategy, model, optimizer = _of_one_layer(make)
+
+    def step() -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group)
+        model(torch.ones(2, 3, dtype=torch.float64, device=model.weight.device)).sum().backward()
+        if in_the_step:
+            optimizer.step()
+
+    expected = r"set SGD\.param_groups\[0\]\['lr'\] to different values: 0\.1 in replica 0 and 0\.2 in replica 1"
+    with pytest.raises(RuntimeError, match=expected):
+        strategy.run(step)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert model.weight.grad is None
+
+
+def test_a_setting_that_only_another_replica_sets_is_refused(make: Any) -> None:
+    """It was lost: the replicas share the settings of the first one."""
+    strategy, _, optimizer = _of_one_layer(make)
+
+    def step() -> None:
+        if torchstrategy.get_replica_context().replica_id_in_sync_group == 1:
+            optimizer.param_groups[0]["lr"] = 0.3
+
+    with pytest.raises(RuntimeError, match=r"to different values: 0\.1 in replica 0 and 0\.3 in replica 1"):
+        strategy.run(step)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_setting_that_a_step_deletes_is_gone(make: Any) -> None:
+    """It came back in the next run."""
+    strategy, _, optimizer = _of_one_layer(make)
+    optimizer.param_groups[0]["note"] = 1
+    strategy.run(lambda: optimizer.param_groups[0].pop("note", None))
+    assert "note" not in optimizer.param_groups[0]
+
+
+def test_a_global_hook_of_optimizers_is_called_once_for_all_replicas(make: Any) -> None:
+    """Where replicas have optimizers of their own, torch called it for each: they halved gradients once more."""
+    strategy, model, optimizer = _of_one_layer(make)
+    twin = copy.deepcopy(model).cpu()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    called: list[object] = []
+
+    def halve(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        called.append(stepped)
+        for parameter in stepped.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    def step(m: Any, o: torch.optim.Optimizer) -> torch.Tensor:
+        o.zero_grad()
+        m(torch.ones(2, 3, dtype=torch.float64, device=m.weight.device)).square().mean().backward()
+        o.step()
+        return m.weight.detach().cpu()
+
+    handle = register_optimizer_step_pre_hook(halve)
+    try:
+        for _ in range(3):
+            called.clear()
+            weights = strategy.run(step, args=(model, optimizer)).values
+            assert len(called) == 1
+            expected = step(twin, plain)
+            for weight in weights:
+                torch.testing.assert_close(weight, expected)
+    finally:
+        handle.remove()

@@ -9,6 +9,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,15 @@ def batches(count: int) -> list[torch.Tensor]:
 class Config:
     scale: float = 1.0
     parts: dict[str, Any] = field(default_factory=lambda: {"scale": 1.0})
+
+
+class Louder(Config):
+    scale: Any = property(lambda self: 2.0)
+
+
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
 
 
 class Slotted:
@@ -109,6 +119,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a tensor": lambda m: m.constant.fill_(2.0),
     "the data of a tensor in containers": lambda m: m.constants["deep"][0].data.mul_(2.0),
     "something at the first level, too": lambda m: (m.eval(), m.config["deep"].update(scale=2.0)),
+    "the class of an object": lambda m: setattr(m.record, "__class__", Louder),
+    "the class of a layer": lambda m: setattr(m.inner, "__class__", Doubling),
     "a configuration that is another": lambda m: setattr(m, "record", Config(scale=2.0)),
 }
 
@@ -367,3 +379,196 @@ def test_the_arguments_of_a_partial_are_each_replicas_own(strategy: torchstrateg
         (batch,) = strategy.experimental_distribute_dataset([rows])
         results = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
         torch.testing.assert_close(results.cpu(), rows * factor)
+
+
+class Best(nn.Module):
+    """Notes, in attributes of all kinds, that it has seen large rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, **F64)
+        self.best = 1.0
+        self.table = {"best": [1.0]}
+        self.seen = torch.ones((), **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x > 5).any()):
+            self.best, self.table["best"][0] = 7.0, 7.0
+            self.seen.fill_(7.0)
+            self.inner.eval()
+        return self.inner(x) * self.best * self.table["best"][0] * self.seen.to(x.device)
+
+
+def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(strategy: torchstrategy.Strategy) -> None:
+    """The last replica alone saw large rows. From then on it computed with settings that nobody else had."""
+    torch.manual_seed(0)
+    model = strategy.distribute_module(Best())
+    large = torch.ones(ROWS, 3, **F64)
+    large[-1] = 10
+
+    def step(x: torch.Tensor) -> tuple[float, float, float, float]:
+        model(x.to(model.inner.weight.device)).square().mean().backward()
+        return model.best, model.table["best"][0], float(model.seen), float(model.inner.training)
+
+    for x in (large, torch.ones(ROWS, 3, **F64)):
+        model.zero_grad()
+        (batch,) = strategy.experimental_distribute_dataset([x])
+        results = strategy.run(step, args=(batch,))
+        assert (model.best, model.table["best"][0], float(model.seen), model.inner.training) == (1.0, 1.0, 1.0, True)
+    assert all(set(result.values) == {1.0} for result in results), "all replicas compute with what the module holds"
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(x.to(twin.inner.weight.device)).square().mean().backward()
+    torch.testing.assert_close(model.inner.weight.grad, twin.inner.weight.grad)
+
+
+@dataclass(slots=True)
+class Total:
+    rows: float = 0.0
+
+
+NEW: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "a number of numpy": (np.int64(0), lambda n: n + np.int64(1)),
+    "a counter": (Counter(), lambda n: n + Counter("a")),
+    "an ordered dict": (OrderedDict(), lambda n: OrderedDict(n, more=len(n))),
+    "a default dict in a list": ([], lambda n: [*n, defaultdict(int, one=1)]),
+    "an object": (Config(), lambda n: Config(n.scale + 1, {"of": n})),
+    "an object with slots": (Total(), lambda n: Total(n.rows + 1)),
+    "an object of objects": (SimpleNamespace(n=0, of=Total()), lambda n: SimpleNamespace(n=n.n + 1, of=[Total(n.n)])),
+    "a day": (date(2020, 1, 1), lambda n: n + timedelta(days=1)),
+}
+
+
+@pytest.mark.parametrize("what", NEW)
+@pytest.mark.parametrize("where", ["an attribute", "a list", "a dict"])
+def test_data_that_forward_makes_is_there_after_the_run(
+    strategy: torchstrategy.Strategy, what: str, where: str
+) -> None:
+    """Forward made a new `Counter`, a new dataclass or a number of numpy: only lists, dicts and the like were data, so
+    the user's module kept what it had, while the replicas went on counting."""
+    first, more = NEW[what]
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted, self.items, self.table = (
+                copy.deepcopy(first),
+                [copy.deepcopy(first)],
+                {"it": copy.deepcopy(first)},
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if where == "an attribute":
+                self.noted = more(self.noted)
+            elif where == "a list":
+                self.items.append(more(self.items[-1]))
+            else:
+                self.table["it"] = more(self.table["it"])
+            return x
+
+    model, twin = strategy.distribute_module(Noting()), Noting()
+    for x in batches(3):
+        strategy.run(lambda: model(x))  # noqa: B023  run at once
+        twin(x)
+        assert repr((model.noted, model.items, model.table)) == repr((twin.noted, twin.items, twin.table))
+
+
+class Aliases(nn.Module):
+    """Writes on what one attribute holds, and computes with what another one holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, **F64)
+        self.one: Any = {"scale": 1.0}
+        self.table: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.one, dict):
+            self.one["scale"] += 1
+        else:
+            self.one.add_(1)
+        other = self.table.get("alias", getattr(self, "other", self.one))
+        return self.inner(x) * (other["scale"] if isinstance(other, dict) else other.to(x.device, copy=True))
+
+
+def in_two_attributes(m: Any) -> None:
+    m.one = m.other = {"scale": 3.0}
+
+
+def in_an_attribute_and_a_container(m: Any) -> None:
+    m.one = torch.ones((), **F64)
+    m.table["alias"] = m.one
+
+
+ALIASES: dict[str, Callable[[Any], object]] = {
+    "another name for what is there": lambda m: setattr(m, "other", m.one),
+    "in a container": lambda m: m.table.update(alias=m.one),
+    "something new in two attributes": in_two_attributes,
+    "a new tensor in an attribute and in a container": in_an_attribute_and_a_container,
+}
+
+
+@pytest.mark.parametrize("what", ALIASES)
+def test_what_has_two_names_from_between_two_runs_is_one_thing_in_replicas(
+    strategy: torchstrategy.Strategy, what: str
+) -> None:
+    """After `model.other = model.config`, each replica had two dicts. What forward wrote on one was not in the other,
+    and did not come back to the user's module."""
+    torch.manual_seed(0)
+    twin = Aliases()
+    model = strategy.distribute_module(copy.deepcopy(twin))
+
+    def step(m: Any, x: torch.Tensor) -> None:
+        m(x.to(m.inner.weight.device)).square().mean().backward()
+
+    for x in batches(3):
+        (batch,) = strategy.experimental_distribute_dataset([x])
+        strategy.run(step, args=(model, batch))
+        step(twin, x)
+        torch.testing.assert_close(model.inner.weight.grad, twin.inner.weight.grad, check_device=False)
+        assert (model.one, model.table, vars(model).get("other")) == (twin.one, twin.table, vars(twin).get("other"))
+        for m in (model, twin):
+            ALIASES[what](m)
+
+
+@pytest.mark.parametrize("where", ["a list", "another attribute", "a tensor"])
+def test_layers_that_are_put_into_plain_containers_between_runs_learn_or_are_refused(
+    strategy: torchstrategy.Strategy, where: str
+) -> None:
+    """A replica computed with a deep copy of the layer, whose gradient nobody ever saw."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2, **F64)
+            self.more: list[Any] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.to(self.inner.weight.device)
+            return self.inner(x) + sum(more(x) if isinstance(more, nn.Module) else more for more in self.more)
+
+    torch.manual_seed(0)
+    twin = Branches()
+    model = strategy.distribute_module(copy.deepcopy(twin))
+    x, further = (
+        batches(1)[0],
+        nn.Linear(3, 2, **F64) if where != "a tensor" else torch.ones(2, **F64, requires_grad=True),
+    )
+
+    def step(m: Any, x: torch.Tensor) -> None:
+        m(x).square().mean().backward()
+
+    (batch,) = strategy.experimental_distribute_dataset([x])
+    for more in (None, further):
+        if more is not None:
+            for m in (model, twin):
+                placed = copy.deepcopy(more).to(m.inner.weight.device) if isinstance(more, nn.Module) else more
+                m.more = [placed] if where == "another attribute" else m.more
+                m.more[:] = [placed]
+        if more is not None and where == "a tensor":
+            with pytest.raises(TypeError, match=r"more\[0\] is a tensor that requires grad in a plain attribute"):
+                strategy.run(step, args=(model, batch))
+            return
+        strategy.run(step, args=(model, batch))
+        step(twin, x)
+    torch.testing.assert_close(model.more[0].weight.grad, twin.more[0].weight.grad, check_device=False)

@@ -155,3 +155,37 @@ def test_a_buffer_that_each_step_replaces_differently_is_warned_of_once(several:
         for _ in range(8):
             several.run(lambda: net(X))
     assert [one.category for one in caught] == [ReplicaBufferWarning]
+
+
+def test_a_buffer_that_replicas_make_from_their_rows_is_warned_of() -> None:
+    """A buffer that begins as None became the mean of the first replica's rows, and nobody said so."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mean is None:
+                self.mean = x.mean(0)
+            return x - self.mean
+
+    strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
+    model = strategy.distribute_module(Centred())
+    (batch,) = strategy.experimental_distribute_dataset([X])
+    with pytest.warns(ReplicaBufferWarning, match=r"The buffer Centred\.mean has other numbers in each replica"):
+        strategy.run(lambda x: model(x), args=(batch,))
+
+
+def test_a_buffer_that_is_to_learn_is_refused() -> None:
+    """Replicas had copies of it that were no part of any graph of the user's: it had no gradient after the run."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(2, dtype=torch.float64, requires_grad=True))
+
+    strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
+    model = strategy.distribute_module(Scaled())
+    with pytest.raises(TypeError, match=r"Scaled\.scale is a tensor that requires grad"):
+        strategy.run(lambda: (model.scale * X).mean().backward())

@@ -5,13 +5,18 @@ Each replica has copies of all containers, objects and tensors that a step may c
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import types
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from itertools import chain
+from pathlib import PurePath
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 
@@ -19,9 +24,11 @@ import numpy as np
 import torch
 from torch import nn
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice)
+_NUMBERS = (bool, int, float, complex, np.generic, Decimal, Fraction, datetime, date, time, timedelta)
+PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice, PurePath)
 _PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
 SEQUENCES = (list, deque, set)
+_COPIED = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
 _CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, np.generic, torch.Generator, types.ModuleType, type)
@@ -51,6 +58,8 @@ def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[l
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
+        elif isinstance(value, nn.Module):
+            continue
         elif isinstance(value, np.ndarray):
             with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
@@ -72,8 +81,15 @@ def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((where, held) for where, held, _ in found if isinstance(held, torch.Tensor))
 
 
+def trainable_parts(value: Any) -> Iterator[nn.Module | torch.Tensor]:
+    """The modules in a value, and the tensors that a backward gives gradients to."""
+    for _, held, _ in _walk("", value, (), set()):
+        if isinstance(held, nn.Module) or (isinstance(held, torch.Tensor) and held.is_leaf and held.requires_grad):
+            yield held
+
+
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, (torch.Tensor, np.ndarray, nn.Module)):
         yield path, value, local
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
@@ -152,13 +168,35 @@ def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
 
 
 def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
-    """Whether a value is a number, a string or similar, or `is_known` is true of it, or it is a container of such."""
-    if isinstance(value, PLAIN) or is_known(value):
+    """Whether a value is a number, a string or similar, or `is_known` is true of it, or it holds nothing but such."""
+    return _is_data(value, is_known, set())
+
+
+def _is_data(value: Any, is_known: Callable[[Any], bool], seen: set[int]) -> bool:
+    if isinstance(value, PLAIN) or is_known(value) or id(value) in seen:
         return True
-    if type(value) is dict:
-        return all(is_data(item, is_known) for item in chain(value, value.values()))
-    is_container = isinstance(value, (tuple, frozenset)) or type(value) in SEQUENCES
-    return is_container and all(is_data(item, is_known) for item in value)
+    is_container = isinstance(value, (tuple, frozenset)) or type(value) in _COPIED
+    if not (is_container or _is_all_attributes(value)):
+        return False
+    seen.add(id(value))
+    items = value if isinstance(value, (tuple, frozenset, *SEQUENCES)) else ()
+    table = chain.from_iterable(table_type(value).items(value)) if isinstance(value, dict) else ()
+    return all(_is_data(item, is_known, seen) for item in chain(items, table, attributes(value).values()))
+
+
+def _is_all_attributes(value: Any) -> bool:
+    """Whether attributes are all that an object has: no lock, file or random generator, and nothing that is called."""
+    cls: Any = type(value)
+    if isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy"):
+        return False
+    is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
+    if not is_usual or hasattr(cls, "__deepcopy__"):
+        return False
+    try:
+        maker: Any = value.__reduce_ex__(4)[0]
+    except TypeError:
+        return False  # a part of it is known to C code only
+    return maker is vars(copyreg)["__newobj__"]
 
 
 def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:

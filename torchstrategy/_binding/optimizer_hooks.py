@@ -18,7 +18,7 @@ Told = Callable[[Optimizer], None]
 
 _before: dict[object, Told] = {}
 _always: list[tuple[weakref.WeakMethod[Told], weakref.WeakMethod[Told]]] = []
-_hooks: list[object] = []
+_hooks: list[Any] = []
 
 
 def tell_before(key: object, told: Told) -> None:
@@ -37,6 +37,11 @@ def tell_always(before: Told, after: Told) -> None:
     _hook()
     _always[:] = [pair for pair in _always if pair[0]() is not None]
     _always.append((weakref.WeakMethod(before), weakref.WeakMethod(after)))
+
+
+def others_are_told() -> bool:
+    """Whether somebody else has registered global hooks, which torch calls with every optimizer, copies included."""
+    return any(len(handle.hooks_dict_ref()) > 1 for handle in _hooks)
 
 
 def _hook() -> None:

@@ -45,6 +45,9 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
         for name, parameter in module._parameters.items():
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not is_variable(buffer):
+                refuse_trainable(f"{path}.{name}", buffer, parameters, are_all)
         # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
         # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)

@@ -31,6 +31,7 @@ class LostBuffers:
         self._modules = modules
         self._runs: dict[int, int] = {}  # by the position of a buffer: how many runs wrote it
         self._differing: set[int] = set()  # the positions of buffers that are to be warned of
+        self._new: list[tuple[int, str]] = []  # modules and names of new buffers that are to be warned of
 
     def look(self, index: int, kept: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
         """Compares the value of a buffer that is kept with the values that other replicas wrote."""
@@ -40,15 +41,24 @@ class LostBuffers:
         if is_due and not all(_are_close(kept, other.to(kept.device)) for other in others):
             self._differing.add(index)
 
+    def look_at_new(self, name: str, module: int, kept: object, others: Sequence[object]) -> None:
+        """Compares a buffer that the step made in the first replica with those that it made in others."""
+        tensors = [other for other in others if isinstance(other, torch.Tensor)]
+        if isinstance(kept, torch.Tensor) and not all(
+            (other.shape, other.dtype) == (kept.shape, kept.dtype) and _are_close(kept, other.to(kept.device))
+            for other in tensors
+        ):
+            self._new.append((module, name))
+
     def warn(self, warned: set[tuple[int, str]]) -> None:
         """Warns of buffers that differed; `warned` has those of which users were warned before."""
-        for index in sorted(self._differing):
-            name = self._names[index]
-            key = (self._modules[index], name)
+        differing = [(self._modules[index], self._names[index]) for index in sorted(self._differing)]
+        for key in [*differing, *self._new]:
             if key not in warned:
                 warned.add(key)
-                warn(_DIFFERS.format(name=name), ReplicaBufferWarning)
+                warn(_DIFFERS.format(name=key[1]), ReplicaBufferWarning)
         self._differing.clear()
+        self._new.clear()
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:

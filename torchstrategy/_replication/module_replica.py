@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, final
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in
+from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in, trainable_parts
 from torchstrategy._binding.closure_rebinding import ClosureRebinder
 from torchstrategy._binding.deep_copy import deep_copied
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, tables_of
@@ -225,27 +225,36 @@ class ModuleReplica:
         else:
             self._writes.agree()
 
-    def bring_attribute(self, position: int, name: str, value: object) -> None:
-        """Brings a plain attribute of a module; `MISSING` removes it."""
-        own = MISSING if value is MISSING else self.copied(value, {}, name)
-        Edit(position, name, MISSING, own).apply(self.insides[position])
+    def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
+        """Brings plain attributes of modules; `MISSING` removes one. `own` is that of `copied`."""
+        copied = self.copied({(e.place, e.name): e.after for e in edits if e.after is not MISSING}, own)
+        for edit in edits:
+            edit._replace(after=copied.get((edit.place, edit.name), MISSING)).apply(self.insides[edit.place])
+
+    def lacks_parts_in(self, values: Iterable[Any]) -> bool:
+        """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
+        return any(id(part) not in self._memo for value in values for part in trainable_parts(value))
 
     def attributes_agree(self) -> None:
         """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
         self._attributes.take()
 
-    def copied(self, value: Any, own: Mapping[int, Any], name: str = "") -> Any:
-        """A copy of a value of the user's for this replica, with the replica's own objects where it has them already.
+    def copied(self, values: Mapping[tuple[int, str], Any], own: Mapping[int, Any]) -> dict[tuple[int, str], Any]:
+        """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
         Args:
-            value: The user's value.
+            values: The user's values, which are copied at once: what several of them hold is one object in the copies,
+                too. The second part of a key is what to call the value in a message.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
-            name: What to call the value in a message.
         """
-        memo = {**self._memo, **{id(thing): thing for thing in _one_for_all({name: value})}, **own}
-        new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
-        memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
-        return ClosureRebinder({**self._memo, **own}).of(deep_copied(value, memo))
+        memo = {**self._memo, **own}
+        for (_, name), value in values.items():
+            held = {str(i): item for i, item in enumerate(value)} if isinstance(value, tuple) else {name: value}
+            memo.update((id(thing), thing) for thing in _one_for_all(held))
+            new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
+            memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
+        rebinding = ClosureRebinder({**self._memo, **own})
+        return {key: rebinding.of(copied) for key, copied in deep_copied(dict(values), memo).items()}
 
     def changes(self) -> list[Edit]:
         """The parameters, layers, buffers and hooks that the step made, replaced or removed.
@@ -352,19 +361,25 @@ def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]
 
 def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
     """Writes the new value of a plain attribute on one of the user's modules, if it is data. Returns whether it is."""
+    if not is_returned(edit, original, is_computed):
+        return False
+    before, value = original.get(edit.name, MISSING), edit.after
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        value = value.detach().to(before.device, copy=not is_computed)
+    elif value is not MISSING:
+        value = copy.deepcopy(value)
+    edit._replace(after=value).apply(original)
+    return True
+
+
+def is_returned(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
+    """Whether the new value of a plain attribute is data, which the user's module gets. Else the replica keeps it."""
     before, value = original.get(edit.name, MISSING), edit.after
     if isinstance(value, torch.Tensor):
         fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
         # An output that forward keeps has the rows of one replica only, so it stays in the replica.
-        if not fits or not (is_computed or not (value.requires_grad or before.requires_grad)):
-            return False
-        value = value.detach().to(before.device, copy=not is_computed)
-    elif value is not MISSING:
-        if not is_data(value, lambda _: False):
-            return False
-        value = copy.deepcopy(value)
-    edit._replace(after=value).apply(original)
-    return True
+        return fits and (is_computed or not (value.requires_grad or before.requires_grad))
+    return value is MISSING or is_data(value, lambda _: False)
 
 
 def _kept_output(path: str) -> str:

@@ -22,6 +22,7 @@ from torchstrategy._binding.attribute_contents import (
     places_and_leaves,
     write,
 )
+from torchstrategy._binding.proxies import plain_class
 from torchstrategy._binding.snapshots import Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
@@ -45,7 +46,7 @@ class Attributes:
     def __init__(self, replicas: Sequence[ModuleReplica], known: Set[int], named: NamedAttributes) -> None:
         self._replicas = replicas
         self._known_tensors = known
-        # The ids of the user's tensors with which the copies of the replicas do not agree.
+        # The ids of the user's tensors and containers with which the copies of the replicas do not agree.
         self._unbrought: set[int] = set()
         self.collect(named)
 
@@ -68,10 +69,21 @@ class Attributes:
         """Whether an attribute holds a parameter or buffer."""
         return id(tensor) in self._known_held
 
+    def counterparts(self, r: int) -> dict[int, Any]:
+        """By the ids of the user's containers and tensors: what one replica has in their place."""
+        tensors = {id(leaf.original): leaf.local[r] for leaf in self._leaves}
+        return {**tensors, **{id(place.original): place.local[r] for place in self._places}}
+
     def bring(self, named: NamedAttributes) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
+        # Somebody may have given an object another class. During a run of another thread it may be a proxy.
+        pairs = [(type(place.original), type(place.local[0])) for place in self._places]
+        if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
+            return False
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
         written = unbrought.union(self._tensors.take_changes()[0])
+        others = {i for i, place in enumerate(self._places) if id(place.original) in self._unbrought}
+        changed = sorted(others.union(self._known.differing()))
         self._unbrought.clear()
         for index in written:
             original, local = self._leaves[index].original, self._leaves[index].local
@@ -80,23 +92,28 @@ class Attributes:
                 return False
             for one in local:
                 write_value(one, original, False)
-        changed = self._known.differing()
-        for index in changed:
-            place = self._places[index]
-            for r, replica in enumerate(self._replicas):
-                own = {id(other.original): other.local[r] for other in self._places}
-                write(place.local[r], replica.copied(contents_of(place.original), own))
+        new = {(index, ""): contents_of(self._places[index].original) for index in changed}
+        if self._replicas[0].lacks_parts_in(new.values()):
+            return False
+        for r, replica in enumerate(self._replicas if changed else ()):
+            for (index, _), contents in replica.copied(new, self.counterparts(r)).items():
+                write(self._places[index].local[r], contents)
         if changed:
             self.collect(named)
         elif written:
             self._agree()
         return True
 
-    def give_back(self, lead: int, named: NamedAttributes) -> None:
+    def give_back(self, present: Sequence[int], named: NamedAttributes) -> None:
         """After a run: brings what the first replica changed to the user's modules, and to the other replicas."""
+        if not self._places and not self._leaves:
+            return
+        lead = present[0]
         changed = self._known_local[lead].differing()
         if self._leaves:
-            self._give_back_tensors(lead)
+            self._give_back_tensors(present)
+        for r in present[1:]:
+            self._forget(r)
         if not changed:
             return
         own = {id(place.local[lead]): place for place in self._places}
@@ -112,20 +129,31 @@ class Attributes:
                 for target, place_of in _targets(place, lead):
                     memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
                     write(target, copy.deepcopy(contents, memo))
+                self._unbrought.discard(id(place.original))
         if has_brought:
             self.collect(named)
 
-    def _give_back_tensors(self, lead: int) -> None:
-        local = [leaf.local[lead] for leaf in self._leaves]
-        pairs = enumerate(zip(self._versions[lead], versions(local), strict=True))
-        counted = {index for index, (before, now) in pairs if before != now}
-        for index in counted | self._writes[lead].take(counted):
-            own, original = local[index], self._leaves[index].original
-            if own.shape == original.shape and not own.requires_grad:
-                write_value(original, own, False)
-                # The other replicas get the value before the next run: a backward through the results of this run may
-                # still need the tensors that they have now.
-                self._unbrought.add(id(original))
+    def _forget(self, r: int) -> None:
+        """Sees to it that the data which another replica than the first put into containers does not stay there."""
+        for index in self._known_local[r].differing():
+            place = self._places[index]
+            own = {*map(id, (other.local[r] for other in self._places)), *map(id, self._known_local[r].held())}
+            if is_data(contents_of(place.local[r]), lambda value, own=own: id(value) in own):  # type: ignore[misc]
+                self._unbrought.add(id(place.original))
+
+    def _give_back_tensors(self, present: Sequence[int]) -> None:
+        for r in present:
+            local = [leaf.local[r] for leaf in self._leaves]
+            pairs = enumerate(zip(self._versions[r], versions(local), strict=True))
+            counted = {index for index, (before, now) in pairs if before != now}
+            for index in counted | self._writes[r].take(counted):
+                own, original = local[index], self._leaves[index].original
+                if own.shape == original.shape and not own.requires_grad:
+                    if r == present[0]:
+                        write_value(original, own, False)
+                    # The other replicas get the value before the next run: a backward through the results of this run
+                    # may still need the tensors that they have now.
+                    self._unbrought.add(id(original))
 
     def _agree(self) -> None:
         count = range(len(self._replicas))

@@ -24,6 +24,7 @@ from torch import nn
 
 from torchstrategy._binding.attribute_contents import PLAIN
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
+from torchstrategy._binding.proxies import plain_class
 from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import write
@@ -34,7 +35,14 @@ from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.lost_buffers import LostBuffers
 from torchstrategy._replication.metrics import Metrics
-from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, return_attribute, uncopyable
+from torchstrategy._replication.module_replica import (
+    BufferSlot,
+    ModuleReplica,
+    differ,
+    is_returned,
+    return_attribute,
+    uncopyable,
+)
 from torchstrategy._replication.plain_attributes import Attributes
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -96,6 +104,7 @@ class ReplicatedModules:
         local = [replica.insides for replica in self._replicas]
         self._metrics = Metrics(self._insides, self._paths, local, [memory_device(device) for device in devices])
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
+        self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
         self._attributes = Snapshot(dict(enumerate(self._insides)))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
@@ -132,6 +141,8 @@ class ReplicatedModules:
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same():
             return False
+        if not self._have_same_classes():
+            return False
         if not self._contents.bring(self._named_attributes):
             return False
         if not self._attributes.is_same():
@@ -147,6 +158,12 @@ class ReplicatedModules:
             for replica in self._replicas:
                 replica.bring_buffers(changed, self._buffers)
         return True
+
+    def _have_same_classes(self) -> bool:
+        """Whether nobody has given a module another class, as some libraries do to patch layers."""
+        now = list(map(type, self.originals()))
+        # During a run of another thread they are proxies.
+        return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
 
     def hand_out(self, present: Sequence[int]) -> None:
         """Says which replicas take part in the run that begins. Metrics get their states."""
@@ -240,9 +257,10 @@ class ReplicatedModules:
             is_state = edit.name in self._metrics.states.get(edit.place, ())
             if not is_state and return_attribute(edit, self._insides[edit.place], is_computed):
                 self._attributes.forget(edit.place, edit.name)  # the other replicas have not got it yet
-        self._contents.give_back(replica_weights.present[0], self._named_attributes)
+        self._forget_others(replica_weights)
+        self._contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
-            self._return_changes(replica_weights, changes[0])
+            self._return_changes(replica_weights, changes)
         for state in states:
             state.write(self._insides[state.position])
         self._metrics.let_go()
@@ -255,6 +273,15 @@ class ReplicatedModules:
                 self._replace_buffer(index, lead.left(index), value)
             else:
                 self._buffers.take(index, value)
+
+    def _forget_others(self, replica_weights: ReplicaWeights) -> None:
+        """Sees to it that data which another replica than the first wrote on attributes does not stay there."""
+        for r in replica_weights.present[1:]:
+            for edit in self._replicas[r].take_attributes():
+                is_computed = edit.name in self._computed[edit.place]
+                is_state = edit.name in self._metrics.states.get(edit.place, ())
+                if not (is_computed or is_state) and is_returned(edit, self._insides[edit.place], is_computed):
+                    self._attributes.forget(edit.place, edit.name)  # the next run brings the value of the user's module
 
     def _replace_buffer(self, index: int, left: torch.Tensor | None, value: torch.Tensor) -> None:
         """Puts a new tensor in the place of a buffer of the user's, as the first replica's step did.
@@ -280,15 +307,18 @@ class ReplicatedModules:
     def _all_buffers(self) -> Iterator[torch.Tensor | None]:
         return chain.from_iterable(inside["_buffers"].values() for inside in self._insides)
 
-    def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Edit]) -> None:
+    def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
         lead = self._replicas[replica_weights.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
-        for edit in edits:
+        for edit in edits[0]:
             position, table = edit.place
             if table == "_buffers":
+                made = [e.after for other in edits[1:] for e in other if (e.place, e.name) == (edit.place, edit.name)]
+                name = f"{self._paths[position]}.{edit.name}"
+                self.lost_buffers.look_at_new(name, id(self._insides[position]), edit.after, made)
                 lead.return_buffer(edit, self._insides[position], self._device)
             else:
                 lead.return_hook(edit, self._insides[position], back)
@@ -338,9 +368,11 @@ class ReplicatedModules:
 
     def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
         """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
+        # What a replica still has in the place of an attribute's new value is no copy of that value.
+        unbrought = {(edit.place, edit.name) for edit in self._attributes.edits()}
         for position, inside in enumerate(self._insides):
             left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
-            for name in [name for name in inside if name not in left_out]:
+            for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
                 is_everywhere = not any(value is MISSING for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
@@ -350,15 +382,21 @@ class ReplicatedModules:
         edits = list(self._attributes.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        for position, name, _, value in edits:
-            if name in self._computed[position] or name in self._metrics.states.get(position, ()):
-                continue
-            refuse_trainable(f"{self._paths[position]}.{name}", value, self._index_of)
-            try:
-                for replica in self._replicas:
-                    replica.bring_attribute(position, name, value)
-            except Exception as error:
-                raise uncopyable(f"{self._paths[position]}.{name}", error) from error
+        brought = [
+            edit
+            for edit in edits
+            if edit.name not in self._computed[edit.place] and edit.name not in self._metrics.states.get(edit.place, ())
+        ]
+        paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
+        for path, edit in zip(paths, brought, strict=True):
+            refuse_trainable(path, edit.after, self._index_of)
+        if self._replicas[0].lacks_parts_in(edit.after for edit in brought):
+            return False
+        try:
+            for r, replica in enumerate(self._replicas):
+                replica.bring_attributes(brought, self._contents.counterparts(r))
+        except Exception as error:
+            raise uncopyable(", ".join(paths), error) from error
         self._attributes.take()
         for replica in self._replicas:
             replica.attributes_agree()

@@ -184,6 +184,7 @@ class ReplicatedRun(RunState, Owners):
         # See Note [The order of a run and of its undoing], step 7.
         self._check_unwritten()
         changes = self._copies.replicated.check_structure(self._replica_weights.present)
+        self._check_settings()
         with undisturbed():
             self._copies.gradients.reduce()
             self._trainers.put_together()
@@ -255,6 +256,7 @@ class ReplicatedRun(RunState, Owners):
     @contextmanager
     def _updating(self) -> Iterator[None]:
         self._copies.replicated.check_structure(self._replica_weights.present)
+        self._check_settings()
         # The update is to use the learning rate that the step has just set.
         self._return_settings()
         with self._published():
@@ -262,6 +264,14 @@ class ReplicatedRun(RunState, Owners):
         for optimizers in self._optimizers.values():
             for optimizer in optimizers:
                 optimizer.forget_settings()
+
+    def _check_settings(self) -> None:
+        """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
+        lead = self._replica_weights.present[0]
+        for r, optimizers in self._optimizers.items():
+            for optimizer, other in zip(self._optimizers.get(lead, ()), optimizers, strict=False):
+                if other.groups is not None:
+                    optimizer.refuse_other_settings(lead, other, r)
 
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self._replica_weights.present[0], []):

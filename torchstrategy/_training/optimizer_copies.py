@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from torchstrategy._binding.optimizer_hooks import others_are_told
 from torchstrategy._binding.proxies import own, plain_class
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import brought
@@ -49,7 +50,7 @@ def can_have_copies(optimizer: Optimizer) -> bool:
     if not is_torchs(optimizer) or isinstance(optimizer, LBFGS):
         return False
     inside = vars(optimizer)
-    has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"]
+    has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"] or others_are_told()
     # A fused optimizer divides gradients by the scale of a GradScaler, which tells it to the user's optimizer only.
     return not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
 

@@ -86,16 +86,16 @@ class ReplicaOptimizer:
         self._leads = leads
         self._own_state = own_state
         # The groups that the step was shown, on which it may write, and the same groups as they were then.
-        self._groups: list[dict[str, Any]] | None = None
+        self.groups: list[dict[str, Any]] | None = None
         self._shown: list[dict[str, Any]] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
-        if self._groups is None:
-            self._groups = [self._local_group(group) for group in self._central_groups]
+        if self.groups is None:
+            self.groups = [self._local_group(group) for group in self._central_groups]
             self._shown = [self._local_group(group) for group in self._central_groups]
-        return self._groups
+        return self.groups
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
@@ -193,19 +193,54 @@ class ReplicaOptimizer:
 
     def forget_settings(self) -> None:
         """Forgets the groups that the step was shown, since an update may have changed settings."""
-        self._groups = self._shown = None
+        self.groups = self._shown = None
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
-        if self._groups is None or self._shown is None:
+        if self.groups is None or self._shown is None:
             return
-        for group, shown, central in zip(self._groups, self._shown, self._central_groups, strict=True):
+        for group, shown, central in zip(self.groups, self._shown, self._central_groups, strict=True):
             for name, value in group.items():
                 if name != "params" and not _is_as_shown(value, shown.get(name)):
                     if isinstance(value, torch.Tensor) and isinstance(central.get(name), torch.Tensor):
                         central[name].copy_(value)
                     else:
                         central[name] = value
+            for name in shown.keys() - group.keys():
+                central.pop(name, None)
+
+    def written_settings(self) -> dict[tuple[int, str], Any]:
+        """The settings that the step wrote on the groups, by the position of the group and the setting's name.
+
+        Raises:
+            RuntimeError: If the step has changed which parameters a group has, or which groups there are.
+        """
+        if self.groups is None or self._shown is None:
+            return {}
+        kind = plain_class(type(self._optimizer)).__name__
+        params = [[list(map(id, group["params"])) for group in groups] for groups in (self.groups, self._shown)]
+        if params[0] != params[1]:
+            raise RuntimeError(_REGROUPED.format(kind=kind))
+        return {
+            (i, name): value
+            for i, (group, shown) in enumerate(zip(self.groups, self._shown, strict=True))
+            for name, value in group.items()
+            if name != "params" and not _is_as_shown(value, shown.get(name))
+        }
+
+    def refuse_other_settings(self, mine: int, other: ReplicaOptimizer, others: int) -> None:
+        """Refuses a setting that another replica has set to another number than this one has.
+
+        Raises:
+            RuntimeError: Naming it.
+        """
+        written = self.written_settings()
+        for (i, name), value in other.written_settings().items():
+            own = written.get((i, name), self._central_groups[i].get(name))
+            if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
+                setting = f"{plain_class(type(self._optimizer)).__name__}.param_groups[{i}][{name!r}]"
+                of = f"{own} in replica {mine} and {value} in replica {others}"
+                raise RuntimeError(_DIFFERENT.format(setting=setting, of=of))
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
@@ -247,6 +282,17 @@ class _Shown(dict[Any, Any]):
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
+
+_COMPARED = (int, float, str, tuple)
+_REGROUPED = (
+    "The step changed the parameters of {kind}.param_groups, or the groups themselves, in a replica, which shares the "
+    "optimizer with the others. Do it outside of strategy.run. To freeze parameters in a step, set their requires_grad."
+)
+
+_DIFFERENT = (
+    "The replicas set {setting} to different values: {of}. They share the optimizer. Set the same value in each: "
+    "get_replica_context().all_reduce(...) makes one of all."
+)
 
 STEP = "optimizer.step()"
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
