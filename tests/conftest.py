@@ -46,7 +46,7 @@ if simulated_devices():
     ]
 
 
-VARIANTS = 3  # of each test that has parameters, where CI is not set
+VARIANTS = 2  # of each test that has parameters, where CI is not set
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
