@@ -12,6 +12,7 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     weight            how much a replica's gradient counts: its rows, of all the rows of the batch
     owner             a parameter of the user's own module, which the optimizer updates
     local             a replica's own: its copy of a module, its parameter, its gradient
+    plain attribute   an attribute of a module that is no parameter, buffer, layer or table of torch's: `model.config`
     trainer           an object of the user's that holds models or what trains them
 
 At a *synchronization point* every replica brings something, and all go on together: `optimizer.step()`, a collective.

@@ -89,7 +89,7 @@ class _OptimizerProxy(_Proxy):
     @property
     def param_groups(self) -> Any:
         local: Any = local_object(self)
-        return own(self, "param_groups") if local is self else local.param_groups
+        return users_own(self, "param_groups") if local is self else local.param_groups
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
@@ -99,7 +99,7 @@ class _OptimizerProxy(_Proxy):
     @property
     def state(self) -> Any:
         local: Any = local_object(self)
-        return own(self, "state") if local is self else local.state
+        return users_own(self, "state") if local is self else local.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -135,7 +135,7 @@ class _OptimizerProxy(_Proxy):
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
 
-def own(optimizer: Any, name: str) -> Any:
+def users_own(optimizer: Any, name: str) -> Any:
     """The `param_groups` or `state` of the user's own optimizer.
 
     It may be a property of the user's class: an optimizer that wraps another one takes it from there.

@@ -95,13 +95,13 @@ class TrackedTensors:
             written |= self._uncounted.take(written)
         return sorted(written), moved
 
-    def are_counted(self, indices: Iterable[int]) -> None:
+    def note_agreement(self, indices: Iterable[int]) -> None:
         """Says that the copies agree with some of the tensors."""
         tensors = self.tensors
         for index in indices:
             self._versions[index] = version(tensors[index])
 
-    def are_uncounted(self, indices: Iterable[int]) -> None:
+    def note_uncounted(self, indices: Iterable[int]) -> None:
         """Says that some of the tensors were written without a change of their version."""
         for index in indices:
             self._versions[index] = _UNCOUNTED
@@ -109,12 +109,12 @@ class TrackedTensors:
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Takes another tensor, one that is part of a module, in the place of one. The copies do not agree with it."""
         self._held[index] = tensor
-        self.are_uncounted([index])
+        self.note_uncounted([index])
 
     def take(self, index: int, value: torch.Tensor) -> None:
         """Writes one of the tensors. After this, the copies do not agree with it."""
         write_value(self.tensors[index], value, self.are_running[index])
-        self.are_uncounted([index])
+        self.note_uncounted([index])
 
 
 def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:

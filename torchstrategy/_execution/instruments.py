@@ -82,7 +82,7 @@ def begins(num_replicas: int) -> Turns | None:
     """Tells the instruments that a run begins. Returns the function that gives the turns in it, or None.
 
     Raises:
-        RuntimeError: If two conductors would.
+        RuntimeError: If two instruments want to give the turns.
     """
     givers = [(instrument, turns) for instrument in _in_force.get() if (turns := instrument._begins(num_replicas))]
     if len(givers) > 1:

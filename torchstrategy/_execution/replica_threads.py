@@ -40,7 +40,9 @@ from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped, W
 # A replica's thread only runs the step, up to `_stand_still`: there it reports and waits until the caller's thread
 # answers. So at a synchronization point all replicas stand still, and `combine` may use all that replicas share without
 # a lock. Between two such points, replicas of one lane take turns, but those of another lane may run at the same time:
-# a replica may then write only on its own objects, or under a lock.
+# a replica may then write only on its own objects, or under a lock. There are two exceptions. If replicas take turns, a
+# replica adds its gradients to the shared total before it waits (`GradientReducer.accumulate`). If an optimizer calls a
+# closure, its loop runs on the first replica's thread while the others wait.
 # Only the thread of the step may synchronize, and only during the step: any other thread would wait for ever.
 # The threads talk only by `SimpleQueue`, whose `put` may also be called in a finalizer or a signal handler, while
 # another `put` is under way. Code with a lock could then wait for ever.

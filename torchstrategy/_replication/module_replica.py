@@ -98,7 +98,7 @@ class ModuleReplica:
         # The parameters with memory of their own. Writes on the others are counted by the user's parameters: both have
         # one version counter.
         self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
-        self.parameters_are_known()
+        self.note_parameters()
         own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
@@ -177,7 +177,7 @@ class ModuleReplica:
             self._counting = sorted({*self._counting, *counting})
         return Write(targets, sources)
 
-    def parameters_are_known(self) -> None:
+    def note_parameters(self) -> None:
         """Says that the parameters agree with the user's: whatever is written on them from here on, the step writes."""
         self._versions = self._counted()
 
@@ -235,7 +235,7 @@ class ModuleReplica:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
         return any(id(part) not in self._memo for value in values for part in trainable_parts(value))
 
-    def attributes_agree(self) -> None:
+    def note_attributes(self) -> None:
         """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
         self._attributes.take()
 
@@ -271,7 +271,7 @@ class ModuleReplica:
         """The plain attributes that the step made, replaced or removed since the last call."""
         edits = list(self._attributes.edits())
         if edits:
-            self.attributes_agree()
+            self.note_attributes()
         return [edit for edit in edits if edit.name not in TORCHS_OWN or isinstance(edit.after, PLAIN)]
 
     def return_hook(self, edit: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:

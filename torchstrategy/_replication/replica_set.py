@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.proxies import own
+from torchstrategy._binding.proxies import users_own
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.types import Device
@@ -145,10 +145,10 @@ class ReplicaSet:
 
 
 def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:
-    return [(id(o), [list(map(id, group["params"])) for group in own(o, "param_groups")]) for o in optimizers]
+    return [(id(o), [list(map(id, group["params"])) for group in users_own(o, "param_groups")]) for o in optimizers]
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, group in enumerate(own(optimizer, "param_groups")):
+    for i, group in enumerate(users_own(optimizer, "param_groups")):
         for j, parameter in enumerate(group["params"]):
             yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter

@@ -106,13 +106,13 @@ class ReplicatedModules:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
-        self._attributes = Snapshot(dict(enumerate(self._insides)))
+        self._attribute_tables = Snapshot(dict(enumerate(self._insides)))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         # The plain attributes that hooks compute, in each replica for itself.
         self._computed = [computed_by_hooks(module) for module in modules]
         self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
-        self._contents = Attributes(self._replicas, self._known_tensors, self._named_attributes)
+        self._attribute_contents = Attributes(self._replicas, self._known_tensors, self._named_attributes)
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -143,12 +143,12 @@ class ReplicatedModules:
             return False
         if not self._have_same_classes():
             return False
-        if not self._contents.bring(self._named_attributes):
+        if not self._attribute_contents.bring(self._named_attributes):
             return False
-        if not self._attributes.is_same():
+        if not self._attribute_tables.is_same():
             if not self._bring_attributes():
                 return False
-            self._contents.collect(self._named_attributes)
+            self._attribute_contents.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self._replicas:
@@ -180,10 +180,10 @@ class ReplicatedModules:
                     write([replica.bring_parameters(owners, changed, moved) for replica in self._replicas])
         except BaseException:
             # Some copies may not have got the values: the next refresh brings them again.
-            self._parameters.are_uncounted(changed)
+            self._parameters.note_uncounted(changed)
             raise
         for replica in self._replicas:
-            replica.parameters_are_known()
+            replica.note_parameters()
         if moved:
             self._watch_parameters()
 
@@ -205,13 +205,13 @@ class ReplicatedModules:
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
         for replica in self._replicas:
-            replica.parameters_are_known()
-        self._parameters.are_counted(self._index_of[id(owner)] for owner in owners)
+            replica.note_parameters()
+        self._parameters.note_agreement(self._index_of[id(owner)] for owner in owners)
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Says that some of the user's parameters were written in a way that torch does not count."""
         index_of = self._index_of
-        self._parameters.are_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
+        self._parameters.note_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def check_unwritten(self, present: Sequence[int]) -> None:
         """Refuses writes of a step on parameters, since every replica would write once.
@@ -256,9 +256,9 @@ class ReplicatedModules:
             is_computed = edit.name in self._computed[edit.place]
             is_state = edit.name in self._metrics.states.get(edit.place, ())
             if not is_state and return_attribute(edit, self._insides[edit.place], is_computed):
-                self._attributes.forget(edit.place, edit.name)  # the other replicas have not got it yet
+                self._attribute_tables.forget(edit.place, edit.name)  # the other replicas have not got it yet
         self._forget_others(replica_weights)
-        self._contents.give_back(replica_weights.present, self._named_attributes)
+        self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
             self._return_changes(replica_weights, changes)
         for state in states:
@@ -281,7 +281,9 @@ class ReplicatedModules:
                 is_computed = edit.name in self._computed[edit.place]
                 is_state = edit.name in self._metrics.states.get(edit.place, ())
                 if not (is_computed or is_state) and is_returned(edit, self._insides[edit.place], is_computed):
-                    self._attributes.forget(edit.place, edit.name)  # the next run brings the value of the user's module
+                    self._attribute_tables.forget(
+                        edit.place, edit.name
+                    )  # the next run brings the value of the user's module
 
     def _replace_buffer(self, index: int, left: torch.Tensor | None, value: torch.Tensor) -> None:
         """Puts a new tensor in the place of a buffer of the user's, as the first replica's step did.
@@ -294,7 +296,7 @@ class ReplicatedModules:
         if left is not None and left.shape == before.shape:
             self._buffers.take(index, left)
         # A tensor that is also in another place stays there, and is something else from here on.
-        is_elsewhere = self._contents.holds(before) or sum(before is b for b in self._all_buffers()) > 1
+        is_elsewhere = self._attribute_contents.holds(before) or sum(before is b for b in self._all_buffers()) > 1
         self._is_outdated |= is_elsewhere or not self._structure.is_same()
         self._insides[position]["_buffers"][name] = after
         self._buffers.replace(index, after)
@@ -369,7 +371,7 @@ class ReplicatedModules:
     def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
         """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
         # What a replica still has in the place of an attribute's new value is no copy of that value.
-        unbrought = {(edit.place, edit.name) for edit in self._attributes.edits()}
+        unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
             left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
             for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
@@ -379,7 +381,7 @@ class ReplicatedModules:
                     yield f"{self._paths[position]}.{name}", inside[name], local
 
     def _bring_attributes(self) -> bool:
-        edits = list(self._attributes.edits())
+        edits = list(self._attribute_tables.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
         brought = [
@@ -394,12 +396,12 @@ class ReplicatedModules:
             return False
         try:
             for r, replica in enumerate(self._replicas):
-                replica.bring_attributes(brought, self._contents.counterparts(r))
+                replica.bring_attributes(brought, self._attribute_contents.counterparts(r))
         except Exception as error:
             raise uncopyable(", ".join(paths), error) from error
-        self._attributes.take()
+        self._attribute_tables.take()
         for replica in self._replicas:
-            replica.attributes_agree()
+            replica.note_attributes()
         return True
 
 
@@ -445,9 +447,9 @@ def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 _REBUILT = (
-    "{name} was {verb} in a replica: each replica would have one of its own, and the model and its optimizer none. Do "
-    "it outside of strategy.run. What forward makes when it is first called, it makes when one batch goes through the "
-    "module itself, before the first run; the module of a DataParallel is model.module."
+    "{name} was {verb} in a replica: the model and its optimizer would not have this change, and the other replicas "
+    "would not, either. Do it outside of strategy.run. If forward makes it when it is first called, call the module "
+    "with one batch before the first run; the module of a DataParallel is model.module."
 )
 
 _HOOK = (

@@ -23,7 +23,7 @@ from torchstrategy._replication.storage import CrossReplica, RunState
 from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
-from torchstrategy._training.replica_optimizer import Owners, ReplicaOptimizer
+from torchstrategy._training.replica_optimizer import OptimizerHost, ReplicaOptimizer
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import SharedStepper
 from torchstrategy._variables.variable import is_variable
@@ -42,7 +42,7 @@ from torchstrategy._variables.variable import is_variable
 
 
 @final
-class ReplicatedRun(RunState, Owners):
+class ReplicatedRun(RunState, OptimizerHost):
     """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
 
     Args:
@@ -82,7 +82,7 @@ class ReplicatedRun(RunState, Owners):
         written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
-        self._counters = steppers
+        self._steppers = steppers
         self._trainers = trainers
         self._cross_replica = cross_replica
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
@@ -113,7 +113,7 @@ class ReplicatedRun(RunState, Owners):
             for optimizer in copies.optimizers()
         }
         self._optimizers[replica.index] = list(optimizers.values())
-        steppers = {id(counter): SharedStepper(counter, replica, self.together) for counter in self._counters}
+        steppers = {id(counter): SharedStepper(counter, replica, self.together) for counter in self._steppers}
         self._local[replica.index] = local = {
             **copies.replicated.local_objects(replica.index),
             **self._trainers.local_objects(replica.index),
@@ -166,7 +166,7 @@ class ReplicatedRun(RunState, Owners):
         self._shown.enter_context(self._updating())
         self._copies.gradients.keep()
 
-    def take_back(self, optimizer: Optimizer | None = None) -> None:
+    def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         self._has_written(optimizer)
         self._shown.close()
 

@@ -21,7 +21,7 @@ from torchstrategy._binding.creation_hooks import Stepper
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.object_attributes import Trainers
 from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, tell_before
-from torchstrategy._binding.proxies import install, own, suspended, uninstall
+from torchstrategy._binding.proxies import install, suspended, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.uncounted_writes import listen_to_data
 from torchstrategy._core.context import is_in_replica
@@ -135,7 +135,7 @@ class ReplicatedStorage(Storage):
             uninstall(originals, run)
             try:
                 if run_state is not None:
-                    run_state.take_back()
+                    run_state.stop_showing()
             finally:
                 copies.gradients.abort()
             raise
@@ -286,7 +286,7 @@ class ReplicatedStorage(Storage):
             for copies in self._standing_still():
                 copies.step(optimizer)
         # Only torch's own optimizers are known to write in ways that torch counts, and fused ones do not.
-        if not is_torchs(optimizer) or any(group.get("fused") for group in own(optimizer, "param_groups")):
+        if not is_torchs(optimizer) or any(group.get("fused") for group in users_own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
                 copies.replicated.note_written(parameters_of(optimizer))
 

@@ -107,7 +107,7 @@ class ReplicatedExtended(OneMachineExtended):
     # Note [The story of a step]
     # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
     # 2. Begin the run: each replica gets its copies, up to date, and names in the step mean them
-    #    (`_replication/replicated_storage`; its Note tells in which order, and what undoes it).
+    #    (`_replication/replicated_storage`; Note [The order of a run and of its undoing] tells what undoes it).
     # 3. Call the step in each replica, on a thread of its own (`_execution/replica_threads`).
     # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas stand still while one function runs
     #    for them on this thread; there gradients become one (`_training/gradient_reducer`).

@@ -4,8 +4,11 @@
     accumulated    the `.grad` of the user's parameter when the run began, plus everything that was reduced since
     visible        one replica's copy of the accumulated gradient, which the step may read, change or clear
 
-    reduce:        accumulated  =  what the replicas left of it in their visible gradients
-                                   +  sum over replicas of weight * local
+    reduce:        accumulated  =  accumulated, as the replicas changed it  +  sum over replicas of weight * local
+
+Before the local gradients are added, each step may have changed the `.grad` that it saw. If all replicas cleared it,
+it becomes None. If all made the same change, this change is kept. If each assigned a tensor of its own, these tensors
+are weighted and added up. Anything else is an error.
 
 Gradients are reduced at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when
 the run ends. Clearing a gradient is no synchronization point: it empties the replica's local and visible gradient.
@@ -157,10 +160,11 @@ class GradientReducer:
         self.of_replicas[replica.index].enter(replica)
 
     def accumulate(self, replica: int) -> None:
-        """Called on the replica's thread, when it comes to a synchronization point that reduces gradients, or ends.
+        """A replica calls this on its own thread where gradients are about to be reduced, or when its step has ended.
 
-        If this replica is the next one in replica order and no other replica runs, its gradients become a part of the
-        total here, while they are in the processor's caches, and their memory is free for the next replica.
+        If this replica is the next one in replica order and no other replica runs, its weighted gradients are added to
+        `_total` here, while they are in the processor's caches, and their memory is free for the next replica. Later,
+        `reduce` adds the total to the accumulated gradients.
         """
         weighing = self._weights.weighing
         is_next = self._num_accumulated < len(weighing) and weighing[self._num_accumulated] == replica
@@ -427,7 +431,7 @@ class GradientReducer:
 def _stray_gradient(name: str) -> str:
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
-        "one gradient, without its share. The step uses a module that was not created in strategy.scope(), a trainable "
+        "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
         "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
         "starts, where names mean the user's own objects. Create the module in the scope or give it to "
         "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
@@ -437,9 +441,9 @@ def _stray_gradient(name: str) -> str:
 
 def _missed(name: str, replica: int, other: int) -> str:
     return (
-        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add: the parameter was "
-        "used in one replica and not in the other, and either the one ran no backward, or backward ran twice without a "
-        "forward and a read of all gradients in between. Let every replica run backward, one without a loss on zero: "
+        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add. This happens if a "
+        "replica that did not use the parameter ran no backward, or if backward ran twice in it without a new forward "
+        "and without a read of all gradients in between. Run backward in every replica; where there is no loss, call "
         "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
     )
 

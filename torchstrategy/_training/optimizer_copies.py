@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._binding.optimizer_hooks import others_are_told
-from torchstrategy._binding.proxies import own, plain_class
+from torchstrategy._binding.proxies import plain_class, users_own
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import brought
 from torchstrategy._core.thread_state import undisturbed
@@ -37,7 +37,7 @@ Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
-    return [parameter for group in own(optimizer, "param_groups") for parameter in group["params"]]
+    return [parameter for group in users_own(optimizer, "param_groups") for parameter in group["params"]]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:

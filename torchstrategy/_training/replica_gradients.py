@@ -458,9 +458,10 @@ def _made_together(name: str) -> str:
 def written_in_replica(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
-        f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would do so "
-        "once, on memory that they may share or may not, and nothing would bring the copies together. Write on "
-        "parameters after strategy.run, or in a merge function: get_replica_context().merge_call(lambda strategy: ...)."
+        f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would make "
+        "this change once, and copies on other devices would no longer agree. Where replicas share the memory of the "
+        "parameter, the change is in it now. Write on parameters after strategy.run, or in a merge function: "
+        "get_replica_context().merge_call(lambda strategy: ...)."
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.proxies import own, plain_class
+from torchstrategy._binding.proxies import plain_class, users_own
 from torchstrategy._core.context import current_frame
 from torchstrategy._core.devices import in_use
 from torchstrategy._core.torch_internals import hide_from_compiler
@@ -23,7 +23,7 @@ from torchstrategy._training.replica_gradients import ReplicaGradients
 from torchstrategy._training.schedulers import refuse_different
 
 
-class Owners(ABC):
+class OptimizerHost(ABC):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
     @abstractmethod
@@ -41,10 +41,10 @@ class Owners(ABC):
 
     @abstractmethod
     def show(self) -> None:
-        """From here on, until `take_back`, the user's parameters have the gradients of the whole batch."""
+        """From here on, until `stop_showing`, the user's parameters have the gradients of the whole batch."""
 
     @abstractmethod
-    def take_back(self, optimizer: Optimizer | None = None) -> None:
+    def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
 
     @abstractmethod
@@ -74,13 +74,13 @@ class ReplicaOptimizer:
         replica: Replica,
         gradients: ReplicaGradients,
         index_of: Mapping[int, int],
-        owners: Owners,
+        owners: OptimizerHost,
         leads: bool,
         own_state: Callable[[], dict[torch.Tensor, Any]] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._replica = replica
-        self._ledger = gradients
+        self._gradients = gradients
         self._index_of = index_of
         self._owners = owners
         self._leads = leads
@@ -104,12 +104,12 @@ class ReplicaOptimizer:
         if self._own_state is not None:
             states = self._own_state()
         else:
-            states = {self._local(owner): state for owner, state in own(self._optimizer, "state").items()}
+            states = {self._local(owner): state for owner, state in users_own(self._optimizer, "state").items()}
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears this replica's gradients, the local and the visible ones. No synchronization point."""
-        self._ledger.clear(list(self._index_of.values()), set_to_none)
+        self._gradients.clear(list(self._index_of.values()), set_to_none)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, once for all replicas."""
@@ -133,7 +133,7 @@ class ReplicaOptimizer:
             result = self._owners.together(lambda: self._update(method, *args, **kwargs), self._optimizer)
             return [result] * len(brought)
 
-        self._ledger.accumulate()
+        self._gradients.accumulate()
         return self._replica.synchronize(name, combine, (args, kwargs))
 
     def _call_with(
@@ -158,7 +158,7 @@ class ReplicaOptimizer:
             return [owners.loss(losses)] * len(losses)
 
         def taken_back(brought: Sequence[Any]) -> list[Any]:
-            owners.take_back(self._optimizer)
+            owners.stop_showing(self._optimizer)
             return [brought[0]] * len(brought)
 
         def asked() -> Any:
@@ -244,7 +244,7 @@ class ReplicaOptimizer:
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = own(self._optimizer, "param_groups")
+        groups: list[dict[str, Any]] = users_own(self._optimizer, "param_groups")
         return groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class ReplicaOptimizer:
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self._index_of.get(id(owner))
-        return owner if index is None else self._ledger.own(index)
+        return owner if index is None else self._gradients.own(index)
 
 
 @final
