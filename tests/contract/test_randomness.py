@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from conditions import takes_long
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
 from torchstrategy._core.devices import in_use, is_accelerator
@@ -115,6 +116,7 @@ class Training:
 # The same seed
 
 
+@takes_long
 @pytest.mark.slow
 def test_fifty_of_fifty_trainings_are_bit_identical_under_the_same_seed() -> None:
     def trained() -> tuple[list[float], list[torch.Tensor], torch.Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from conditions import takes_long
 from processes import NO_ACCELERATOR, python
 
 SOURCES = Path(__file__).resolve().parents[2] / "thirdparty"
@@ -43,6 +44,7 @@ def test_its_suite_passes_on_the_cpu_and_skips_what_needs_devices(tinytrainer: t
     assert "torchstrategy: " not in output
 
 
+@takes_long
 @pytest.mark.slow
 def test_its_suite_passes_on_simulated_devices(tinytrainer: tuple[Path, Path]) -> None:
     output = summary(tinytrainer, "--simulate-devices=4", "--real-devices")
