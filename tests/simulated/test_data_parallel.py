@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy
+from data_parallel import Calls
 from problems import assert_close, data, deal, gradients, mlp, parameters, sgd
 from torchstrategy import RunOptions
 
@@ -32,18 +33,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROWS = torch.arange(8.0).view(4, 2)  # one row for each of four replicas
-
-
-class Calls(nn.Module):
-    """A module with one parameter, whose forward is a function of the module and of its inputs."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.function = function
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        return self.function(self, *inputs, **options)
 
 
 def parallel(module: nn.Module, devices: int = 4) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ find what the user has changed since the last run.
     deep_copy             deep copies in which an object that cannot be copied is the same object
     module_traversal      the parts of a module, those in plain lists and dicts too
     optimizer_hooks       who is told of the steps that optimizers take
+    stepper_guards        refuse steps of schedulers and scalers that a run does not know
     proxies               how the user's object acts as the replica's own
     uncounted_writes      writes on tensors for which torch's version counter does not go up
     snapshots             how changes of what containers hold are seen

@@ -31,7 +31,7 @@ SEQUENCES = (list, deque, set)
 _COPIED = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
-_CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, np.generic, torch.Generator, types.ModuleType, type)
+_CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, torch.Generator, types.ModuleType, type)
 _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 

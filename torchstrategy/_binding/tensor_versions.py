@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._binding.uncounted_writes import UncountedWrites
-from torchstrategy._core.torch_internals import keeping_version, layouts, pointers, version, versions
+from torchstrategy._core.torch_internals import keeping_version, marks_of, pointers, version, versions
 
 _UNCOUNTED = -1  # takes the place of a version: the tensor was written without a change of its version
 
@@ -79,7 +79,7 @@ class TrackedTensors:
         later calls compare with the tensors as they are now.
         """
         tensors = self.tensors
-        count, where, how = versions(tensors), pointers(tensors), layouts(tensors)
+        count, where, how = marks_of(tensors)
         has_moved = (where, how) != (self._pointers, self._layouts)
         moved = set(_differing((where, how), (self._pointers, self._layouts))) if has_moved else set()
         written = set(_differing((count,), (self._versions,))) if count != self._versions else set()

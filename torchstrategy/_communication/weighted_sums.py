@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchstrategy._core.torch_internals import are_dense, foreach_add_, foreach_mul, foreach_mul_, is_alone_in_memory
+from torchstrategy._core.torch_internals import are_alone_in_memory, are_dense, foreach_add_, foreach_mul, foreach_mul_
 
 
 def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
@@ -37,7 +37,7 @@ def accumulate(
     """
     fresh = [index for index in gradients if index not in total]
     known = [index for index in gradients if index in total] if total else []
-    if not (are_dense(gradients.values()) and are_dense(total.values())):
+    if not are_dense((*gradients.values(), *total.values())):
         for index in known:
             total[index] = total[index] + gradients[index] * weight
         total.update((index, gradients[index] * weight) for index in fresh)
@@ -46,7 +46,7 @@ def accumulate(
         foreach_add_([total[index] for index in known], [gradients[index] for index in known], alpha=weight)
     if fresh:
         new = [gradients[index] for index in fresh]
-        if are_ours and all(map(is_alone_in_memory, new)):  # backward may give one gradient to two parameters
+        if are_ours and are_alone_in_memory(new):  # backward may give one gradient to two parameters
             foreach_mul_(new, weight)
         else:
             new = list(foreach_mul(new, weight))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -143,6 +143,19 @@ def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     return {torch.strided}.issuperset(map(_layout, tensors))
 
 
+class Marks(NamedTuple):
+    """By what a later look at some tensors tells whether they were written, or moved."""
+
+    versions: list[int]
+    pointers: list[int]
+    layouts: list[object]
+
+
+def marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
+    """The versions, addresses and layouts of some tensors."""
+    return Marks(versions(tensors), pointers(tensors), layouts(tensors))
+
+
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The address at which each of some tensors begins in memory; for a sparse tensor, its id."""
     if are_dense(tensors):
@@ -253,13 +266,16 @@ is_profiling: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_pr
 is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
 
-def is_alone_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shares its memory with no other tensor and no other library, such as numpy.
+def are_alone_in_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether each of some tensors shares its memory with no other tensor and no other library, such as numpy.
 
     A tensor that reads its memory as conjugate or negative counts as one that shares.
     """
-    storage = tensor.untyped_storage()
-    return storage.resizable() and not tensor.is_conj() and not tensor.is_neg() and has_one_tensor(storage)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if not storage.resizable() or tensor.is_conj() or tensor.is_neg() or not has_one_tensor(storage):
+            return False
+    return True
 
 
 def has_one_tensor(storage: torch.UntypedStorage) -> bool:

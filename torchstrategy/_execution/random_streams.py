@@ -43,7 +43,8 @@ class RandomStreams:
     """
 
     def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0) -> None:
-        self._generators = [_generators(device, one_at_a_time) for device in devices]
+        of_device = {device: _generators(device, one_at_a_time) for device in set(devices)}
+        self._generators = [of_device[device] for device in devices]
         self._holders: dict[torch.Generator, int] = {}  # the replica whose stream a generator has; 0 if not in here
         self._begun: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream began
         self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream was left

@@ -46,12 +46,6 @@ from torchstrategy._variables.variable import Variable, is_variable
 # - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
 
 
-def _is_value(edit: Edit) -> bool:
-    """Whether a change only gives a buffer another tensor."""
-    is_tensor = isinstance(edit.before, torch.Tensor) and isinstance(edit.after, torch.Tensor)
-    return edit.place[1] == "_buffers" and is_tensor
-
-
 class BufferSlot(NamedTuple):
     """Where a buffer is: the position of a module, and the buffer's name there."""
 
@@ -328,6 +322,12 @@ class ModuleReplica:
             if originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index]):
                 written.add(index)
         return written
+
+
+def _is_value(edit: Edit) -> bool:
+    """Whether a change only gives a buffer another tensor."""
+    is_tensor = isinstance(edit.before, torch.Tensor) and isinstance(edit.after, torch.Tensor)
+    return edit.place[1] == "_buffers" and is_tensor
 
 
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:

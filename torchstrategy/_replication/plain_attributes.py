@@ -135,10 +135,12 @@ class Attributes:
 
     def _forget(self, r: int) -> None:
         """Sees to it that the data which another replica than the first put into containers does not stay there."""
-        for index in self._known_local[r].differing():
-            place = self._places[index]
-            own = {*map(id, (other.local[r] for other in self._places)), *map(id, self._known_local[r].held())}
-            if is_data(contents_of(place.local[r]), lambda value, own=own: id(value) in own):  # type: ignore[misc]
+        differing = self._known_local[r].differing()
+        if not differing:
+            return
+        own = {*(id(place.local[r]) for place in self._places), *map(id, self._known_local[r].held())}
+        for place in map(self._places.__getitem__, differing):
+            if is_data(contents_of(place.local[r]), lambda value: id(value) in own):
                 self._unbrought.add(id(place.original))
 
     def _give_back_tensors(self, present: Sequence[int]) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -252,12 +253,7 @@ class ReplicatedModules:
         values = self._buffer_values(replica_weights)
         states = self._metrics.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
-        for edit in lead.take_attributes():
-            is_computed = edit.name in self._computed[edit.place]
-            is_state = edit.name in self._metrics.states.get(edit.place, ())
-            if not is_state and return_attribute(edit, self._insides[edit.place], is_computed):
-                self._attribute_tables.forget(edit.place, edit.name)  # the other replicas have not got it yet
-        self._forget_others(replica_weights)
+        self._return_attributes(replica_weights.present)
         self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
             self._return_changes(replica_weights, changes)
@@ -268,46 +264,56 @@ class ReplicatedModules:
         if requires_grad_of(self.owners) != trained:
             for owner, flag in zip(self.owners, trained, strict=True):
                 owner.requires_grad_(flag)
+        replaced = {index: value for index, value in values.items() if lead.has_replaced(index)}
         for index, value in values.items():
-            if lead.has_replaced(index):
-                self._replace_buffer(index, lead.left(index), value)
-            else:
+            if index not in replaced:
                 self._buffers.take(index, value)
+        if replaced:
+            self._replace_buffers(replaced, lead)
 
-    def _forget_others(self, replica_weights: ReplicaWeights) -> None:
-        """Sees to it that data which another replica than the first wrote on attributes does not stay there."""
-        for r in replica_weights.present[1:]:
+    def _return_attributes(self, present: Sequence[int]) -> None:
+        """Brings the data that the first replica wrote on plain attributes to the user's modules.
+
+        Data that another replica wrote does not stay there: the next run brings the values of the user's modules.
+        """
+        for r in present:
+            is_lead = r == present[0]
+            bring = return_attribute if is_lead else is_returned
             for edit in self._replicas[r].take_attributes():
                 is_computed = edit.name in self._computed[edit.place]
-                is_state = edit.name in self._metrics.states.get(edit.place, ())
-                if not (is_computed or is_state) and is_returned(edit, self._insides[edit.place], is_computed):
-                    self._attribute_tables.forget(
-                        edit.place, edit.name
-                    )  # the next run brings the value of the user's module
+                is_state = edit.name in self._states_of(edit.place)
+                if is_state or (is_computed and not is_lead):
+                    continue
+                if bring(edit, self._insides[edit.place], is_computed):
+                    self._attribute_tables.forget(edit.place, edit.name)
 
-    def _replace_buffer(self, index: int, left: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Puts a new tensor in the place of a buffer of the user's, as the first replica's step did.
+    def _states_of(self, position: int) -> set[str]:
+        """The plain attributes of a module that are states of a metric, which `Metrics` brings."""
+        return self._metrics.states.get(position, set())
+
+    def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
+        """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
 
         Whoever holds the tensor that was there before finds in it what plain PyTorch leaves there: what the step wrote
-        on it in place, which is `left`, and nothing else.
+        on it in place, and nothing else.
         """
-        before, (position, name) = self._buffers.tensors[index], self._slots[index]
-        after = value.detach().to(before.device, copy=True)
-        if left is not None and left.shape == before.shape:
-            self._buffers.take(index, left)
-        # A tensor that is also in another place stays there, and is something else from here on.
-        is_elsewhere = self._attribute_contents.holds(before) or sum(before is b for b in self._all_buffers()) > 1
-        self._is_outdated |= is_elsewhere or not self._structure.is_same()
-        self._insides[position]["_buffers"][name] = after
-        self._buffers.replace(index, after)
-        self._known_tensors.discard(id(before))
-        self._known_tensors.add(id(after))
-        for replica in self._replicas:
-            replica.replace_buffer(before, after)
+        places = Counter(map(id, chain.from_iterable(inside["_buffers"].values() for inside in self._insides)))
+        self._is_outdated |= not self._structure.is_same()
+        for index, value in values.items():
+            before, (position, name) = self._buffers.tensors[index], self._slots[index]
+            after = value.detach().to(before.device, copy=True)
+            left = lead.left(index)
+            if left is not None and left.shape == before.shape:
+                self._buffers.take(index, left)
+            # A tensor that is also in another place stays there, and is something else from here on.
+            self._is_outdated |= places[id(before)] > 1 or self._attribute_contents.holds(before)
+            self._insides[position]["_buffers"][name] = after
+            self._buffers.replace(index, after)
+            self._known_tensors.discard(id(before))
+            self._known_tensors.add(id(after))
+            for replica in self._replicas:
+                replica.replace_buffer(before, after)
         self._structure.take()
-
-    def _all_buffers(self) -> Iterator[torch.Tensor | None]:
-        return chain.from_iterable(inside["_buffers"].values() for inside in self._insides)
 
     def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
@@ -373,7 +379,7 @@ class ReplicatedModules:
         # What a replica still has in the place of an attribute's new value is no copy of that value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states.get(position, set())
+            left_out = TORCHS_OWN | self._computed[position] | self._states_of(position)
             for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
                 is_everywhere = not any(value is MISSING for value in local)
@@ -384,11 +390,7 @@ class ReplicatedModules:
         edits = list(self._attribute_tables.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        brought = [
-            edit
-            for edit in edits
-            if edit.name not in self._computed[edit.place] and edit.name not in self._metrics.states.get(edit.place, ())
-        ]
+        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states_of(e.place)]
         paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
         for path, edit in zip(paths, brought, strict=True):
             refuse_trainable(path, edit.after, self._index_of)

@@ -267,11 +267,9 @@ class ReplicatedRun(RunState, OptimizerHost):
 
     def _check_settings(self) -> None:
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
-        lead = self._replica_weights.present[0]
-        for r, optimizers in self._optimizers.items():
-            for optimizer, other in zip(self._optimizers.get(lead, ()), optimizers, strict=False):
-                if other.groups is not None:
-                    optimizer.refuse_other_settings(lead, other, r)
+        lead, *others = self._replica_weights.present
+        for i, optimizer in enumerate(self._optimizers.get(lead, [])):
+            optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
 
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self._replica_weights.present[0], []):

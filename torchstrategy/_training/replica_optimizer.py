@@ -62,7 +62,7 @@ class ReplicaOptimizer:
         gradients: The gradients of the replica.
         index_of: The position in `gradients` of each parameter that the optimizer updates, by the id of the user's
             parameter.
-        owners: The user's parameters and gradients.
+        host: Acts on the user's parameters and gradients.
         leads: Whether the optimizer's loop runs in this replica, for an optimizer that calls a closure.
         own_state: Returns the state of this replica's own copy of the optimizer, by the replica's parameters. None: the
             replica has no copy, and is shown the state of the user's optimizer.
@@ -74,7 +74,7 @@ class ReplicaOptimizer:
         replica: Replica,
         gradients: ReplicaGradients,
         index_of: Mapping[int, int],
-        owners: OptimizerHost,
+        host: OptimizerHost,
         leads: bool,
         own_state: Callable[[], dict[torch.Tensor, Any]] | None = None,
     ) -> None:
@@ -82,20 +82,20 @@ class ReplicaOptimizer:
         self._replica = replica
         self._gradients = gradients
         self._index_of = index_of
-        self._owners = owners
+        self._host = host
         self._leads = leads
         self._own_state = own_state
         # The groups that the step was shown, on which it may write, and the same groups as they were then.
-        self.groups: list[dict[str, Any]] | None = None
+        self._groups: list[dict[str, Any]] | None = None
         self._shown: list[dict[str, Any]] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
-        if self.groups is None:
-            self.groups = [self._local_group(group) for group in self._central_groups]
+        if self._groups is None:
+            self._groups = [self._local_group(group) for group in self._central_groups]
             self._shown = [self._local_group(group) for group in self._central_groups]
-        return self.groups
+        return self._groups
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
@@ -130,7 +130,7 @@ class ReplicaOptimizer:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought)
-            result = self._owners.together(lambda: self._update(method, *args, **kwargs), self._optimizer)
+            result = self._host.together(lambda: self._update(method, *args, **kwargs), self._optimizer)
             return [result] * len(brought)
 
         self._gradients.accumulate()
@@ -144,7 +144,7 @@ class ReplicaOptimizer:
         The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
         point. Whenever the loop calls the closure, all replicas compute their loss.
         """
-        owners, frame = self._owners, current_frame()
+        host, frame = self._host, current_frame()
         assert frame is not None
 
         def evaluate() -> Any:
@@ -154,11 +154,11 @@ class ReplicaOptimizer:
             return self._replica.synchronize(name, shown, value)
 
         def shown(losses: Sequence[Any]) -> list[Any]:
-            owners.show()
-            return [owners.loss(losses)] * len(losses)
+            host.show()
+            return [host.loss(losses)] * len(losses)
 
         def taken_back(brought: Sequence[Any]) -> list[Any]:
-            owners.stop_showing(self._optimizer)
+            host.stop_showing(self._optimizer)
             return [brought[0]] * len(brought)
 
         def asked() -> Any:
@@ -168,7 +168,7 @@ class ReplicaOptimizer:
 
         def begun(brought: Sequence[_Given]) -> list[None]:
             _check(name, brought)
-            owners.show()
+            host.show()
             return [None] * len(brought)
 
         def given(ask: object) -> _Given:
@@ -180,7 +180,7 @@ class ReplicaOptimizer:
         self._replica.synchronize(name, begun, given(None))
         if self._leads:
             asking, by_name = given(asked)
-            with owners.cross_replica():
+            with host.cross_replica():
                 result = self._update(method, *asking, **by_name)
             return self._replica.synchronize(name, taken_back, result)
         while (result := self._replica.synchronize(name, taken_back, None)) is _EVALUATE:
@@ -193,21 +193,21 @@ class ReplicaOptimizer:
 
     def forget_settings(self) -> None:
         """Forgets the groups that the step was shown, since an update may have changed settings."""
-        self.groups = self._shown = None
+        self._groups = self._shown = None
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
-        if self.groups is None or self._shown is None:
+        if self._groups is None or self._shown is None:
             return
-        for group, shown, central in zip(self.groups, self._shown, self._central_groups, strict=True):
-            for name, value in group.items():
-                if name != "params" and not _is_as_shown(value, shown.get(name)):
-                    if isinstance(value, torch.Tensor) and isinstance(central.get(name), torch.Tensor):
-                        central[name].copy_(value)
-                    else:
-                        central[name] = value
+        central = self._central_groups
+        for (i, name), value in self.written_settings().items():
+            if isinstance(value, torch.Tensor) and isinstance(central[i].get(name), torch.Tensor):
+                central[i][name].copy_(value)
+            else:
+                central[i][name] = value
+        for group, shown, own in zip(self._groups, self._shown, central, strict=True):
             for name in shown.keys() - group.keys():
-                central.pop(name, None)
+                own.pop(name, None)
 
     def written_settings(self) -> dict[tuple[int, str], Any]:
         """The settings that the step wrote on the groups, by the position of the group and the setting's name.
@@ -215,32 +215,37 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: If the step has changed which parameters a group has, or which groups there are.
         """
-        if self.groups is None or self._shown is None:
+        if self._groups is None or self._shown is None:
             return {}
         kind = plain_class(type(self._optimizer)).__name__
-        params = [[list(map(id, group["params"])) for group in groups] for groups in (self.groups, self._shown)]
+        params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
         if params[0] != params[1]:
             raise RuntimeError(_REGROUPED.format(kind=kind))
         return {
             (i, name): value
-            for i, (group, shown) in enumerate(zip(self.groups, self._shown, strict=True))
+            for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True))
             for name, value in group.items()
             if name != "params" and not _is_as_shown(value, shown.get(name))
         }
 
-    def refuse_other_settings(self, mine: int, other: ReplicaOptimizer, others: int) -> None:
+    def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
         """Refuses a setting that another replica has set to another number than this one has.
+
+        Args:
+            mine: The id of this replica.
+            others: This optimizer in the other replicas, by their ids.
 
         Raises:
             RuntimeError: Naming it.
         """
         written = self.written_settings()
-        for (i, name), value in other.written_settings().items():
-            own = written.get((i, name), self._central_groups[i].get(name))
-            if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
-                setting = f"{plain_class(type(self._optimizer)).__name__}.param_groups[{i}][{name!r}]"
-                of = f"{own} in replica {mine} and {value} in replica {others}"
-                raise RuntimeError(_DIFFERENT.format(setting=setting, of=of))
+        for replica, other in others.items():
+            for (i, name), value in other.written_settings().items():
+                own = written.get((i, name), self._central_groups[i].get(name))
+                if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
+                    setting = f"{plain_class(type(self._optimizer)).__name__}.param_groups[{i}][{name!r}]"
+                    of = f"{own} in replica {mine} and {value} in replica {replica}"
+                    raise RuntimeError(_DIFFERENT.format(setting=setting, of=of))
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
