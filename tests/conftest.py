@@ -101,8 +101,8 @@ def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strate
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
     """Seeds torch, and fails the test that leaves a scope, a mode or a setting behind."""
-    # Where there is no accelerator, `torch.manual_seed` notes a stack trace for each kind of accelerator, in case that it
-    # is used later: that takes longer than many a test.
+    # Without accelerators, `torch.manual_seed` notes a stack trace for each kind of accelerator, for a later use of it:
+    # that takes longer than many a test.
     seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     seed(0)
     before = _state()

@@ -42,7 +42,7 @@ class TrackedTensors:
         self._held = [original.tensor for original in held]
         self._loose = [weakref.ref(original.tensor) for original in loose]
         self._versions: list[int] = []
-        self._pointers: list[int] = []
+        self.pointers: list[int] = []  # the addresses of the tensors; another list when one has moved
         self._layouts: list[object] = []
         self._memory: list[object] = []  # keeps the memory, so that no other tensor can get one of the addresses
         self._watched: set[int] = set()
@@ -69,7 +69,7 @@ class TrackedTensors:
         It does not check whether a tensor has another shape or other strides over the same memory.
         """
         tensors = self.tensors
-        now, known = (versions(tensors), pointers(tensors)), (self._versions, self._pointers)
+        now, known = (versions(tensors), pointers(tensors)), (self._versions, self.pointers)
         return [] if now == known else _differing(now, known)
 
     def take_changes(self) -> tuple[list[int], set[int]]:
@@ -80,12 +80,12 @@ class TrackedTensors:
         """
         tensors = self.tensors
         count, where, how = marks_of(tensors)
-        has_moved = (where, how) != (self._pointers, self._layouts)
-        moved = set(_differing((where, how), (self._pointers, self._layouts))) if has_moved else set()
+        has_moved = (where, how) != (self.pointers, self._layouts)
+        moved = set(_differing((where, how), (self.pointers, self._layouts))) if has_moved else set()
         written = set(_differing((count,), (self._versions,))) if count != self._versions else set()
         self._versions = count
         if has_moved:
-            self._pointers, self._layouts = where, how
+            self.pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
             # All watched tensors count as written: to look at the old memory of those that did not move is not worth
             # its risk.

@@ -8,6 +8,7 @@ has changed.
     lost_buffers             a warning for buffers that replicas wrote differently
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     replica_variable         a variable of a module, in one replica
+    tensor_copies            copies of tensors, which share memory where the user's tensors do
     storage                  what every storage of parameters offers to a strategy, and the storage of a single replica
     undistributed_batches    a warning for steps that train on batches that were not distributed
     module_replica           the copies of the user's modules that one replica has

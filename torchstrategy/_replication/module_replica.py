@@ -30,6 +30,7 @@ from torchstrategy._communication.weighted_sums import equal
 from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.replica_variable import ReplicaVariable
+from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.history_end import end_history
 from torchstrategy._training.replica_gradients import ReplicaParameter, set_plain_data
 from torchstrategy._variables.variable import Variable, is_variable
@@ -93,12 +94,13 @@ class ModuleReplica:
         # one version counter.
         self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
         self.note_parameters()
-        own = sent_to(buffers.tensors, [device])[0]
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
-        self._memo.update((id(tensor), copied) for tensor, copied in zip(buffers.tensors, own, strict=True))
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
-        self._held: list[torch.Tensor] = []
-        outputs = self._copy_attributes(modules, device)
+        outputs, self._held = self._tensors_in_attributes(modules, buffers.tensors, device)
+        tensors = [*buffers.tensors, *self._held]
+        copies = copies_of(tensors, device)
+        own = copies[: len(buffers.tensors)]
+        self._memo.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         copied = _copied(roots, {**self._memo, **outputs, **_empty_tables(modules)})
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
@@ -115,22 +117,30 @@ class ModuleReplica:
         self._attributes = Snapshot(dict(enumerate(self.insides)))
         self._structure = Snapshot(tables_of(self.insides))
 
-    def _copy_attributes(self, modules: Sequence[nn.Module], device: Device) -> dict[int, torch.Tensor]:
-        """Copies the tensors in plain attributes of the user's modules. Those with a history are returned, by id."""
+    def _tensors_in_attributes(
+        self, modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor], device: Device
+    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """By id, copies of the tensors with a history in plain attributes of the user's modules; and all others."""
         # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
         # does not hold it, so that the user can drop it.
         outputs: dict[int, torch.Tensor] = {}
+        others: dict[int, torch.Tensor] = {}
+        known = self._memo.keys() | set(map(id, buffers))
         for module in modules:
             self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
             for name, value in _plain(module).items():
                 for path, held in tensors_in(f"{type(module).__name__}.{name}", value):
-                    if id(held) not in self._memo and id(held) not in outputs:
-                        (self._memo if held.is_leaf else outputs)[id(held)] = _copy_of(held, device, path)
-                        self._held += [held] if held.is_leaf else []
+                    if id(held) not in known and id(held) not in outputs:
+                        if is_variable(held):
+                            self._memo[id(held)] = held
+                        elif held.is_leaf or not held.requires_grad:
+                            others[id(held)] = held
+                        else:
+                            outputs[id(held)] = _copy_of(held, device, path)
             for tensor in chain(module._parameters.values(), module._buffers.values()):
-                # What is not in the memo yet is a variable that holds a component for each replica.
-                self._memo.setdefault(id(tensor), tensor)
-        return outputs
+                if id(tensor) not in known:  # a variable that holds a component for each replica
+                    self._memo[id(tensor)] = tensor
+        return outputs, list(others.values())
 
     def _close_over_own(self) -> None:
         """Makes functions that the copies hold close over this replica's objects instead of the user's."""

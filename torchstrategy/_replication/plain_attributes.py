@@ -65,6 +65,11 @@ class Attributes:
         self._tensors.watch(range(len(self._leaves)))
         self._agree()
 
+    @property
+    def tensors(self) -> TrackedTensors:
+        """The user's tensors that attributes hold, other than parameters and buffers."""
+        return self._tensors
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether an attribute holds a parameter or buffer."""
         return id(tensor) in self._known_held

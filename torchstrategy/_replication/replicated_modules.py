@@ -13,6 +13,7 @@ on buffers and plain attributes of its own copy (`model.train()`, a counter) rea
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections import Counter
@@ -45,6 +46,7 @@ from torchstrategy._replication.module_replica import (
     uncopyable,
 )
 from torchstrategy._replication.plain_attributes import Attributes
+from torchstrategy._replication.tensor_copies import sharing_memory
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
@@ -114,6 +116,8 @@ class ReplicatedModules:
         self._computed = [computed_by_hooks(module) for module in modules]
         self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
         self._attribute_contents = Attributes(self._replicas, self._known_tensors, self._named_attributes)
+        self._pointers = self._buffers.pointers, self._attribute_contents.tensors.pointers
+        self._overlaps = self._find_overlaps()
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -158,7 +162,20 @@ class ReplicatedModules:
         if changed:
             for replica in self._replicas:
                 replica.bring_buffers(changed, self._buffers)
-        return True
+        return self._overlap_as_before()
+
+    def _overlap_as_before(self) -> bool:
+        """Whether the same buffers and tensors in attributes share memory as when the copies were made."""
+        pointers = self._buffers.pointers, self._attribute_contents.tensors.pointers
+        if all(map(operator.is_, pointers, self._pointers)):
+            return True
+        self._pointers = pointers
+        return self._find_overlaps() == self._overlaps
+
+    def _find_overlaps(self) -> list[list[int]]:
+        """The ids of the buffers and tensors in attributes that share memory with one another, in groups."""
+        tensors = [*self._buffers.tensors, *self._attribute_contents.tensors.tensors]
+        return sorted([id(tensors[index]) for index in group] for group in sharing_memory(tensors))
 
     def _have_same_classes(self) -> bool:
         """Whether nobody has given a module another class, as some libraries do to patch layers."""

@@ -1,0 +1,69 @@
+"""Copies of tensors for a replica: where the user's tensors share memory, so do the copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchstrategy._communication.transfer import sent_to
+from torchstrategy._core.types import Device
+
+_ALIGNMENT = 16  # bytes; the elements of any dtype may begin there
+
+
+def copies_of(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
+    """A copy on a device of each of some tensors. Copies of tensors that share memory share memory."""
+    groups = sharing_memory(tensors)
+    shared = {index for group in groups for index in group}
+    copies: dict[int, torch.Tensor] = {}
+    for origin in {tensor.device for tensor in tensors}:
+        alone = [index for index, t in enumerate(tensors) if t.device == origin and index not in shared]
+        copies.update(zip(alone, sent_to([tensors[index] for index in alone], [device])[0], strict=True))
+    for group in groups:
+        copies.update(zip(group, _copied_together([tensors[index] for index in group], device), strict=True))
+    return [copies[index] for index in range(len(tensors))]
+
+
+def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of the tensors that share memory with others of them, in groups."""
+    by_storage: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
+            storage = tensor.device, tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(storage, []).append((*_extent(tensor), index))
+    groups: list[list[int]] = []
+    for extents in by_storage.values():
+        if len(extents) > 1:
+            end = -1
+            for start, stop, index in sorted(extents):
+                if start >= end:
+                    groups.append([])
+                groups[-1].append(index)
+                end = max(end, stop)
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its storage, in bytes."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset())
+    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (last + 1) * size
+
+
+def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
+    extents = [_extent(tensor) for tensor in tensors]
+    start = min(start for start, _ in extents) // _ALIGNMENT * _ALIGNMENT
+    stop = max(stop for _, stop in extents)
+    smallest = min(tensors, key=torch.Tensor.element_size).detach()
+    size = smallest.element_size()
+    memory = smallest.as_strided(((stop - start) // size,), (1,), start // size)
+    # A view of any dtype needs a whole number of its elements.
+    padded = memory.new_empty(-(-(stop - start) // _ALIGNMENT) * _ALIGNMENT // size)
+    padded[: len(memory)] = memory
+    (copied,) = sent_to([padded], [device])[0]
+    return [
+        copied.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), (begins - start) // tensor.element_size())
+        for tensor, (begins, _) in zip(tensors, extents, strict=True)
+    ]
