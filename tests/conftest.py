@@ -47,21 +47,26 @@ if simulated_devices():
 
 
 VARIANTS = 2  # of each test that has parameters, where CI is not set
+# With CI set, all variants run on the CPU; on simulated devices the long tables, such as every option with every strategy,
+# run in part, since they are about values and not about devices.
+VARIANTS_ON_SIMULATED_DEVICES = 12
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Outside of CI each test runs with some of its parameters, spread evenly: all of them take a quarter of an hour.
+    """Runs each test with some of its parameters, spread evenly: all of them take a quarter of an hour.
 
     A person who names a test, or asks for tests by a word, gets every variant of it.
     """
-    if "CI" in os.environ or config.option.keyword or any("::" in argument for argument in config.args):
+    is_whole = "CI" in os.environ and not config.getoption("simulate_devices")
+    if is_whole or config.option.keyword or any("::" in argument for argument in config.args):
         return
+    most = VARIANTS_ON_SIMULATED_DEVICES if "CI" in os.environ else VARIANTS
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for name, of_one in variants.items():
-        step = -(-len(of_one) // VARIANTS)
+        step = -(-len(of_one) // most)
         first = zlib.crc32(name.encode()) % step  # so that not all tests run under the same strategies
         left_out.update(item for i, item in enumerate(of_one) if i % step != first)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
