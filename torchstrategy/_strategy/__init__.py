@@ -3,7 +3,6 @@
 `Strategy.run` goes through `strategy_base` to `replicated`, which tells the story of a step: weigh the replicas, begin
 the run, call the step in each replica, end the run, put the results together.
 
-    choices               what a person chooses when a strategy is made
     multi_step_context    what several steps in a row leave behind
     scope                 the block in which a strategy is the current one
     strategy_extended     `Strategy.extended`, and what a strategy of one's own defines
@@ -14,8 +13,5 @@ the run, call the step in each replica, end the run, put the results together.
     one_machine           what the strategies on one machine have in common
     single                a single replica, on the user's own objects
     replicated            several replicas, and the story of a step in them
-    central_storage       parameters on one device, replicas on others
-    default               the strategy where nobody chose one
-    mirrored              parameters on every device
-    one_device            everything on one device
+    strategies            the strategies: each picks where the replicas run and where parameters live
 """

@@ -18,10 +18,7 @@ from torchstrategy._strategy.current import experimental_set_strategy, get_repli
 from torchstrategy._strategy.replica_context import ReplicaContext
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.compat.v1 import experimental
-from torchstrategy.compat.v1._loss_reduction import get_loss_reduction
-from torchstrategy.compat.v1._mirrored import MirroredStrategy
-from torchstrategy.compat.v1._one_device import OneDeviceStrategy
-from torchstrategy.compat.v1._strategy import Strategy
+from torchstrategy.compat.v1._strategies import MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction
 
 __all__ = [
     "CrossDeviceOps",
