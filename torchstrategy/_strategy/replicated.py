@@ -146,8 +146,8 @@ class ReplicatedExtended(OneMachineExtended):
     ) -> AbstractContextManager[object]:
         """A block in which this thread is the replica's, with its context and its own objects."""
         devices = self._replicas.devices
-        group = ReplicaGroup(replica, weights.present, weights.weights, devices, run_state.published)
-        context = running_context(strategy, group)
+        group = ReplicaGroup(replica, weights.present, weights.weights, devices)
+        context = running_context(strategy, group, run_state.published)
         stack = ExitStack()
         stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
         stack.callback(context._ends)
