@@ -11,7 +11,7 @@ the run, call the step in each replica, end the run, put the results together.
     replica_context       `ReplicaContext`: who a replica is, and how it synchronizes with the others
     current               `get_strategy` and `get_replica_context`
     one_machine           what the strategies on one machine have in common
-    single                a single replica, on the user's own objects
+    single                a single replica, on the user's own objects; and the default strategy's
     replicated            several replicas, and the story of a step in them
     strategies            the strategies: each picks where the replicas run and where parameters live
 """

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrategy._communication.cross_device_ops.destinations import devices_of
 from torchstrategy._communication.operands import check_gatherable
 from torchstrategy._communication.options import CommunicationOptions, check_usable
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import frames_of_this_thread
-from torchstrategy._core.devices import in_use, needs_device_context
+from torchstrategy._core.devices import in_use, memory_device, needs_device_context
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -30,14 +31,55 @@ from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import map_leaves, tree_flatten, unflatten_like
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.instruments import performed_alone
-from torchstrategy._replication.storage import Storage
+from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
+from torchstrategy._input.options import InputOptions
+from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._variables.variable import Variable
 
 
 class OneMachineExtended(StrategyExtended):
-    """What a single replica and several replicas on one machine have in common."""
+    """What a single replica and several replicas on one machine have in common.
+
+    Args:
+        storage: Where parameters live, and on which devices replicas run.
+        between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
+    """
+
+    def __init__(self, storage: InPlaceStorage | ReplicatedStorage, between_graph: bool = False) -> None:
+        super().__init__()
+        self._storage = storage
+        self._between_graph = between_graph
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        return self._storage.devices
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self._storage.parameter_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return self._between_graph
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        if not isinstance(v, (nn.Module, torch.Tensor)):
+            raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+        return self._owns(self.value_container(v))
+
+    def _owns(self, thing: nn.Module | torch.Tensor) -> bool:
+        return self._storage.owns(thing)
+
+    def _take_variable(self, variable: Variable) -> None:
+        self._storage.take_variable(variable)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._storage.devices)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return local_results(distributed_value, self._num_replicas_in_sync)
@@ -67,6 +109,24 @@ class OneMachineExtended(StrategyExtended):
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         return _sent(tensor, destinations)
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        return distributed(dataset, self._storage.devices, options)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        return distributed_from_function(dataset_fn, self._storage.devices, options)
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        self._storage.take_module(module)
+        return module.to(memory_device(self._storage.parameter_device))
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        self._storage.take_optimizer(optimizer)
+
+    @contextmanager
+    def _creation_scope(self) -> Iterator[None]:
+        with in_use(self._storage.parameter_device), self._storage.watching():
+            yield
 
 
 def run_alone(
@@ -116,14 +176,3 @@ def _sent(value: Tree, destinations: Any) -> Tree:
         return value.to(devices[0]) if isinstance(value, torch.Tensor) else value
     copies = (sent_to([value], [device])[0][0] for device in devices)
     return Mirrored([ABSENT if component is ABSENT else next(copies) for component in destinations._components])
-
-
-def require_variable(v: object) -> None:
-    if not isinstance(v, (nn.Module, torch.Tensor)):
-        raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
-
-
-@contextmanager
-def creating_in(storage: Storage) -> Any:
-    with in_use(storage.parameter_device), storage.watching():
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -12,74 +11,27 @@ from torch.optim import Optimizer
 
 from torchstrategy._communication.operands import as_tensor
 from torchstrategy._communication.reductions import combined_along
-from torchstrategy._core.devices import canonical_device, memory_device
-from torchstrategy._core.distributed_values import (
-    DistributedValues,
-    check_component_counts,
-)
+from torchstrategy._core.devices import canonical_device
+from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.types import Device, ReplicaFn, Tree
-from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
+from torchstrategy._input.dataset import DatasetFn
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._replication.storage import Storage, is_nobodys
+from torchstrategy._replication.storage import InPlaceStorage, is_nobodys
 from torchstrategy._strategy.one_machine import (
     OneMachineExtended,
-    creating_in,
     gathered_alone,
-    require_variable,
     run_alone,
 )
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.variable import Variable
 
 
-@final
-class SingleExtended(OneMachineExtended):
-    """One replica, on the caller's thread, on the user's own objects. Nothing is wrapped, and nothing is put together.
-
-    Args:
-        device: Where it runs. None: wherever the caller is, as outside of every strategy.
-        storage: To whom modules that are created in its scope belong; None: to nobody.
-    """
-
-    def __init__(self, device: Device | None, storage: Storage | None) -> None:
-        super().__init__()
-        self._device = device
-        self._storage = storage
-
-    @property
-    def worker_devices(self) -> tuple[Device, ...]:
-        if self._device is None:
-            raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
-        return (self._device,)
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        return self.worker_devices
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        if self._device is None:
-            raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
-        return False
-
-    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
-        return (self._device_of(0),)
-
-    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        require_variable(v)
-        return is_nobodys(v) if self._storage is None else self._storage.owns(v)
-
-    def _take_variable(self, variable: Variable) -> None:
-        if self._storage is not None:
-            self._storage.take_variable(variable)
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return 1
+class OneDeviceExtended(OneMachineExtended):
+    """One replica, on the caller's thread and on the user's own objects: nothing is wrapped, nothing put together."""
 
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        return run_alone(self._container_strategy(), self._device, fn, args, kwargs, options)
+        return run_alone(self._container_strategy(), self._storage.devices[0], fn, args, kwargs, options)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return _own(value)
@@ -91,51 +43,73 @@ class SingleExtended(OneMachineExtended):
     def _gather(self, value: Tree, axis: int) -> Tree:
         return gathered_alone(_own(value), axis)
 
-    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        if self._device is None:
-            raise NotImplementedError(
-                "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
-            )
-        return super()._broadcast_to(tensor, destinations)
-
-    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        if self._device is None:
-            _refuse_input_options(options)
-            return dataset
-        return distributed(dataset, [self._device], options)
-
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        if self._device is None:
-            _refuse_input_options(options)
-            return dataset_fn(InputContext())
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "OneDeviceStrategy has one replica, so there is nothing to make an input pipeline for each replica "
                 "for: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
             )
-        return distributed_from_function(dataset_fn, [self._device], options)
+        return super()._distribute_from_function(dataset_fn, options)
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         return value_fn(ValueContext())
 
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        return OneDeviceExtended(self._storage.like())
+
+
+@final
+class DefaultExtended(OneDeviceExtended):
+    """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__(InPlaceStorage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        return (self._device_of(0),)
+
+    def _owns(self, thing: nn.Module | torch.Tensor) -> bool:
+        return is_nobodys(thing)
+
+    def _take_variable(self, variable: Variable) -> None:
+        pass
+
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        return run_alone(self._container_strategy(), None, fn, args, kwargs, options)
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        raise NotImplementedError(
+            "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
+        )
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset_fn(InputContext())
+
     def _distribute_module(self, module: nn.Module) -> nn.Module:
-        if self._storage is None:
-            return module
-        self._storage.take_module(module)
-        return module.to(memory_device(self._storage.parameter_device))
+        return module
 
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
-        if self._storage is not None:
-            self._storage.take_optimizer(optimizer)
-
-    def _creation_scope(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._storage is None else creating_in(self._storage)
+        pass
 
     def _device_of(self, replica: int) -> Device:
-        return canonical_device(None) if self._device is None else self._device
-
-    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
-        return SingleExtended(self._device, None if self._storage is None else self._storage.like())
+        return canonical_device(None)
 
 
 def _own(value: Tree) -> Tree:

@@ -14,11 +14,10 @@ from torchstrategy._communication.cross_device_ops.reduction_to_one_device impor
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
-from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
-from torchstrategy._strategy.single import SingleExtended
+from torchstrategy._strategy.single import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.strategy import Strategy
 from torchstrategy._strategy.strategy_base import StrategyBase
 
@@ -39,7 +38,7 @@ class DefaultStrategy(Strategy):
                 "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
             )
         DefaultStrategy._made = True
-        super().__init__(SingleExtended(None, None))
+        super().__init__(DefaultExtended())
 
 
 class OneDeviceBase(StrategyBase):
@@ -47,7 +46,7 @@ class OneDeviceBase(StrategyBase):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(SingleExtended(one, InPlaceStorage([one], one)))
+        super().__init__(OneDeviceExtended(InPlaceStorage([one], one)))
 
 
 @final
@@ -101,7 +100,7 @@ class CentralStorageBase(StrategyBase):
             else ReplicatedStorage(devices, owner, averages_buffers=averages_buffers)
         )
         reduction = ReduceOp.of(gradient_reduction)
-        super().__init__(ReplicatedExtended(Replicas(devices), storage, reduction, between_graph=True))
+        super().__init__(ReplicatedExtended(storage, reduction, between_graph=True))
 
 
 @final
@@ -160,7 +159,7 @@ class MirroredBase(StrategyBase):
         ops = default_for(on) if cross_device_ops is None else _checked(cross_device_ops, on)
         reduction = ReduceOp.of(gradient_reduction)
         if len(on) == 1:
-            super().__init__(ReplicatedExtended(Replicas(on), InPlaceStorage(on, on[0]), reduction))
+            super().__init__(ReplicatedExtended(InPlaceStorage(on, on[0]), reduction))
             return
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
@@ -171,7 +170,7 @@ class MirroredBase(StrategyBase):
             is_mirrored=True,
             all_reduce=ops._weighted_sums if is_all_reduced else None,
         )
-        super().__init__(ReplicatedExtended(Replicas(on), storage, reduction, cross_device_ops=ops))
+        super().__init__(ReplicatedExtended(storage, reduction, cross_device_ops=ops))
 
 
 @final
