@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import final
+from typing import Protocol, final
 
 from torchstrategy._core.context import nowhere
 from torchstrategy._core.devices import in_use
@@ -31,21 +31,18 @@ class ReplicaStopped(BaseException):
     """
 
 
-class Watch(ABC):
+class Watch(Protocol):
     """An observer, which is called on the thread that called `run`, whenever a replica goes on or stands still.
 
-    Args:
+    Attributes:
         take_turns: Whether the replicas should run one at a time, whichever devices they are on.
     """
 
-    def __init__(self, take_turns: bool) -> None:
-        self.take_turns = take_turns
+    take_turns: bool
 
-    @abstractmethod
     def look(self, running: Collection[int]) -> None:
         """Called with the replicas that may have run since the last call; with none after a synchronization point."""
 
-    @abstractmethod
     def warn(self) -> None:
         """Called after the run, to give warnings about it."""
 
@@ -58,6 +55,7 @@ class Replica(ABC):
         self.device = device
         self.was_asked = False  # whether the step asked which replica it is in
 
+    @abstractmethod
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         """Waits until every replica of the run is at this synchronization point, and returns this replica's result.
 
@@ -70,16 +68,10 @@ class Replica(ABC):
         Raises:
             RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
         """
-        reached(self.index, name)
-        return self._synchronize(name, combine, brought)
 
     @abstractmethod
     def pause(self) -> None:
         """Stands still until it is this replica's turn again, which may be at once."""
-
-    @abstractmethod
-    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        """See `synchronize`."""
 
 
 @final
@@ -99,7 +91,8 @@ class InlineReplica(Replica):
     def pause(self) -> None:
         pass  # no other replica could go on meanwhile
 
-    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        reached(self.index, name)
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while. See Note

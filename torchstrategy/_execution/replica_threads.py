@@ -14,12 +14,13 @@ all replicas run one at a time, in any order, and let another one go on also whe
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
@@ -30,7 +31,7 @@ from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.instruments import Turns, begins, held, performed
+from torchstrategy._execution.instruments import Turns, begins, held, performed, reached
 from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped, Watch
 
@@ -55,22 +56,34 @@ class _ThreadReplica(Replica):
         self._inbox = inbox
         self._reports = reports
         self._process = os.getpid()
-        self._thread: int | None = None  # the thread on which the step runs; None before and after
+        self.thread: int | None = None  # the thread on which the step runs; None before and after
+        self.is_cancelled = False  # written by the caller's thread
 
-    def perform(self, call: Callable[[Replica], Tree]) -> Tree:
-        """Calls the step. The replica can synchronize with the others only during this call, and on this thread."""
-        self._thread = threading.get_ident()
+    def perform(self, state: CallerState, call: Callable[[Replica], Tree]) -> None:
+        """Calls the step, and reports how it ended. The replica can synchronize during this call, on this thread."""
+        outcome: _Report
+        self.thread = threading.get_ident()
         try:
-            return call(self)
-        finally:
-            self._thread = None
+            if self.is_cancelled:
+                raise ReplicaStopped
+            step = functools.partial(call, self)
+            outcome = _Ended(self.index, state.run_in(self.device, lambda: performed(self.index, step)))
+        except BaseException as error:
+            # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
+            outcome = _Failed(self.index, error)
+        if os.getpid() != self._process:
+            _end_child(outcome)
+        self.thread = None
+        self._reports.put(outcome)
+        del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
 
     def pause(self) -> None:
         self._stand_still(_Paused(self.index))
 
-    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        reached(self.index, name)
         # See Note [Who may call what on which thread].
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             raise RuntimeError(
                 f"Replica {self.index} came to {name}, where it synchronizes with the others, after its run or on "
                 "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
@@ -128,36 +141,6 @@ class _Answer(NamedTuple):
 _STOP = object()
 
 
-@final
-class _Task:
-    """One call of the step in one replica, on the replica's thread."""
-
-    def __init__(self, call: Callable[[], Tree], replica: int, reports: SimpleQueue[_Report]) -> None:
-        self._call = call
-        self._replica = replica
-        self._reports = reports
-        self.is_cancelled = False  # written by the caller's thread
-        self.is_running = False
-
-    def run(self) -> None:
-        """Calls the step and reports how it ended."""
-        outcome: _Report
-        process = os.getpid()
-        self.is_running = True
-        try:
-            if self.is_cancelled:
-                raise ReplicaStopped
-            outcome = _Ended(self._replica, self._call())
-        except BaseException as error:
-            # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
-            outcome = _Failed(self._replica, error)
-        if os.getpid() != process:
-            _end_child(outcome)
-        self.is_running = False
-        self._reports.put(outcome)
-        del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
-
-
 def _end_child(outcome: _Report) -> None:
     """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
     error = outcome.error if isinstance(outcome, _Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
@@ -174,7 +157,7 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
     with suppress(ReplicaStopped):  # raised by `ReplicaThreads.abandon` after the step has ended
         while (task := inbox.get()) is not None:
             if task is not _STOP:
-                task.run()
+                task()
             del task  # or the step's arguments would live until the next run
 
 
@@ -222,17 +205,15 @@ class ReplicaThreads:
         turns = begins(len(self.devices))
         state = CallerState.take(self.devices)
         reports: SimpleQueue[_Report] = SimpleQueue()
-        calls: dict[int, Any] = {}
-        for r in replicas:
-            replica = _ThreadReplica(r, self.devices[r], self._inboxes[r], reports)
-            calls[r] = _Task(_bind(state, replica, call), r, reports)
-        return _Run(self, calls, reports, turns, watch).result()
+        present = {r: _ThreadReplica(r, self.devices[r], self._inboxes[r], reports) for r in replicas}
+        tasks = {r: functools.partial(replica.perform, state, call) for r, replica in present.items()}
+        return _Run(self, present, tasks, reports, turns, watch).result()
 
     def send(self, replica: int, message: Any) -> None:
         """Wakes the thread of a replica that waits for a task, or for its result at a synchronization point."""
         self._inboxes[replica].put(message)
 
-    def abandon(self, tasks: Mapping[int, _Task]) -> None:
+    def abandon(self, replicas: Mapping[int, _ThreadReplica]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
         After this, `is_fit` is false. The method does not use what `_Run` knows about the replicas, since this may be
@@ -240,23 +221,19 @@ class ReplicaThreads:
         or it is called again, every thread has still been told to end.
         """
         self._finalizer.detach()
-        for task in tasks.values():
-            task.is_cancelled = True
+        for replica in replicas.values():
+            replica.is_cancelled = True
         for inbox in self._inboxes:
             inbox.put(_STOP)  # stops a replica that waits at a synchronization point
             inbox.put(None)  # ends the thread
-        for r, task in tasks.items():
+        for r, replica in replicas.items():
             # A replica that waited at a synchronization point runs its `finally` blocks now, and may finish them.
             self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
-                if task.is_running:
-                    self._interrupt(r)
+                if replica.thread is not None:  # its step raises `ReplicaStopped` at its next line of Python
+                    thread, stop = ctypes.c_ulong(replica.thread), ctypes.py_object(ReplicaStopped)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stop)
                 self._threads[r].join(_PATIENCE_S)
-
-    def _interrupt(self, replica: int) -> None:
-        """Makes the step of a replica raise `ReplicaStopped` at its next line of Python."""
-        thread_id = ctypes.c_ulong(self._threads[replica].ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
 
 
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
@@ -266,10 +243,6 @@ _PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is 
 def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
     for inbox in inboxes:
         inbox.put(None)
-
-
-def _bind(state: CallerState, replica: _ThreadReplica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
-    return lambda: state.run_in(replica.device, lambda: performed(replica.index, lambda: replica.perform(call)))
 
 
 class _Here(threading.local):
@@ -286,10 +259,6 @@ def runs_under_way() -> int:
     return _here.depth
 
 
-def _look_at_nothing(running: Collection[int]) -> None:
-    """Takes the place of `Watch.look` in a run without a `Watch`."""
-
-
 @final
 class _Run:
     """One run of several replicas. Its methods are called only on the thread that called `run`."""
@@ -297,13 +266,14 @@ class _Run:
     def __init__(
         self,
         threads: ReplicaThreads,
-        tasks: Mapping[int, _Task],
+        replicas: Mapping[int, _ThreadReplica],
+        tasks: Mapping[int, Callable[[], None]],
         reports: SimpleQueue[_Report],
         turns: Turns | None,
         watch: Watch | None,
     ) -> None:
         self._team = threads
-        self._tasks = tasks
+        self._replicas = replicas
         self._reports = reports
         self._process = os.getpid()
         self._to_send: dict[int, Any] = dict(tasks)  # for each replica that stands still, the message that wakes it
@@ -311,14 +281,14 @@ class _Run:
         self._arrived: dict[int, _Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        self._lanes = {r: threads.lanes[r] if turns is None else None for r in tasks}
+        self._lanes = {r: threads.lanes[r] if turns is None else None for r in replicas}
         self._streams = RandomStreams(
             threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )
         if watch is not None and watch.take_turns:
-            self._lanes = dict.fromkeys(tasks)
+            self._lanes = dict.fromkeys(replicas)
         self._next: Turns = turns or min
-        self._look = watch.look if watch is not None else _look_at_nothing
+        self._look = watch.look if watch is not None else lambda running: None
 
     def result(self) -> dict[int, Tree]:
         _here.depth += 1
@@ -338,7 +308,7 @@ class _Run:
             if self._is_orderly(error):
                 self._stop_waiting()
             if self._running or self._arrived or self._to_send:
-                self._team.abandon(self._tasks)
+                self._team.abandon(self._replicas)
             raise
         finally:
             _here.depth -= 1
