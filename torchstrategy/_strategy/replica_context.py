@@ -242,6 +242,22 @@ class ReplicaContext:
             )
 
 
+def get_replica_context() -> ReplicaContext | None:
+    """The replica that the caller is in; None exactly when `in_cross_replica_context()`.
+
+    Outside everything it is replica 0 of the one replica of the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> ids = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group)
+        >>> strategy.experimental_local_results(ids)
+        (0, 1)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_replica_context
+    """
+    return current_replica_context()  # type: ignore[return-value]
+
+
 def running_context(
     strategy: StrategyLike, group: ReplicaGroup, published: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> ReplicaContext:
