@@ -80,7 +80,7 @@ class ReplicaParameter(torch.nn.Parameter):
     run = CurrentRun()
     position: int  # among the parameters of the replica
     delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
-    counts = False  # whether hooks count its gradients; see `hooked_gradients`
+    counts = False  # whether hooks count its gradients; see `gradient_hooks`
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
