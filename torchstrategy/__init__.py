@@ -63,7 +63,7 @@ from torchstrategy._core.options import (
 )
 from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._data_parallel.data_parallel import DataParallel
-from torchstrategy._execution.replica_group import ALONE
+from torchstrategy._execution.replica import ALONE
 from torchstrategy._input.dataset import DistributedDataset
 from torchstrategy._input.iterator import DistributedIterator, OutOfRangeError
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode

@@ -1,4 +1,4 @@
-"""The threads of several replicas, and whose turn it is.
+"""Where the replicas of a strategy run, and whose turn it is: one on the caller's thread, several on threads.
 
 Replicas that share a physical device run one at a time, in replica order: the next one goes on when one has come to a
 synchronization point or to its end. Replicas on different accelerators run at the same time. An instrument may have
@@ -25,15 +25,17 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
-from torchstrategy._core.devices import memory_device
+import torch
+
+from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.instruments import Turns, begins, held, performed, reached
+from torchstrategy._execution.instruments import Turns, begins, held, performed, performed_alone, reached
 from torchstrategy._execution.random_streams import RandomStreams
-from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped, Watch
+from torchstrategy._execution.replica import Combine, InlineReplica, Replica, ReplicaStopped, Watch
 
 
 # Note [Who may call what on which thread]
@@ -53,7 +55,7 @@ class _ThreadReplica(Replica):
 
     def __init__(self, index: int, device: Device, inbox: SimpleQueue[Any], reports: SimpleQueue[_Report]) -> None:
         super().__init__(index, device)
-        self._inbox = inbox
+        self.inbox = inbox  # of messages that wake it: its task, an answer at a synchronization point, or `_STOP`
         self._reports = reports
         self._process = os.getpid()
         self.thread: int | None = None  # the thread on which the step runs; None before and after
@@ -96,7 +98,7 @@ class _ThreadReplica(Replica):
         if os.getpid() != self._process:
             raise RuntimeError(_FORKED.format(replica=self.index))
         self._reports.put(report)
-        answer = self._inbox.get()
+        answer = self.inbox.get()
         if answer is _STOP:
             raise ReplicaStopped
         return answer.value
@@ -208,10 +210,6 @@ class ReplicaThreads:
         present = {r: _ThreadReplica(r, self.devices[r], self._inboxes[r], reports) for r in replicas}
         tasks = {r: functools.partial(replica.perform, state, call) for r, replica in present.items()}
         return _Run(self, present, tasks, reports, turns, watch).result()
-
-    def send(self, replica: int, message: Any) -> None:
-        """Wakes the thread of a replica that waits for a task, or for its result at a synchronization point."""
-        self._inboxes[replica].put(message)
 
     def abandon(self, replicas: Mapping[int, _ThreadReplica]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
@@ -339,7 +337,7 @@ class _Run:
         if self._running:
             self._look(self._running)
         self._running.add(r)
-        self._team.send(r, self._to_send.pop(r))
+        self._replicas[r].inbox.put(self._to_send.pop(r))
 
     def _receive(self) -> int:
         report = self._next_report()
@@ -391,7 +389,7 @@ class _Run:
             waiting.discard(r)
             self._streams.put_in_force(r)
             self._running.add(r)
-            self._team.send(r, _STOP)
+            self._replicas[r].inbox.put(_STOP)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
             if self._arrived.pop(r, None) or self._to_send.pop(r, None):
@@ -422,3 +420,43 @@ class _Run:
             "all_reduce, all_gather, optimizer.step, the first read of a gradient after backward) in the same order: "
             f"let no such call depend on the replica or on its data.{hint}"
         )
+
+
+@final
+class Replicas:
+    """Runs the replicas of a strategy: one on the caller's thread, several on threads.
+
+    Each run borrows a set of threads. So several runs at the same time, of several threads or from a merge function, do
+    not wait for each other.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self._idle: list[ReplicaThreads] = []
+
+    def run(
+        self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
+    ) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas `present`, and returns their results; see `ReplicaThreads.run`."""
+        # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
+        if len(self.devices) == 1:
+            replica = InlineReplica(0, self.devices[0], torch.get_default_device())
+            with in_use(replica.device):
+                return {0: performed_alone(call, (replica,), {})}
+        threads = self._borrow()
+        try:
+            return threads.run(call, present, watch)
+        finally:
+            # After an interrupted run the threads have ended, and cannot be used again.
+            if threads.is_fit:
+                self._idle.append(threads)
+
+    def _borrow(self) -> ReplicaThreads:
+        while self._idle:
+            threads = self._idle.pop()
+            if threads.is_fit:
+                return threads
+        return ReplicaThreads(self.devices)

@@ -17,7 +17,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
 from torchstrategy._core.tree import by_name, tree_flatten
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.replica_group import ALONE, ReplicaGroup
+from torchstrategy._execution.replica import ALONE, ReplicaGroup
 from torchstrategy._strategy.strategy import Strategy
 
 

@@ -16,7 +16,7 @@ import torch
 from torchstrategy._core.context import has_strategy
 from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._execution.replica_group import ALONE, ReplicaGroup, group_here
+from torchstrategy._execution.replica import ALONE, ReplicaGroup, group_here
 
 
 def compute_average_loss(

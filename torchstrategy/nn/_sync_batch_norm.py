@@ -16,7 +16,7 @@ from torch import nn
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._execution.replica_group import ReplicaGroup, group_here
+from torchstrategy._execution.replica import ReplicaGroup, group_here
 
 _BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]  # the base class of all of them, without its private name
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -17,8 +17,7 @@ from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import random_streams, replica_threads
 from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Replica, ReplicaStopped
-from torchstrategy._execution.replica_threads import ReplicaThreads
-from torchstrategy._execution.replicas import Replicas
+from torchstrategy._execution.replica_threads import Replicas, ReplicaThreads
 
 PATIENCE = 5.0  # seconds that a test waits for what must happen at once
 
