@@ -7,8 +7,7 @@ the run, call the step in each replica, end the run, put the results together.
     strategy_base         the methods that strategies of TensorFlow 1 and 2 have
     strategy              `Strategy`, as TensorFlow 2 has it
     replica_context       `ReplicaContext`: who a replica is, and how it synchronizes with the others
-    one_machine           what the strategies on one machine have in common
-    single                a single replica, on the user's own objects; and the default strategy's
+    one_machine           what the strategies on one machine have in common, and those of a single replica
     replicated            several replicas, and the story of a step in them
     strategies            the strategies: each picks where the replicas run and where parameters live
 """

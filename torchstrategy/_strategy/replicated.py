@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
 import torch
@@ -24,15 +23,13 @@ from torchstrategy._core.distributed_values import (
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, Tree
-from torchstrategy._execution.replica import Replica
-from torchstrategy._execution.replica_group import ReplicaGroup
-from torchstrategy._execution.replicas import Replicas
+from torchstrategy._execution.replica import Replica, ReplicaGroup
+from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage, RunState
+from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone, run_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -87,13 +84,18 @@ class ReplicatedExtended(OneMachineExtended):
 
             def call(replica: Replica) -> Tree:
                 own_args, own_kwargs = select((args, kwargs), replica.index)
+                group = ReplicaGroup(replica, weights.present, weights.weights, self._storage.devices)
+                context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
-                    self._in_replica(strategy, replica, weights, run_state),
+                    Frame(strategy, context, run_state.local_objects(replica)),
                 ):
-                    result = fn(*own_args, **own_kwargs)
-                    run_state.ends(replica)
-                    return result
+                    try:
+                        result = fn(*own_args, **own_kwargs)
+                        run_state.ends(replica)
+                        return result
+                    finally:
+                        context._ends()
 
             results = self._replicas.run(call, weights.present, run_state.watch)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
@@ -101,18 +103,6 @@ class ReplicatedExtended(OneMachineExtended):
             result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
         run_state.warn()
         return result
-
-    def _in_replica(
-        self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: RunState
-    ) -> AbstractContextManager[object]:
-        """A block in which this thread is the replica's, with its context and its own objects."""
-        devices = self._storage.devices
-        group = ReplicaGroup(replica, weights.present, weights.weights, devices)
-        context = running_context(strategy, group, run_state.published)
-        stack = ExitStack()
-        stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
-        stack.callback(context._ends)
-        return stack
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:

@@ -16,8 +16,8 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.replicated import ReplicatedExtended
-from torchstrategy._strategy.single import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.strategy import Strategy
 from torchstrategy._strategy.strategy_base import StrategyBase
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -178,9 +179,7 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
         """
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
-        product = 1
-        for part in parts:
-            product *= part
+        product = math.prod(parts)
         if len(parts) != len(shape):
             why = f"has {plural(len(parts), 'number')} for a tensor of {plural(len(shape), 'dimension')}"
         elif any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
