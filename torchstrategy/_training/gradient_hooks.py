@@ -57,18 +57,18 @@ def seen_by_hooks(
     seen: set[int] = set()
     for of_replica in of_replicas:
         for index, times in of_replica.added.items():
-            owner = owners[index]
-            if times > 1 and has_gradient_hooks(owner):
+            if not has_gradient_hooks(owners[index]):
+                continue
+            if times > 1:
                 raise RuntimeError(
                     f"{names[index]} has a gradient hook, and the step ran backward {times} times before "
                     "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
                     "or run one backward in each strategy.run."
                 )
-            if has_gradient_hooks(owner):
-                seen.add(index)
+            seen.add(index)
         for index, times in of_replica.computed.items():
             # `torch.autograd.grad` computes a gradient of a parameter and adds it to no slot.
-            if times > of_replica.added.get(index, 0) and owners[index]._backward_hooks:
+            if times > of_replica.added[index] and owners[index]._backward_hooks:
                 raise RuntimeError(
                     f"{names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
                     "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
@@ -81,14 +81,13 @@ def seen_by_hooks(
 
 def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
     if run.gradients is not None:
-        run.gradients.computed[index] = run.gradients.computed.get(index, 0) + 1
+        run.gradients.computed[index] += 1
 
 
 def _counted(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, ReplicaParameter)
     if parameter.run.gradients is not None:
-        added = parameter.run.gradients.added
-        added[parameter.position] = added.get(parameter.position, 0) + 1
+        parameter.run.gradients.added[parameter.position] += 1
 
 
 def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaParameter]]) -> None:

@@ -9,6 +9,7 @@ it was shown, or puts in its place, is kept as its visible gradient until gradie
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, final
@@ -189,8 +190,8 @@ class ReplicaGradients:
         self.put: set[int] = set()  # to which the step itself assigned a local gradient
         self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
-        self.computed: dict[int, int] = {}
-        self.added: dict[int, int] = {}
+        self.computed: Counter[int] = Counter()
+        self.added: Counter[int] = Counter()
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
         self._run = next(known, None) or CurrentRun()
@@ -309,11 +310,11 @@ class ReplicaGradients:
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
             return
-        shown = [index for index in indices if self._has_local(index) or self._shows(index)]
         cleared = {index: self._cleared(index) for index in indices}
-        if not set_to_none:
-            zeros = {i: torch.zeros_like(self._shown_or_own(i), device=self.own(i).device) for i in shown}
-            cleared.update((index, VisibleGradient(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
+        for index in () if set_to_none else indices:
+            if (gradient := self._shown_or_local(index)) is not None:
+                zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
+                cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True)
         self.visible.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -399,18 +400,11 @@ class ReplicaGradients:
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
 
-    def _shows(self, index: int) -> bool:
-        """Whether the step would see a gradient, apart from the local one."""
-        view = self.visible.get(index)
-        return (self.totals.accumulated[index] if view is None else view.gradient) is not None
-
-    def _shown_or_own(self, index: int) -> torch.Tensor:
+    def _shown_or_local(self, index: int) -> torch.Tensor | None:
         """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
         view = self.visible.get(index)
         shown = self.totals.accumulated[index] if view is None else view.gradient
-        found = raw_grad(self.parameters[index]) if shown is None else shown
-        assert found is not None
-        return found.detach()
+        return raw_grad(self.parameters[index]) if shown is None and self._has_local(index) else shown
 
     def _cleared(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""

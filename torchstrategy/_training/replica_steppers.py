@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
@@ -85,13 +85,13 @@ class ReplicaOptimizer:
     leads: bool
     own_state: Callable[[], dict[torch.Tensor, Any]] | None
     # The groups that the step was shown, on which it may write, and the same groups as they were then.
-    _groups: list[dict[str, Any]] | None = None
-    _shown: list[dict[str, Any]] | None = None
+    _groups: list[dict[str, Any]] = field(default_factory=list)
+    _shown: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
-        if self._groups is None:
+        if not self._shown:
             self._groups = [self._local_group(group) for group in self._central_groups]
             self._shown = [self._local_group(group) for group in self._central_groups]
         return self._groups
@@ -192,11 +192,11 @@ class ReplicaOptimizer:
 
     def forget_settings(self) -> None:
         """Forgets the groups that the step was shown, since an update may have changed settings."""
-        self._groups = self._shown = None
+        self._groups, self._shown = [], []
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
-        if self._groups is None or self._shown is None:
+        if not self._shown:
             return
         central = self._central_groups
         for (i, name), value in self.written_settings().items():
@@ -214,7 +214,7 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: If the step has changed which parameters a group has, or which groups there are.
         """
-        if self._groups is None or self._shown is None:
+        if not self._shown:
             return {}
         kind = plain_class(type(self.optimizer)).__name__
         params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
