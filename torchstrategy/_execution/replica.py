@@ -351,13 +351,9 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _alone() -> ReplicaGroup:
-    """The group of a single replica that uses the user's own objects. It has no state, so one serves all of them."""
-    replica = InlineReplica(0, torch.device("cpu", 0))  # nobody asks a single replica for its device
-    return ReplicaGroup(replica, (0,), (1.0,), (None,))
-
-
-ALONE = _alone()
+# The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody
+# asks for its device.
+ALONE = ReplicaGroup(InlineReplica(0, torch.device("cpu", 0)), (0,), (1.0,), (None,))
 
 
 def group_here(what: str) -> ReplicaGroup | None:

@@ -228,9 +228,9 @@ class ReplicaThreads:
             # A replica that waited at a synchronization point runs its `finally` blocks now, and may finish them.
             self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
-                if replica.thread is not None:  # its step raises `ReplicaStopped` at its next line of Python
-                    thread, stop = ctypes.c_ulong(replica.thread), ctypes.py_object(ReplicaStopped)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stop)
+                if (thread := replica.thread) is not None:  # its step raises at its next line of Python
+                    stop = ctypes.py_object(ReplicaStopped)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), stop)
                 self._threads[r].join(_PATIENCE_S)
 
 

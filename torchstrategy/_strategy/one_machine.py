@@ -208,9 +208,6 @@ class DefaultExtended(OneDeviceExtended):
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         return module
 
-    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
-        pass
-
     def _device_of(self, replica: int) -> Device:
         return canonical_device(None)
 

@@ -188,7 +188,7 @@ class Strategy(StrategyBase):
             why = f"asks for {product} parts"
         else:
             return tensor
-        raise ValueError(f"partition_dimensions={parts} {why}. {_ONE_LOGICAL_DEVICE}")
+        raise ValueError(f"partition_dimensions={parts} {why}. Each replica has 1 logical device, number 0.")
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
@@ -203,9 +203,6 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_replicate_to_logical_devices
         """
         return tensor
-
-
-_ONE_LOGICAL_DEVICE = "Each replica has 1 logical device, number 0."
 
 
 def get_strategy() -> Strategy:

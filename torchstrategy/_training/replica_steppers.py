@@ -317,8 +317,7 @@ def _check(name: str, brought: Sequence[_Given]) -> None:
                 "own. In the step, run backward and give the method nothing of the graph; or call it outside of "
                 "strategy.run, on what the user's own parameters are."
             )
-    for other in brought[1:]:
-        refuse_different(name, brought[0], other)
+    _refuse_different(name, brought)
 
 
 def _is_as_shown(value: Any, shown: Any) -> bool:
@@ -357,9 +356,8 @@ class SharedStepper:
     def _synchronize(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
 
-        def combine(brought: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-            for other in brought[1:]:
-                refuse_different(name, brought[0], other)
+        def combine(brought: Sequence[_Given]) -> list[Any]:
+            _refuse_different(name, brought)
             result = self._together(lambda: getattr(counter, method)(*args, **kwargs))
             return [result] * len(brought)
 
@@ -396,20 +394,21 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
             )
 
 
-def refuse_different(name: str, first: Any, other: Any) -> None:
+def _refuse_different(name: str, brought: Sequence[_Given]) -> None:
     """Refuses different arguments from the replicas for a method that runs once for all of them.
 
     Raises:
         ValueError: Naming what they call.
     """
-    (args, kwargs), (other_args, other_kwargs) = first, other
-    alike = len(args) == len(other_args) and kwargs.keys() == other_kwargs.keys()
-    pairs = [*zip(args, other_args, strict=False), *((value, other_kwargs.get(key)) for key, value in kwargs.items())]
-    if not alike or not all(_is_same(value, other) for value, other in pairs):
-        raise ValueError(
-            f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
-            "get_replica_context().all_reduce(...) makes one value of all."
-        )
+    args, kwargs = brought[0]
+    for other, by_name in brought[1:]:
+        alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
+        pairs = [*zip(args, other, strict=False), *((value, by_name.get(key)) for key, value in kwargs.items())]
+        if not alike or not all(_is_same(*pair) for pair in pairs):
+            raise ValueError(
+                f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
+                "get_replica_context().all_reduce(...) makes one value of all."
+            )
 
 
 def _is_same(value: Any, other: Any) -> bool:
