@@ -178,16 +178,16 @@ class ReplicaThreads:
         # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
         # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
         self.lanes: list[Device | None] = [memory_device(device) for device in devices]
-        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
             threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
-            for r, inbox in enumerate(self._inboxes)
+            for r, inbox in enumerate(self.inboxes)
         ]
         # A replica's thread may be the first one that compiles; at its end it would free what torch needs for others.
         keep_what_stands_in_for_gpus()
         for thread in self._threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
+        self._finalizer = weakref.finalize(self, _dismiss, self.inboxes)
         self._finalizer.atexit = False  # the threads are daemons, so they end with the interpreter anyway
 
     @property
@@ -204,12 +204,7 @@ class ReplicaThreads:
             BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
             RuntimeError: If the replicas came to different synchronization points.
         """
-        turns = begins(len(self.devices))
-        state = CallerState.take(self.devices)
-        reports: SimpleQueue[_Report] = SimpleQueue()
-        present = {r: _ThreadReplica(r, self.devices[r], self._inboxes[r], reports) for r in replicas}
-        tasks = {r: functools.partial(replica.perform, state, call) for r, replica in present.items()}
-        return _Run(self, present, tasks, reports, turns, watch).result()
+        return _Run(self, call, replicas, watch).result()
 
     def abandon(self, replicas: Mapping[int, _ThreadReplica]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
@@ -221,7 +216,7 @@ class ReplicaThreads:
         self._finalizer.detach()
         for replica in replicas.values():
             replica.is_cancelled = True
-        for inbox in self._inboxes:
+        for inbox in self.inboxes:
             inbox.put(_STOP)  # stops a replica that waits at a synchronization point
             inbox.put(None)  # ends the thread
         for r, replica in replicas.items():
@@ -262,29 +257,27 @@ class _Run:
     """One run of several replicas. Its methods are called only on the thread that called `run`."""
 
     def __init__(
-        self,
-        threads: ReplicaThreads,
-        replicas: Mapping[int, _ThreadReplica],
-        tasks: Mapping[int, Callable[[], None]],
-        reports: SimpleQueue[_Report],
-        turns: Turns | None,
-        watch: Watch | None,
+        self, threads: ReplicaThreads, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None
     ) -> None:
+        turns, state = begins(len(threads.devices)), CallerState.take(threads.devices)
         self._team = threads
-        self._replicas = replicas
-        self._reports = reports
+        self._reports: SimpleQueue[_Report] = SimpleQueue()
+        self._replicas = {r: _ThreadReplica(r, threads.devices[r], threads.inboxes[r], self._reports) for r in present}
         self._process = os.getpid()
-        self._to_send: dict[int, Any] = dict(tasks)  # for each replica that stands still, the message that wakes it
+        # For each replica that stands still, the message that wakes it.
+        self._to_send: dict[int, Any] = {
+            r: functools.partial(replica.perform, state, call) for r, replica in self._replicas.items()
+        }
         self._running: set[int] = set()
         self._arrived: dict[int, _Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        self._lanes = {r: threads.lanes[r] if turns is None else None for r in replicas}
+        self._lanes = {r: threads.lanes[r] if turns is None else None for r in present}
         self._streams = RandomStreams(
             threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )
         if watch is not None and watch.take_turns:
-            self._lanes = dict.fromkeys(replicas)
+            self._lanes = dict.fromkeys(present)
         self._next: Turns = turns or min
         self._look = watch.look if watch is not None else lambda running: None
 
