@@ -19,7 +19,7 @@ from torchstrategy._replication.storage import InPlaceStorage
 from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy_base import ONE_DEFAULT, StrategyBase
 
 
 @final
@@ -34,9 +34,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         if DefaultStrategy._made:
-            raise RuntimeError(
-                "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
-            )
+            raise RuntimeError(ONE_DEFAULT)
         DefaultStrategy._made = True
         super().__init__(DefaultExtended())
 

@@ -33,6 +33,8 @@ from torchstrategy._strategy.strategy_extended import StrategyExtended
 S = TypeVar("S", bound=StrategyLike)
 T = TypeVar("T")
 
+ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+
 
 class _Entries(threading.local):
     """How often, and from where, this thread has entered a scope object."""
@@ -92,9 +94,7 @@ class StrategyBase:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if is_default(self):
-            raise RuntimeError(
-                "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
-            )
+            raise RuntimeError(ONE_DEFAULT)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_extended"}, memo))

@@ -65,35 +65,37 @@ class MultiStepContext:
             ValueError: If it is called in a replica without `reduce_op`.
         """
         context = current_replica_context()
-        if context is None:
-            self._keep(current_strategy(), name, output, reduce_op)
-        elif reduce_op is None:
+        if context is not None and reduce_op is None:
             raise ValueError(
                 f"set_last_step_output({name!r}, ...) was called in a replica, where reduce_op has to say how the "
                 "outputs of all replicas become one: give it, or keep what strategy.run returns."
             )
+
+        # The name is not brought to the synchronization point: a name that each replica has put together is another
+        # object in each of them.
+        def keep(strategy: StrategyLike, merged: Tree) -> None:
+            reduced = merged if reduce_op is None else strategy.reduce(reduce_op, merged, axis=None)
+            self.last_step_outputs[name] = reduced
+
+        if context is None:
+            keep(current_strategy(), output)
         else:
-            # The name is not brought to the synchronization point: a name that each replica has put together is another
-            # object in each of them.
-            context.merge_call(lambda strategy, merged: self._keep(strategy, name, merged, reduce_op), args=(output,))
+            context.merge_call(keep, args=(output,))
 
     def set_non_tensor_output(self, name: str, output: Tree) -> None:
         """Keeps `output` under `name` in `non_tensor_outputs`. In a replica this is a synchronization point.
 
         What is set in replicas is kept as a tuple, with an item for each of them.
         """
+
+        def keep(strategy: StrategyLike, merged: Tree) -> None:
+            self.non_tensor_outputs[name] = strategy.experimental_local_results(merged)
+
         context = current_replica_context()
         if context is None:
             self.non_tensor_outputs[name] = output
         else:
-            context.merge_call(lambda strategy, merged: self._keep_all(strategy, name, merged), args=(output,))
-
-    def _keep(self, strategy: StrategyLike, name: str, output: Tree, reduce_op: ReduceOp | str | None) -> None:
-        reduced = output if reduce_op is None else strategy.reduce(reduce_op, output, axis=None)
-        self.last_step_outputs[name] = reduced
-
-    def _keep_all(self, strategy: StrategyLike, name: str, output: Tree) -> None:
-        self.non_tensor_outputs[name] = strategy.experimental_local_results(output)
+            context.merge_call(keep, args=(output,))
 
 
 class StrategyExtended(VariablesOfExtended):

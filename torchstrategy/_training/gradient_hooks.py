@@ -97,16 +97,13 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
         owners: The user's parameters.
         parameters: For each replica its own parameters, in the order of the user's.
     """
-    late: dict[int, list[ReplicaParameter]] = {}
-    for local in parameters:
-        for index, parameter in enumerate(local):
-            if parameter.requires_grad and not parameter.delivers:
-                late.setdefault(index, []).append(parameter)
-    for index, of_all_replicas in late.items():
-        delivery = _Delivery(owners[index], of_all_replicas)
-        for parameter in of_all_replicas:
-            parameter.delivers = True
-            on_gradient(parameter, delivery.arrived)
+    for owner, of_all_replicas in zip(owners, zip(*parameters, strict=True), strict=False):
+        late = [parameter for parameter in of_all_replicas if parameter.requires_grad and not parameter.delivers]
+        if late:
+            delivery = _Delivery(owner, late)
+            for parameter in late:
+                parameter.delivers = True
+                on_gradient(parameter, delivery.arrived)
 
 
 # Autograd runs the backward of each accelerator on a thread of its own, so several gradients may come at once.

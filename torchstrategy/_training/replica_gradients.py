@@ -33,10 +33,6 @@ from torchstrategy._core.torch_internals import (
 from torchstrategy._execution.replica import Replica
 from torchstrategy._training.history_end import end_history
 
-READING = "the first read of a gradient (.grad) after backward"
-PUTTING = "the assignment of a gradient (.grad) to a parameter that has a hook"
-CLEARING = "clearing a gradient that a hook waits for, after backward"
-
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
@@ -116,7 +112,7 @@ class ReplicaParameter(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if self.run.gradients is not None:
-            raise RuntimeError(written_in_replica(self.run.gradients.name(self.position)))
+            raise RuntimeError(written_in_replica(self.run.gradients.totals.names[self.position]))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -224,7 +220,7 @@ class ReplicaGradients:
         # See Note [The states of a gradient].
         view = self.visible.get(index)
         if (view is not None and not view.is_as_shown(self.totals.accumulated[index])) or self._ran_backward(index):
-            self._reduce(READING)
+            self._reduce("the first read of a gradient (.grad) after backward")
         else:
             self._reads.add(index)
         self._last_read = index
@@ -272,7 +268,7 @@ class ReplicaGradients:
         In plain PyTorch they saw it during backward.
         """
         if not self.totals.hooked.isdisjoint(indices) and self.local_indices():
-            self._reduce(CLEARING)
+            self._reduce("clearing a gradient that a hook waits for, after backward")
 
     def write(self, index: int, value: torch.Tensor | None) -> None:
         """Does what `parameter.grad = value` means for the gradient of the whole batch."""
@@ -299,7 +295,7 @@ class ReplicaGradients:
                 self.put.add(index)
                 # The user's hooks must not see an assigned gradient: it is reduced now, before a backward adds to it.
                 if is_hooked:
-                    self._reduce(PUTTING)
+                    self._reduce("the assignment of a gradient (.grad) to a parameter that has a hook")
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
@@ -345,10 +341,6 @@ class ReplicaGradients:
         Or the user's own, if an optimizer has it and no module: that of a layer that the user has removed.
         """
         return self.parameters[index] if index < len(self.parameters) else self.totals.owners[index]
-
-    def name(self, index: int) -> str:
-        """What the user calls a parameter."""
-        return self.totals.names[index]
 
     def leave(self) -> None:
         """The run has ended."""
@@ -426,7 +418,7 @@ class ReplicaGradients:
         shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
-            shown = end_history(shown, _made_together(self.name(index)))
+            shown = end_history(shown, _made_together(self.totals.names[index]))
         self.visible[index] = VisibleGradient(shown, version=_version(shown))
         return shown
 

@@ -122,7 +122,7 @@ class ReplicaOptimizer:
             *args: Its arguments, the same in each replica. But a closure computes the replica's own loss.
             **kwargs: Its keyword arguments, likewise.
         """
-        name = STEP if method == "step" else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
+        name = "optimizer.step()" if method == "step" else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
         closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
         if closures:
             return self._call_with(name, method, closures[0], args, kwargs)
@@ -298,7 +298,6 @@ _DIFFERENT = (
     "get_replica_context().all_reduce(...) makes one of all."
 )
 
-STEP = "optimizer.step()"
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
