@@ -195,17 +195,6 @@ class ReplicaThreads:
         """Whether the threads can be used: they were not stopped, and exist here, unlike in a forked process."""
         return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
 
-    def run(
-        self, call: Callable[[Replica], Tree], replicas: Sequence[int], watch: Watch | None = None
-    ) -> dict[int, Tree]:
-        """Calls `call` for each of `replicas`, while `watch` observes, and returns the result of each.
-
-        Raises:
-            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
-            RuntimeError: If the replicas came to different synchronization points.
-        """
-        return _Run(self, call, replicas, watch).result()
-
     def abandon(self, replicas: Mapping[int, _ThreadReplica]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
@@ -433,7 +422,12 @@ class Replicas:
     def run(
         self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
     ) -> dict[int, Tree]:
-        """Calls `call` for each of the replicas `present`, and returns their results; see `ReplicaThreads.run`."""
+        """Calls `call` for each of the replicas `present`, while `watch` observes, and returns the result of each.
+
+        Raises:
+            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
+            RuntimeError: If the replicas came to different synchronization points.
+        """
         # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
         if len(self.devices) == 1:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
@@ -441,7 +435,7 @@ class Replicas:
                 return {0: performed_alone(call, (replica,), {})}
         threads = self._borrow()
         try:
-            return threads.run(call, present, watch)
+            return _Run(threads, call, present, watch).result()
         finally:
             # After an interrupted run the threads have ended, and cannot be used again.
             if threads.is_fit:

@@ -443,8 +443,8 @@ def test_runs_that_follow_one_another_use_the_same_threads() -> None:
 
 
 def test_a_team_that_is_gone_ends_its_threads(no_thread_left: None) -> None:
-    team = ReplicaThreads(cpus(0, 0))
-    assert team.run(lambda replica: replica.index, [0, 1]) == {0: 0, 1: 1}
+    replicas = Replicas(cpus(0, 0))
+    assert replicas.run(lambda replica: replica.index, [0, 1]) == {0: 0, 1: 1}
 
 
 def test_a_team_that_was_abandoned_is_not_fit(no_thread_left: None) -> None:
