@@ -112,7 +112,7 @@ class ReplicatedRun(RunState, OptimizerHost):
             for optimizer in copies.optimizers()
         }
         self._optimizers[replica.index] = list(optimizers.values())
-        steppers = {id(counter): SharedStepper(counter, replica, self.together) for counter in self._steppers}
+        steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self._steppers}
         self._local[replica.index] = local = {
             **copies.replicated.local_objects(replica.index),
             **self._trainers.local_objects(replica.index),

@@ -32,9 +32,6 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.replica import Replica
 from torchstrategy._training.replica_gradients import ReplicaGradients
 
-Together = Callable[[Callable[[], Tree]], Tree]
-"""Calls a function once for all replicas while they wait, with the user's own optimizers and all gradients."""
-
 
 class OptimizerHost(Protocol):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
@@ -332,13 +329,13 @@ class SharedStepper:
     Args:
         counter: The user's own.
         replica: The replica.
-        together: Calls a function once for all replicas.
+        host: Calls a function once for all replicas.
     """
 
-    def __init__(self, counter: LRScheduler | torch.amp.GradScaler, replica: Replica, together: Together) -> None:
+    def __init__(self, counter: LRScheduler | torch.amp.GradScaler, replica: Replica, host: OptimizerHost) -> None:
         self._counter = counter
         self._replica = replica
-        self._together = together
+        self._host = host
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """A synchronization point, at which the scheduler or the scaler takes its step."""
@@ -357,7 +354,7 @@ class SharedStepper:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _refuse_different(name, brought)
-            result = self._together(lambda: getattr(counter, method)(*args, **kwargs))
+            result = self._host.together(lambda: getattr(counter, method)(*args, **kwargs))
             return [result] * len(brought)
 
         return self._replica.synchronize(name, combine, (args, kwargs))
