@@ -183,8 +183,7 @@ class GradientReducer:
         with _exchanging:
             # A run of another thread may have given them gradients meanwhile: both are added, as two backwards would.
             if not self.is_alone:
-                for index, owner in enumerate(self.owners):
-                    other = raw_grad(owner)
+                for index, other in enumerate(raw_grads(self.owners)):
                     if other is not None:
                         self._add(index, other, is_seen=False)
             set_raw_grads(self.owners, self.accumulated)
