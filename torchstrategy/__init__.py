@@ -63,19 +63,20 @@ from torchstrategy._core.options import (
 )
 from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._data_parallel.data_parallel import DataParallel
-from torchstrategy._execution.replica_group import ALONE
+from torchstrategy._execution.replica import ALONE
 from torchstrategy._input.dataset import DistributedDataset
 from torchstrategy._input.iterator import DistributedIterator, OutOfRangeError
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.registration import register_batch_type
 from torchstrategy._input.spec import PerReplicaSpec, TensorSpec
-from torchstrategy._strategy.central_storage import CentralStorageStrategy
-from torchstrategy._strategy.current import experimental_set_strategy, get_replica_context, get_strategy
-from torchstrategy._strategy.default import DefaultStrategy
-from torchstrategy._strategy.mirrored import MirroredStrategy
-from torchstrategy._strategy.one_device import OneDeviceStrategy
-from torchstrategy._strategy.replica_context import ReplicaContext, running_context
-from torchstrategy._strategy.strategy import Strategy
+from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context, running_context
+from torchstrategy._strategy.strategies import (
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+)
+from torchstrategy._strategy.strategy import Strategy, experimental_set_strategy, get_strategy
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.variable import Variable
 

@@ -47,8 +47,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("compat",): [{"v1"}],
     ("compat", "v1"): [
-        {"_loss_reduction", "_strategy"},
-        {"_central_storage", "_mirrored", "_one_device"},
+        {"_strategies"},
         {"experimental"},
     ],
     ("nn",): [{"_losses", "_sync_batch_norm"}],

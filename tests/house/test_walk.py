@@ -19,7 +19,7 @@ from processes import python
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"files": 47, "passages between rooms": 204}
+LIMITS = {"files": 45, "passages between rooms": 200}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
 PROGRAM = """
 import json
@@ -67,7 +67,7 @@ def test_a_limit_that_is_reached_is_lowered(walked: Walk) -> None:
 def test_the_walk_begins_at_the_strategy_and_sees_the_threads_of_the_replicas(walked: Walk) -> None:
     assert walked.calls["_strategy/replicated"]
     assert any(start == "_execution/replica_threads" for start, _ in walked.between_files)
-    assert any(end == "_training/replica_optimizer" for _, end in walked.between_files)
+    assert any(end == "_training/replica_steppers" for _, end in walked.between_files)
 
 
 def test_the_same_way_is_counted_again(twice: list[Walk]) -> None:

@@ -9,7 +9,6 @@ import torch
 import torchstrategy
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
@@ -40,7 +39,7 @@ def central_with_copies(replicas: int) -> torchstrategy.Strategy:
     devices = [canonical_device(device) for device in compute_devices(replicas)]
     owner = SIMULATED[4] if SIMULATED else devices[0]
     storage = ReplicatedStorage(devices, owner, may_alias=False)
-    return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
+    return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 
 def mirrored(replicas: int) -> torchstrategy.Strategy:
@@ -52,7 +51,7 @@ def mirrored_with_copies(replicas: int) -> torchstrategy.Strategy:
     """The same, but on one device, too, each replica has parameters of its own, as if it had a device of its own."""
     devices = [canonical_device(device) for device in compute_devices(replicas)]
     storage = ReplicatedStorage(devices, devices[0], may_alias=False, is_mirrored=True)
-    return torchstrategy.Strategy(ReplicatedExtended(Replicas(devices), storage, ReduceOp.MEAN))
+    return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {

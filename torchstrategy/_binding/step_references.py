@@ -4,7 +4,7 @@ All replicas share a model that was created outside of the scope, and backward i
 gradient. So the library looks at the step before it runs, in order to notice such gradients and raise an error.
 
 All replicas also share a learning-rate scheduler or a `GradScaler`, which counts steps. Those that are found are
-stepped once for all replicas; see `_training/schedulers`.
+stepped once for all replicas; see `_training/replica_steppers`.
 
 A *trainer* is an object of the user's own class that holds models, optimizers, schedulers or scalers, itself or through
 another such object. Each replica has its own version of the attributes that a step writes on it; see

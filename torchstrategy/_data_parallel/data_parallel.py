@@ -25,7 +25,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._data_parallel.scatter_gather import cut, moved, put_together
-from torchstrategy._strategy.central_storage import CentralStorageStrategy
+from torchstrategy._strategy.strategies import CentralStorageStrategy
 from torchstrategy._training.graph_parameter import attach_to_graph
 
 

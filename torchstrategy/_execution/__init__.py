@@ -5,9 +5,6 @@ a synchronization point, a function runs once on the thread that called `run`, a
 
     instruments        the hooks for tests: they are told where replicas are, and may say which one goes next
     random_streams     the random numbers of each replica
-    replica            one replica of one run: it can synchronize with the others
-    collectives        differentiable all-reduce and all-gather among replicas
-    replica_threads    the threads of several replicas, and whose turn it is
-    replica_group      the replicas of one run, as one of them sees the others
-    replicas           where replicas run: one on the caller's thread, several on threads
+    replica            one replica of one run: it synchronizes with the others, and reduces and gathers with them
+    replica_threads    where the replicas of a strategy run, and whose turn it is
 """

@@ -1,4 +1,4 @@
-"""The threads of several replicas, and whose turn it is.
+"""Where the replicas of a strategy run, and whose turn it is: one on the caller's thread, several on threads.
 
 Replicas that share a physical device run one at a time, in replica order: the next one goes on when one has come to a
 synchronization point or to its end. Replicas on different accelerators run at the same time. An instrument may have
@@ -14,25 +14,28 @@ all replicas run one at a time, in any order, and let another one go on also whe
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
-from torchstrategy._core.devices import memory_device
+import torch
+
+from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.instruments import Turns, begins, held, performed
+from torchstrategy._execution.instruments import Turns, begins, held, performed, performed_alone, reached
 from torchstrategy._execution.random_streams import RandomStreams
-from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped, Watch
+from torchstrategy._execution.replica import Combine, InlineReplica, Replica, ReplicaStopped, Watch
 
 
 # Note [Who may call what on which thread]
@@ -52,25 +55,37 @@ class _ThreadReplica(Replica):
 
     def __init__(self, index: int, device: Device, inbox: SimpleQueue[Any], reports: SimpleQueue[_Report]) -> None:
         super().__init__(index, device)
-        self._inbox = inbox
+        self.inbox = inbox  # of messages that wake it: its task, an answer at a synchronization point, or `_STOP`
         self._reports = reports
         self._process = os.getpid()
-        self._thread: int | None = None  # the thread on which the step runs; None before and after
+        self.thread: int | None = None  # the thread on which the step runs; None before and after
+        self.is_cancelled = False  # written by the caller's thread
 
-    def perform(self, call: Callable[[Replica], Tree]) -> Tree:
-        """Calls the step. The replica can synchronize with the others only during this call, and on this thread."""
-        self._thread = threading.get_ident()
+    def perform(self, state: CallerState, call: Callable[[Replica], Tree]) -> None:
+        """Calls the step, and reports how it ended. The replica can synchronize during this call, on this thread."""
+        outcome: _Report
+        self.thread = threading.get_ident()
         try:
-            return call(self)
-        finally:
-            self._thread = None
+            if self.is_cancelled:
+                raise ReplicaStopped
+            step = functools.partial(call, self)
+            outcome = _Ended(self.index, state.run_in(self.device, lambda: performed(self.index, step)))
+        except BaseException as error:
+            # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
+            outcome = _Failed(self.index, error)
+        if os.getpid() != self._process:
+            _end_child(outcome)
+        self.thread = None
+        self._reports.put(outcome)
+        del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
 
     def pause(self) -> None:
         self._stand_still(_Paused(self.index))
 
-    def _synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+        reached(self.index, name)
         # See Note [Who may call what on which thread].
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             raise RuntimeError(
                 f"Replica {self.index} came to {name}, where it synchronizes with the others, after its run or on "
                 "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
@@ -83,7 +98,7 @@ class _ThreadReplica(Replica):
         if os.getpid() != self._process:
             raise RuntimeError(_FORKED.format(replica=self.index))
         self._reports.put(report)
-        answer = self._inbox.get()
+        answer = self.inbox.get()
         if answer is _STOP:
             raise ReplicaStopped
         return answer.value
@@ -128,36 +143,6 @@ class _Answer(NamedTuple):
 _STOP = object()
 
 
-@final
-class _Task:
-    """One call of the step in one replica, on the replica's thread."""
-
-    def __init__(self, call: Callable[[], Tree], replica: int, reports: SimpleQueue[_Report]) -> None:
-        self._call = call
-        self._replica = replica
-        self._reports = reports
-        self.is_cancelled = False  # written by the caller's thread
-        self.is_running = False
-
-    def run(self) -> None:
-        """Calls the step and reports how it ended."""
-        outcome: _Report
-        process = os.getpid()
-        self.is_running = True
-        try:
-            if self.is_cancelled:
-                raise ReplicaStopped
-            outcome = _Ended(self._replica, self._call())
-        except BaseException as error:
-            # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
-            outcome = _Failed(self._replica, error)
-        if os.getpid() != process:
-            _end_child(outcome)
-        self.is_running = False
-        self._reports.put(outcome)
-        del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
-
-
 def _end_child(outcome: _Report) -> None:
     """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
     error = outcome.error if isinstance(outcome, _Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
@@ -174,7 +159,7 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
     with suppress(ReplicaStopped):  # raised by `ReplicaThreads.abandon` after the step has ended
         while (task := inbox.get()) is not None:
             if task is not _STOP:
-                task.run()
+                task()
             del task  # or the step's arguments would live until the next run
 
 
@@ -193,16 +178,16 @@ class ReplicaThreads:
         # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
         # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
         self.lanes: list[Device | None] = [memory_device(device) for device in devices]
-        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
             threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
-            for r, inbox in enumerate(self._inboxes)
+            for r, inbox in enumerate(self.inboxes)
         ]
         # A replica's thread may be the first one that compiles; at its end it would free what torch needs for others.
         keep_what_stands_in_for_gpus()
         for thread in self._threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _dismiss, self._inboxes)
+        self._finalizer = weakref.finalize(self, _dismiss, self.inboxes)
         self._finalizer.atexit = False  # the threads are daemons, so they end with the interpreter anyway
 
     @property
@@ -210,29 +195,7 @@ class ReplicaThreads:
         """Whether the threads can be used: they were not stopped, and exist here, unlike in a forked process."""
         return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
 
-    def run(
-        self, call: Callable[[Replica], Tree], replicas: Sequence[int], watch: Watch | None = None
-    ) -> dict[int, Tree]:
-        """Calls `call` for each of `replicas`, while `watch` observes, and returns the result of each.
-
-        Raises:
-            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
-            RuntimeError: If the replicas came to different synchronization points.
-        """
-        turns = begins(len(self.devices))
-        state = CallerState.take(self.devices)
-        reports: SimpleQueue[_Report] = SimpleQueue()
-        calls: dict[int, Any] = {}
-        for r in replicas:
-            replica = _ThreadReplica(r, self.devices[r], self._inboxes[r], reports)
-            calls[r] = _Task(_bind(state, replica, call), r, reports)
-        return _Run(self, calls, reports, turns, watch).result()
-
-    def send(self, replica: int, message: Any) -> None:
-        """Wakes the thread of a replica that waits for a task, or for its result at a synchronization point."""
-        self._inboxes[replica].put(message)
-
-    def abandon(self, tasks: Mapping[int, _Task]) -> None:
+    def abandon(self, replicas: Mapping[int, _ThreadReplica]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
         After this, `is_fit` is false. The method does not use what `_Run` knows about the replicas, since this may be
@@ -240,23 +203,19 @@ class ReplicaThreads:
         or it is called again, every thread has still been told to end.
         """
         self._finalizer.detach()
-        for task in tasks.values():
-            task.is_cancelled = True
-        for inbox in self._inboxes:
+        for replica in replicas.values():
+            replica.is_cancelled = True
+        for inbox in self.inboxes:
             inbox.put(_STOP)  # stops a replica that waits at a synchronization point
             inbox.put(None)  # ends the thread
-        for r, task in tasks.items():
+        for r, replica in replicas.items():
             # A replica that waited at a synchronization point runs its `finally` blocks now, and may finish them.
             self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
-                if task.is_running:
-                    self._interrupt(r)
+                if (thread := replica.thread) is not None:  # its step raises at its next line of Python
+                    stop = ctypes.py_object(ReplicaStopped)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), stop)
                 self._threads[r].join(_PATIENCE_S)
-
-    def _interrupt(self, replica: int) -> None:
-        """Makes the step of a replica raise `ReplicaStopped` at its next line of Python."""
-        thread_id = ctypes.c_ulong(self._threads[replica].ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(ReplicaStopped))
 
 
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
@@ -266,10 +225,6 @@ _PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is 
 def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
     for inbox in inboxes:
         inbox.put(None)
-
-
-def _bind(state: CallerState, replica: _ThreadReplica, call: Callable[[Replica], Tree]) -> Callable[[], Tree]:
-    return lambda: state.run_in(replica.device, lambda: performed(replica.index, lambda: replica.perform(call)))
 
 
 class _Here(threading.local):
@@ -286,39 +241,34 @@ def runs_under_way() -> int:
     return _here.depth
 
 
-def _look_at_nothing(running: Collection[int]) -> None:
-    """Takes the place of `Watch.look` in a run without a `Watch`."""
-
-
 @final
 class _Run:
     """One run of several replicas. Its methods are called only on the thread that called `run`."""
 
     def __init__(
-        self,
-        threads: ReplicaThreads,
-        tasks: Mapping[int, _Task],
-        reports: SimpleQueue[_Report],
-        turns: Turns | None,
-        watch: Watch | None,
+        self, threads: ReplicaThreads, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None
     ) -> None:
+        turns, state = begins(len(threads.devices)), CallerState.take(threads.devices)
         self._team = threads
-        self._tasks = tasks
-        self._reports = reports
+        self._reports: SimpleQueue[_Report] = SimpleQueue()
+        self._replicas = {r: _ThreadReplica(r, threads.devices[r], threads.inboxes[r], self._reports) for r in present}
         self._process = os.getpid()
-        self._to_send: dict[int, Any] = dict(tasks)  # for each replica that stands still, the message that wakes it
+        # For each replica that stands still, the message that wakes it.
+        self._to_send: dict[int, Any] = {
+            r: functools.partial(replica.perform, state, call) for r, replica in self._replicas.items()
+        }
         self._running: set[int] = set()
         self._arrived: dict[int, _Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        self._lanes = {r: threads.lanes[r] if turns is None else None for r in tasks}
+        self._lanes = {r: threads.lanes[r] if turns is None else None for r in present}
         self._streams = RandomStreams(
             threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )
         if watch is not None and watch.take_turns:
-            self._lanes = dict.fromkeys(tasks)
+            self._lanes = dict.fromkeys(present)
         self._next: Turns = turns or min
-        self._look = watch.look if watch is not None else _look_at_nothing
+        self._look = watch.look if watch is not None else lambda running: None
 
     def result(self) -> dict[int, Tree]:
         _here.depth += 1
@@ -338,7 +288,7 @@ class _Run:
             if self._is_orderly(error):
                 self._stop_waiting()
             if self._running or self._arrived or self._to_send:
-                self._team.abandon(self._tasks)
+                self._team.abandon(self._replicas)
             raise
         finally:
             _here.depth -= 1
@@ -369,7 +319,7 @@ class _Run:
         if self._running:
             self._look(self._running)
         self._running.add(r)
-        self._team.send(r, self._to_send.pop(r))
+        self._replicas[r].inbox.put(self._to_send.pop(r))
 
     def _receive(self) -> int:
         report = self._next_report()
@@ -421,7 +371,7 @@ class _Run:
             waiting.discard(r)
             self._streams.put_in_force(r)
             self._running.add(r)
-            self._team.send(r, _STOP)
+            self._replicas[r].inbox.put(_STOP)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
             if self._arrived.pop(r, None) or self._to_send.pop(r, None):
@@ -452,3 +402,48 @@ class _Run:
             "all_reduce, all_gather, optimizer.step, the first read of a gradient after backward) in the same order: "
             f"let no such call depend on the replica or on its data.{hint}"
         )
+
+
+@final
+class Replicas:
+    """Runs the replicas of a strategy: one on the caller's thread, several on threads.
+
+    Each run borrows a set of threads. So several runs at the same time, of several threads or from a merge function, do
+    not wait for each other.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self._idle: list[ReplicaThreads] = []
+
+    def run(
+        self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
+    ) -> dict[int, Tree]:
+        """Calls `call` for each of the replicas `present`, while `watch` observes, and returns the result of each.
+
+        Raises:
+            BaseException: Whatever the lowest replica that failed raised: the same object, when all have stopped.
+            RuntimeError: If the replicas came to different synchronization points.
+        """
+        # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
+        if len(self.devices) == 1:
+            replica = InlineReplica(0, self.devices[0], torch.get_default_device())
+            with in_use(replica.device):
+                return {0: performed_alone(call, (replica,), {})}
+        threads = self._borrow()
+        try:
+            return _Run(threads, call, present, watch).result()
+        finally:
+            # After an interrupted run the threads have ended, and cannot be used again.
+            if threads.is_fit:
+                self._idle.append(threads)
+
+    def _borrow(self) -> ReplicaThreads:
+        while self._idle:
+            threads = self._idle.pop()
+            if threads.is_fit:
+                return threads
+        return ReplicaThreads(self.devices)

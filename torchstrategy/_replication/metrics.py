@@ -19,7 +19,7 @@ import torch
 
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.torch_internals import version
-from torchstrategy._execution.replica_group import group_here
+from torchstrategy._execution.replica import group_here
 from torchstrategy._training.replica_weights import ReplicaWeights
 
 Inside = dict[str, Any]  # the `__dict__` of a module

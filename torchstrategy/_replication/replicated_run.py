@@ -23,9 +23,8 @@ from torchstrategy._replication.storage import CrossReplica, RunState
 from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
-from torchstrategy._training.replica_optimizer import OptimizerHost, ReplicaOptimizer
+from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
 from torchstrategy._training.replica_weights import ReplicaWeights
-from torchstrategy._training.schedulers import SharedStepper
 from torchstrategy._variables.variable import is_variable
 
 # Note [The order of a run and of its undoing]
@@ -97,9 +96,9 @@ class ReplicatedRun(RunState, OptimizerHost):
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         copies, leads = self._copies, replica.index == self._replica_weights.present[0]
-        copies.gradients.enter(replica)
         self._lent.append(replica)
         gradients = copies.gradients.of_replicas[replica.index]
+        gradients.enter(replica)
         optimizers = {
             id(optimizer): ReplicaOptimizer(
                 optimizer,
@@ -113,7 +112,7 @@ class ReplicatedRun(RunState, OptimizerHost):
             for optimizer in copies.optimizers()
         }
         self._optimizers[replica.index] = list(optimizers.values())
-        steppers = {id(counter): SharedStepper(counter, replica, self.together) for counter in self._steppers}
+        steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self._steppers}
         self._local[replica.index] = local = {
             **copies.replicated.local_objects(replica.index),
             **self._trainers.local_objects(replica.index),

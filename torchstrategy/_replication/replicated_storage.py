@@ -37,8 +37,8 @@ from torchstrategy._replication.storage import CrossReplica, RunState, Step, Sto
 from torchstrategy._replication.undistributed_batches import has_plain_rows
 from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
+from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
-from torchstrategy._training.schedulers import make_ready, refuse_bound_methods
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 

@@ -106,7 +106,7 @@ class SharedWrites(Watch):
         read: Sequence[tuple[str, torch.Tensor]],
         take_turns: bool,
     ) -> None:
-        super().__init__(take_turns)
+        self.take_turns = take_turns
         self._known = known
         with unseen_by_function_modes():
             self._counted = [pair for pair in tensors if not pair[1].is_inference()]

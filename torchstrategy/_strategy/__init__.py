@@ -3,19 +3,11 @@
 `Strategy.run` goes through `strategy_base` to `replicated`, which tells the story of a step: weigh the replicas, begin
 the run, call the step in each replica, end the run, put the results together.
 
-    choices               what a person chooses when a strategy is made
-    multi_step_context    what several steps in a row leave behind
-    scope                 the block in which a strategy is the current one
     strategy_extended     `Strategy.extended`, and what a strategy of one's own defines
     strategy_base         the methods that strategies of TensorFlow 1 and 2 have
     strategy              `Strategy`, as TensorFlow 2 has it
     replica_context       `ReplicaContext`: who a replica is, and how it synchronizes with the others
-    current               `get_strategy` and `get_replica_context`
-    one_machine           what the strategies on one machine have in common
-    single                a single replica, on the user's own objects
+    one_machine           what the strategies on one machine have in common, and those of a single replica
     replicated            several replicas, and the story of a step in them
-    central_storage       parameters on one device, replicas on others
-    default               the strategy where nobody chose one
-    mirrored              parameters on every device
-    one_device            everything on one device
+    strategies            the strategies: each picks where the replicas run and where parameters live
 """

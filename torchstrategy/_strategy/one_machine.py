@@ -1,21 +1,23 @@
-"""What the strategies on one machine have in common: values go to their destinations, and a lone replica runs."""
+"""What the strategies on one machine have in common, and those of a single replica on the user's own objects."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrategy._communication.cross_device_ops.destinations import devices_of
-from torchstrategy._communication.operands import check_gatherable
+from torchstrategy._communication.operands import as_tensor, check_gatherable
 from torchstrategy._communication.options import CommunicationOptions, check_usable
+from torchstrategy._communication.reductions import combined_along
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import frames_of_this_thread
-from torchstrategy._core.devices import in_use, needs_device_context
+from torchstrategy._core.devices import canonical_device, in_use, memory_device, needs_device_context
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -25,19 +27,60 @@ from torchstrategy._core.distributed_values import (
     local_results,
     select,
 )
-from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import map_leaves, tree_flatten, unflatten_like
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.instruments import performed_alone
-from torchstrategy._replication.storage import Storage
+from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
+from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._replication.storage import InPlaceStorage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._variables.variable import Variable
 
 
 class OneMachineExtended(StrategyExtended):
-    """What a single replica and several replicas on one machine have in common."""
+    """What a single replica and several replicas on one machine have in common.
+
+    Args:
+        storage: Where parameters live, and on which devices replicas run.
+        between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
+    """
+
+    def __init__(self, storage: InPlaceStorage | ReplicatedStorage, between_graph: bool = False) -> None:
+        super().__init__()
+        self._storage = storage
+        self._between_graph = between_graph
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        return self._storage.devices
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self._storage.parameter_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return self._between_graph
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        if not isinstance(v, (nn.Module, torch.Tensor)):
+            raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+        return self._owns(self.value_container(v))
+
+    def _owns(self, thing: nn.Module | torch.Tensor) -> bool:
+        return self._storage.owns(thing)
+
+    def _take_variable(self, variable: Variable) -> None:
+        self._storage.take_variable(variable)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._storage.devices)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
         return local_results(distributed_value, self._num_replicas_in_sync)
@@ -67,6 +110,106 @@ class OneMachineExtended(StrategyExtended):
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         return _sent(tensor, destinations)
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        return distributed(dataset, self._storage.devices, options)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        return distributed_from_function(dataset_fn, self._storage.devices, options)
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        self._storage.take_module(module)
+        return module.to(memory_device(self._storage.parameter_device))
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        self._storage.take_optimizer(optimizer)
+
+    @contextmanager
+    def _creation_scope(self) -> Iterator[None]:
+        with in_use(self._storage.parameter_device), self._storage.watching():
+            yield
+
+
+class OneDeviceExtended(OneMachineExtended):
+    """One replica, on the caller's thread and on the user's own objects: nothing is wrapped, nothing put together."""
+
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        return run_alone(self._container_strategy(), self._storage.devices[0], fn, args, kwargs, options)
+
+    def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
+        return _own(value)
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        tensor = as_tensor(_own(value))
+        return combined_along(op, [tensor], axis, tensor.device)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        return gathered_alone(_own(value), axis)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise NotImplementedError(
+                "OneDeviceStrategy has one replica, so there is nothing to make an input pipeline for each replica "
+                "for: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
+            )
+        return super()._distribute_from_function(dataset_fn, options)
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        return value_fn(ValueContext())
+
+    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        return OneDeviceExtended(self._storage.like())
+
+
+@final
+class DefaultExtended(OneDeviceExtended):
+    """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__(InPlaceStorage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        return (self._device_of(0),)
+
+    def _owns(self, thing: nn.Module | torch.Tensor) -> bool:
+        return is_nobodys(thing)
+
+    def _take_variable(self, variable: Variable) -> None:
+        pass
+
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        return run_alone(self._container_strategy(), None, fn, args, kwargs, options)
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        raise NotImplementedError(
+            "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
+        )
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset_fn(InputContext())
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def _device_of(self, replica: int) -> Device:
+        return canonical_device(None)
 
 
 def run_alone(
@@ -118,12 +261,17 @@ def _sent(value: Tree, destinations: Any) -> Tree:
     return Mirrored([ABSENT if component is ABSENT else next(copies) for component in destinations._components])
 
 
-def require_variable(v: object) -> None:
-    if not isinstance(v, (nn.Module, torch.Tensor)):
-        raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+def _own(value: Tree) -> Tree:
+    """The value of a lone replica, wherever it was made."""
+    if not isinstance(value, DistributedValues):
+        return value
+    check_component_counts([value], 1)
+    return value.values[0]
 
 
-@contextmanager
-def creating_in(storage: Storage) -> Any:
-    with in_use(storage.parameter_device), storage.watching():
-        yield
+def _refuse_input_options(options: InputOptions) -> None:
+    if options != InputOptions():
+        raise ValueError(
+            f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
+            "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from typing_extensions import Self
@@ -16,7 +17,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
 from torchstrategy._core.tree import by_name, tree_flatten
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.replica_group import ALONE, ReplicaGroup
+from torchstrategy._execution.replica import ALONE, ReplicaGroup
 from torchstrategy._strategy.strategy import Strategy
 
 
@@ -60,6 +61,7 @@ class ReplicaContext:
             raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
         self._strategy = strategy
         self._group: ReplicaGroup | None = None
+        self._published: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_over = False
         self._entries: list[Frame] = []
 
@@ -120,7 +122,7 @@ class ReplicaContext:
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
             merged_args, merged_kwargs = group.regroup(brought)
-            with Frame(self._strategy), group.published():
+            with Frame(self._strategy), self._published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
             return [select(result, r) for r in group.present]
@@ -161,10 +163,10 @@ class ReplicaContext:
         names, leaves, put_back = by_name(value)
         if not leaves:
             return value
-        collective = group.collective.in_buckets(said.bytes_per_pack)
-        sums = collective.all_reduce([as_tensor(leaf) for leaf in leaves], names, f"all_reduce({op.value})")
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        sums = group.in_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
-            sums = [total / group.collective.size for total in sums]
+            sums = [total / len(group.present) for total in sums]
         return put_back(sums)
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
@@ -195,8 +197,8 @@ class ReplicaContext:
         said = as_options("all_gather", options)
         check_usable("all_gather", said)
         names, leaves, put_back = by_name(value)
-        collective = group.collective.in_buckets(said.bytes_per_pack)
-        return put_back(collective.all_gather([as_tensor(leaf) for leaf in leaves], as_axis(axis), names))
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, as_axis(axis), names))
 
     def __enter__(self) -> Self:
         entry = Frame(self._strategy, self)
@@ -212,7 +214,8 @@ class ReplicaContext:
 
     def _ends(self) -> None:
         """The call of the step is over: the replica cannot synchronize any more."""
-        self._group = None
+        # A context may be kept, and must not keep the run.
+        self._group, self._published = None, nullcontext
         self._is_over = True
 
     def _require_active(self, what: str) -> ReplicaGroup:
@@ -239,10 +242,35 @@ class ReplicaContext:
             )
 
 
-def running_context(strategy: StrategyLike, group: ReplicaGroup) -> ReplicaContext:
-    """The context of a replica that runs."""
+def get_replica_context() -> ReplicaContext | None:
+    """The replica that the caller is in; None exactly when `in_cross_replica_context()`.
+
+    Outside everything it is replica 0 of the one replica of the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> ids = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group)
+        >>> strategy.experimental_local_results(ids)
+        (0, 1)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_replica_context
+    """
+    return current_replica_context()  # type: ignore[return-value]
+
+
+def running_context(
+    strategy: StrategyLike, group: ReplicaGroup, published: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> ReplicaContext:
+    """The context of a replica that runs.
+
+    Args:
+        strategy: The strategy whose replica it is.
+        group: The replicas of the run.
+        published: A block in which a merge function runs: there, the parameters of the user's own model have the
+            gradients.
+    """
     context = ReplicaContext(strategy, group.replica.index)
-    context._group = group
+    context._group, context._published = group, published
     return context
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
 from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
@@ -16,7 +13,6 @@ from torchstrategy._communication.operands import as_axis, as_tensor
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import combined_along, gathered
 from torchstrategy._core.context import Frame
-from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -27,29 +23,18 @@ from torchstrategy._core.distributed_values import (
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, Tree
-from torchstrategy._execution.replica import Replica
-from torchstrategy._execution.replica_group import ReplicaGroup
-from torchstrategy._execution.replicas import Replicas
-from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
-from torchstrategy._input.options import InputOptions
+from torchstrategy._execution.replica import Replica, ReplicaGroup
+from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage, RunState
-from torchstrategy._strategy.one_machine import (
-    OneMachineExtended,
-    creating_in,
-    gathered_alone,
-    require_variable,
-    run_alone,
-)
+from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone, run_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
-from torchstrategy._variables.variable import Variable
 
 _ON_ONE_DEVICE = ReductionToOneDevice()
 
@@ -59,8 +44,7 @@ class ReplicatedExtended(OneMachineExtended):
     """Several replicas: each gets its part of a batch, and what they return is put together. There may be only one.
 
     Args:
-        replicas: Where they run.
-        storage: Where parameters live.
+        storage: Where parameters live, and on which devices replicas run.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
         cross_device_ops: How `reduce` and the like bring values together on the parameter device.
@@ -68,41 +52,15 @@ class ReplicatedExtended(OneMachineExtended):
 
     def __init__(
         self,
-        replicas: Replicas,
         storage: InPlaceStorage | ReplicatedStorage,
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
     ) -> None:
-        super().__init__()
+        super().__init__(storage, between_graph)
         self._cross_device_ops = cross_device_ops
-        self._between_graph = between_graph
-        self._replicas = replicas
-        self._storage = storage
+        self._replicas = Replicas(storage.devices)
         self._gradient_reduction = gradient_reduction
-
-    @property
-    def worker_devices(self) -> tuple[Device, ...]:
-        return self._replicas.devices
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        return self._storage.parameter_devices
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        return self._between_graph
-
-    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        require_variable(v)
-        return self._storage.owns(self.value_container(v))
-
-    def _take_variable(self, variable: Variable) -> None:
-        self._storage.take_variable(variable)
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return len(self._replicas.devices)
 
     # Note [The story of a step]
     # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
@@ -118,7 +76,7 @@ class ReplicatedExtended(OneMachineExtended):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
         if isinstance(self._storage, InPlaceStorage):
-            return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, options, own_containers=True)
+            return run_alone(strategy, self._storage.devices[0], fn, args, kwargs, options, own_containers=True)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
@@ -126,13 +84,18 @@ class ReplicatedExtended(OneMachineExtended):
 
             def call(replica: Replica) -> Tree:
                 own_args, own_kwargs = select((args, kwargs), replica.index)
+                group = ReplicaGroup(replica, weights.present, weights.weights, self._storage.devices)
+                context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
-                    self._in_replica(strategy, replica, weights, run_state),
+                    Frame(strategy, context, run_state.local_objects(replica)),
                 ):
-                    result = fn(*own_args, **own_kwargs)
-                    run_state.ends(replica)
-                    return result
+                    try:
+                        result = fn(*own_args, **own_kwargs)
+                        run_state.ends(replica)
+                        return result
+                    finally:
+                        context._ends()
 
             results = self._replicas.run(call, weights.present, run_state.watch)
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
@@ -140,18 +103,6 @@ class ReplicatedExtended(OneMachineExtended):
             result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
         run_state.warn()
         return result
-
-    def _in_replica(
-        self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: RunState
-    ) -> AbstractContextManager[object]:
-        """A block in which this thread is the replica's, with its context and its own objects."""
-        devices = self._replicas.devices
-        group = ReplicaGroup(replica, weights.present, weights.weights, devices, run_state.published)
-        context = running_context(strategy, group)
-        stack = ExitStack()
-        stack.enter_context(Frame(strategy, context, run_state.local_objects(replica)))
-        stack.callback(context._ends)
-        return stack
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
@@ -194,29 +145,9 @@ class ReplicatedExtended(OneMachineExtended):
         check_component_counts([value], self._num_replicas_in_sync)
         return gathered(value.values, as_axis(axis), self._storage.parameter_device)
 
-    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distributed(dataset, self._replicas.devices, options)
-
-    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distributed_from_function(dataset_fn, self._replicas.devices, options)
-
-    def _distribute_module(self, module: nn.Module) -> nn.Module:
-        self._storage.take_module(module)
-        return module.to(memory_device(self._storage.parameter_device))
-
-    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
-        self._storage.take_optimizer(optimizer)
-
-    def _creation_scope(self) -> AbstractContextManager[Any]:
-        return creating_in(self._storage)
-
-    def _device_of(self, replica: int) -> Device:
-        return self._replicas.devices[replica]
-
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
-        replicas, storage = Replicas(self._replicas.devices), self._storage.like()
         settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
-        return ReplicatedExtended(replicas, storage, *settings)
+        return ReplicatedExtended(self._storage.like(), *settings)
 
 
 def _as_mean(op: ReduceOp, value: DistributedValues, reduced: Tree) -> Tree:

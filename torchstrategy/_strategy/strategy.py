@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.data import Dataset
 
-from torchstrategy._core.context import require_cross_replica
+from torchstrategy._core.context import can_set_strategy, current_strategy, require_cross_replica, set_strategy
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import ValueContext
 from torchstrategy._core.tree import map_leaves
@@ -178,9 +179,7 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
         """
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
-        product = 1
-        for part in parts:
-            product *= part
+        product = math.prod(parts)
         if len(parts) != len(shape):
             why = f"has {plural(len(parts), 'number')} for a tensor of {plural(len(shape), 'dimension')}"
         elif any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
@@ -189,7 +188,7 @@ class Strategy(StrategyBase):
             why = f"asks for {product} parts"
         else:
             return tensor
-        raise ValueError(f"partition_dimensions={parts} {why}. {_ONE_LOGICAL_DEVICE}")
+        raise ValueError(f"partition_dimensions={parts} {why}. Each replica has 1 logical device, number 0.")
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
@@ -206,4 +205,45 @@ class Strategy(StrategyBase):
         return tensor
 
 
-_ONE_LOGICAL_DEVICE = "Each replica has 1 logical device, number 0."
+def get_strategy() -> Strategy:
+    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.get_strategy() is strategy
+        False
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
+    """
+    return current_strategy()  # type: ignore[return-value]  # one of compat.v1 only in its own scope and replicas
+
+
+def experimental_set_strategy(strategy: StrategyBase | None) -> None:
+    """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
+
+    Calling it again replaces the strategy; `None` takes it away.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> torchstrategy.experimental_set_strategy(strategy)
+        >>> torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.experimental_set_strategy(None)
+
+    Raises:
+        RuntimeError: If called in a `scope()` block or in a replica.
+        TypeError: If `strategy` is not a strategy.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
+    """
+    if not can_set_strategy(strategy):
+        raise RuntimeError(
+            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
+            "sets what holds outside of them. Leave the block first."
+        )
+    if strategy is not None and not isinstance(strategy, StrategyBase):
+        raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
+    set_strategy(strategy)

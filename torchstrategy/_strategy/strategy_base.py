@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar, final
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from torchstrategy._core.context import is_default, require_cross_replica
+from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
 from torchstrategy._core.errors import an, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves
@@ -25,10 +28,54 @@ from torchstrategy._input.dataset import DatasetFn
 from torchstrategy._input.input_iterator import InputIterator, from_input_fn, next_of
 from torchstrategy._input.iterator import DistributedIterator
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._strategy.scope import StrategyScope
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 
+S = TypeVar("S", bound=StrategyLike)
 T = TypeVar("T")
+
+ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+
+
+class _Entries(threading.local):
+    """How often, and from where, this thread has entered a scope object."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Frame | None, ExitStack]] = []
+
+
+@final
+class StrategyScope(Generic[S]):
+    """What `Strategy.scope` returns. May be entered several times, also within itself."""
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._here = _Entries()
+
+    def __enter__(self) -> S:
+        strategy, current = self._strategy, current_frame()
+        if current is not None and current.strategy is not strategy and not is_default(current.strategy):
+            if is_default(strategy):
+                raise RuntimeError(
+                    f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
+                    "scope: outside of scopes the default strategy is the current one."
+                )
+            raise RuntimeError(mixing(strategy, current.strategy, "scope()"))
+        with ExitStack() as stack:
+            if not is_default(strategy):  # whose scope is what holds without it: entering it changes nothing
+                require_cross_replica(strategy, "Strategy.scope")
+                stack.enter_context(Frame(strategy))
+                stack.enter_context(strategy.extended._creation_scope())
+            self._here.entries.append((current_frame(), stack.pop_all()))
+        return strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        entries = self._here.entries
+        if not entries or current_frame() is not entries[-1][0]:
+            raise RuntimeError(
+                f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
+                "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
+            )
+        entries.pop()[1].__exit__(*exception)
 
 
 class StrategyBase:
@@ -47,9 +94,7 @@ class StrategyBase:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if is_default(self):
-            raise RuntimeError(
-                "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
-            )
+            raise RuntimeError(ONE_DEFAULT)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_extended"}, memo))

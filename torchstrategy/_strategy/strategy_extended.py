@@ -9,7 +9,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,19 +18,84 @@ from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._communication.reductions import size_along, summed_along
-from torchstrategy._core.context import require_cross_replica
+from torchstrategy._core.context import current_replica_context, current_strategy, require_cross_replica
 from torchstrategy._core.devices import canonical_device, in_use
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.protocols import StrategyLike
-from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import DatasetFn
 from torchstrategy._input.input_iterator import next_of
 from torchstrategy._input.options import InputOptions
-from torchstrategy._strategy.multi_step_context import MultiStepContext
-from torchstrategy._variables.of_extended import VariablesOfExtended
+from torchstrategy._variables.of_extended import VariablesOfExtended, side_by_side
+
+
+@final
+class MultiStepContext:
+    """What `StrategyExtended.experimental_run_steps_on_iterator` hands to each step, and returns after the last.
+
+    Attributes:
+        last_step_outputs: What was set last under each name.
+        non_tensor_outputs: The same, of what is not reduced.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> iterator = strategy.make_dataset_iterator([torch.ones(4), torch.ones(4) * 3])
+        >>> def steps(context, batch):
+        ...     losses = strategy.run(lambda rows: rows.mean(), args=(batch,))
+        ...     context.set_last_step_output("loss", losses, "mean")
+        >>> strategy.extended.experimental_run_steps_on_iterator(steps, iterator, 2).last_step_outputs
+        {'loss': tensor(3.)}
+    """
+
+    def __init__(self, last_step_outputs: Mapping[str, Tree]) -> None:
+        self.last_step_outputs = dict(last_step_outputs)
+        self.non_tensor_outputs: dict[str, Tree] = {}
+
+    def set_last_step_output(self, name: str, output: Tree, reduce_op: ReduceOp | str | None = None) -> None:
+        """Keeps `output` under `name` in `last_step_outputs`. In a replica this is a synchronization point.
+
+        Args:
+            name: By what to find it again.
+            output: What to keep.
+            reduce_op: How those of the replicas become one. None: they are kept as they are, as in no replica can be.
+
+        Raises:
+            ValueError: If it is called in a replica without `reduce_op`.
+        """
+        context = current_replica_context()
+        if context is not None and reduce_op is None:
+            raise ValueError(
+                f"set_last_step_output({name!r}, ...) was called in a replica, where reduce_op has to say how the "
+                "outputs of all replicas become one: give it, or keep what strategy.run returns."
+            )
+
+        # The name is not brought to the synchronization point: a name that each replica has put together is another
+        # object in each of them.
+        def keep(strategy: StrategyLike, merged: Tree) -> None:
+            reduced = merged if reduce_op is None else strategy.reduce(reduce_op, merged, axis=None)
+            self.last_step_outputs[name] = reduced
+
+        if context is None:
+            keep(current_strategy(), output)
+        else:
+            context.merge_call(keep, args=(output,))
+
+    def set_non_tensor_output(self, name: str, output: Tree) -> None:
+        """Keeps `output` under `name` in `non_tensor_outputs`. In a replica this is a synchronization point.
+
+        What is set in replicas is kept as a tuple, with an item for each of them.
+        """
+
+        def keep(strategy: StrategyLike, merged: Tree) -> None:
+            self.non_tensor_outputs[name] = strategy.experimental_local_results(merged)
+
+        context = current_replica_context()
+        if context is None:
+            self.non_tensor_outputs[name] = output
+        else:
+            context.merge_call(keep, args=(output,))
 
 
 class StrategyExtended(VariablesOfExtended):
@@ -258,9 +323,7 @@ class StrategyExtended(VariablesOfExtended):
                 local_args, local_kwargs = select((tuple(args), dict(kwargs or {})), i)
                 with in_use(device):
                     results.append(fn(*local_args, **local_kwargs))
-        if group:
-            return regroup(results)
-        return map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+        return regroup(results) if group else side_by_side(results)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.

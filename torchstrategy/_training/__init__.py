@@ -7,12 +7,10 @@ user's own parameters, which the user's optimizer then updates once.
     history_end              a tensor at which a backward ends with an error that says why
     replica_gradients        the gradients of one replica, as its step sees them
     replica_weights          how much each replica of a run counts, and which replicas take part
-    schedulers               learning-rate schedulers and `GradScaler`, which count each step once
     all_reduced_gradients    gradients that an all-reduce added up and left on every device
     graph_parameter          a replica's parameter as a part of the user's own autograd graph
-    hooked_gradients         gradient hooks of the user's parameters, which see the sum of all replicas once
-    late_gradients           gradients of a backward that runs between two runs
+    gradient_hooks           the user's hooks, and hooks of ours that deliver gradients that come between two runs
     optimizer_copies         copies of the user's optimizers, for replicas that have parameters of their own
-    replica_optimizer        an optimizer in a replica, whose step is one step for all replicas
+    replica_steppers         optimizers, schedulers and `GradScaler` in a replica: one step for all replicas
     gradient_reducer         the gradients of all replicas, reduced to the gradient of the whole batch
 """

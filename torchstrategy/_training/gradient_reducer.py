@@ -45,10 +45,8 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
-from torchstrategy._execution.replica import Replica
 from torchstrategy._training.all_reduced_gradients import AllReduce, AllReducedGradients
-from torchstrategy._training.hooked_gradients import count_additions, seen_by_hooks
-from torchstrategy._training.late_gradients import deliver_late
+from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks
 from torchstrategy._training.replica_gradients import (
     CLEARED,
     CLEARED_NOTHING,
@@ -80,8 +78,8 @@ Together = Callable[[Callable[[], None]], None]
 class GradientReducer:
     """The gradients of all replicas of one run, and their sum, which is the gradient of the whole batch.
 
-    Used on the thread that called `run`, while every replica stands still. Only `enter` and `accumulate` are called on
-    the thread of a replica.
+    Used on the thread that called `run`, while every replica stands still. Only `accumulate` is called on the
+    thread of a replica.
 
     Args:
         owners: The user's parameters.
@@ -155,10 +153,6 @@ class GradientReducer:
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
 
-    def enter(self, replica: Replica) -> None:
-        """The step begins in `replica`."""
-        self.of_replicas[replica.index].enter(replica)
-
     def accumulate(self, replica: int) -> None:
         """A replica calls this on its own thread where gradients are about to be reduced, or when its step has ended.
 
@@ -189,11 +183,10 @@ class GradientReducer:
         with _exchanging:
             # A run of another thread may have given them gradients meanwhile: both are added, as two backwards would.
             if not self.is_alone:
-                for index, owner in enumerate(self.owners):
-                    other = raw_grad(owner)
+                for index, other in enumerate(raw_grads(self.owners)):
                     if other is not None:
                         self._add(index, other, is_seen=False)
-            self._give(self.accumulated)
+            set_raw_grads(self.owners, self.accumulated)
         self._leave()
 
     def abort(self) -> None:
@@ -203,19 +196,19 @@ class GradientReducer:
                 if not self.is_alone:
                     both = zip(self.owners, self._kept, strict=True)
                     self._kept = [raw_grad(owner) if kept is None else kept for owner, kept in both]
-                self._give(self._kept)
+                set_raw_grads(self.owners, self._kept)
         self._leave()
 
     @contextmanager
     def published(self) -> Iterator[None]:
         """Reduces gradients; for the length of the block the user's parameters have them, as in plain PyTorch."""
         self.reduce()
-        self._give(self.accumulated)
+        set_raw_grads(self.owners, self.accumulated)
         try:
             yield
         finally:
             self.forget_arrived()
-            self._take()
+            self.accumulated = take_raw_grads(self.owners)
             # After an update, the gradients from before the run belong to parameter values that are gone.
             if self._has_updated:
                 self._kept = list(self.accumulated)
@@ -410,12 +403,6 @@ class GradientReducer:
             set_raw_grad(owner, None)
         else:
             self.accumulated[index] = gradient if accumulated is None else accumulated + gradient
-
-    def _take(self) -> None:
-        self.accumulated = take_raw_grads(self.owners)
-
-    def _give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        set_raw_grads(self.owners, gradients)
 
     def _leave(self) -> None:
         # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.

@@ -8,8 +8,8 @@ results of the step instead (`DataParallel`), the graph has to reach the user's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -27,47 +27,38 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
     Args:
         pairs: Tensors of a replica, each with the user's own.
     """
-    links: list[_Linked] = []
-    try:
+    with ExitStack() as stack:
         for local, owner in pairs:
             if isinstance(local, ReplicaParameter) and local.requires_grad:
-                leaf: list[torch.Tensor] = [local]
-                links.append(_Linked(local, _link(owner, leaf), leaf))
-                links[-1].begin()
+                stack.enter_context(_attached(local, owner))
         yield
-    finally:
-        for link in links:
-            link.end()
 
 
-@final
-class _Linked(NamedTuple):
-    """A replica's parameter, and the result of the link, with which it changes places for the length of a block."""
-
-    local: ReplicaParameter
-    other: torch.Tensor
-    leaf: list[torch.Tensor]  # during the block it holds the leaf to which a backward in the block adds gradients
-
-    def begin(self) -> None:
+@contextmanager
+def _attached(local: ReplicaParameter, owner: torch.Tensor) -> Iterator[None]:
+    leaf: list[torch.Tensor] = [local]  # in the block it holds the leaf to which a backward in the block adds gradients
+    other = _link(owner, leaf)
+    try:
         # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be put into
         # every module, dict and closure that refers to the parameter.
-        swap_tensors(self.local, self.other)
-        self.leaf[:] = [self.other]
-        self._collects(self.other)
-
-    def end(self) -> None:
+        swap_tensors(local, other)
+        leaf[:] = [other]
+        _collects(local, other)
+        yield
+    finally:
         # The node of the graph refers to this list. Once the two have changed back, the tensor in the list has that
         # node as its `grad_fn`: a cycle. An empty list also tells the node that the block has ended.
-        self.leaf.clear()
-        if not self.local.is_leaf:
-            swap_tensors(self.local, self.other)
-            self._collects(self.local)
+        leaf.clear()
+        if not local.is_leaf:
+            swap_tensors(local, other)
+            _collects(local, local)
 
-    def _collects(self, leaf: torch.Tensor) -> None:
-        """Says in the slot of which tensor the replica's local gradient lies."""
-        gradients: Any = self.local.run.gradients
-        if gradients is not None:
-            gradients.parameters[self.local.position] = leaf
+
+def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:
+    """Says in the slot of which tensor the replica's local gradient lies."""
+    if local.run.gradients is not None:
+        slots: list[Any] = local.run.gradients.parameters
+        slots[local.position] = leaf
 
 
 class _Link(torch.autograd.Function):

@@ -100,11 +100,10 @@ class OptimizerCopies:
             owners: The user's parameters whose counterparts are updated.
             arrived: Returns the copy of a gradient that a replica has already.
         """
-        with_gradient = [owner for owner in owners if raw_grad(owner) is not None]
+        gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
         for replica, copied in self._copies.items():
-            trained = [owner for owner in with_gradient if copied.has(owner)]
             with traced("update [{}] [replica {}]", optimizer, replica):
-                copied.step(trained, [arrived(_gradient_of(owner), replica) for owner in trained])
+                copied.step([(o, gradient, arrived(gradient, replica)) for o, gradient in gradients if copied.has(o)])
         # The step itself has written the state of the user's optimizer, and the copies have done the same to theirs.
         if self._known is not None and self._known.is_that_of(optimizer):
             self._known.take_changes()
@@ -171,19 +170,19 @@ class _Copy:
                 plain = self._plain[id(owner)]
                 self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
 
-    def step(self, owners: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]) -> None:
-        if not owners:
+    def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
+        """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
+        if not gradients:
             return
-        trained = [self._plain[id(owner)] for owner in owners]
-        for owner, plain in zip(owners, trained, strict=True):
+        trained = [self._plain[id(owner)] for owner, _, _ in gradients]
+        for (owner, _, _), plain in zip(gradients, trained, strict=True):
             local = self._local[id(owner)]
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
-        missing = [i for i, gradient in enumerate(arrived) if gradient is None]
-        sent = iter(brought([_gradient_of(owners[i]) for i in missing], trained[0].device))
-        for plain, gradient in zip(trained, arrived, strict=True):
-            plain.grad = next(sent) if gradient is None else gradient
+        sent = iter(brought([gradient for _, gradient, here in gradients if here is None], trained[0].device))
+        for (_, _, here), plain in zip(gradients, trained, strict=True):
+            plain.grad = next(sent) if here is None else here
         try:
             self._optimizer.step()
         finally:
@@ -194,12 +193,6 @@ class _Copy:
 
 def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Tensor]:
     return [owner for owner in parameters_of(optimizer) if id(owner) in known]
-
-
-def _gradient_of(owner: torch.Tensor) -> torch.Tensor:
-    gradient = raw_grad(owner)
-    assert gradient is not None
-    return gradient
 
 
 def _sent(value: Any, parameter: torch.Tensor) -> Any:

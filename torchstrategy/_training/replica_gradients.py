@@ -9,6 +9,7 @@ it was shown, or puts in its place, is kept as its visible gradient until gradie
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, final
@@ -31,10 +32,6 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._execution.replica import Replica
 from torchstrategy._training.history_end import end_history
-
-READING = "the first read of a gradient (.grad) after backward"
-PUTTING = "the assignment of a gradient (.grad) to a parameter that has a hook"
-CLEARING = "clearing a gradient that a hook waits for, after backward"
 
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
@@ -80,7 +77,7 @@ class ReplicaParameter(torch.nn.Parameter):
     run = CurrentRun()
     position: int  # among the parameters of the replica
     delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
-    counts = False  # whether hooks count its gradients; see `hooked_gradients`
+    counts = False  # whether hooks count its gradients; see `gradient_hooks`
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
@@ -115,7 +112,7 @@ class ReplicaParameter(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if self.run.gradients is not None:
-            raise RuntimeError(written_in_replica(self.run.gradients.name(self.position)))
+            raise RuntimeError(written_in_replica(self.run.gradients.totals.names[self.position]))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -189,8 +186,8 @@ class ReplicaGradients:
         self.put: set[int] = set()  # to which the step itself assigned a local gradient
         self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
-        self.computed: dict[int, int] = {}
-        self.added: dict[int, int] = {}
+        self.computed: Counter[int] = Counter()
+        self.added: Counter[int] = Counter()
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
         self._run = next(known, None) or CurrentRun()
@@ -223,7 +220,7 @@ class ReplicaGradients:
         # See Note [The states of a gradient].
         view = self.visible.get(index)
         if (view is not None and not view.is_as_shown(self.totals.accumulated[index])) or self._ran_backward(index):
-            self._reduce(READING)
+            self._reduce("the first read of a gradient (.grad) after backward")
         else:
             self._reads.add(index)
         self._last_read = index
@@ -271,7 +268,7 @@ class ReplicaGradients:
         In plain PyTorch they saw it during backward.
         """
         if not self.totals.hooked.isdisjoint(indices) and self.local_indices():
-            self._reduce(CLEARING)
+            self._reduce("clearing a gradient that a hook waits for, after backward")
 
     def write(self, index: int, value: torch.Tensor | None) -> None:
         """Does what `parameter.grad = value` means for the gradient of the whole batch."""
@@ -298,7 +295,7 @@ class ReplicaGradients:
                 self.put.add(index)
                 # The user's hooks must not see an assigned gradient: it is reduced now, before a backward adds to it.
                 if is_hooked:
-                    self._reduce(PUTTING)
+                    self._reduce("the assignment of a gradient (.grad) to a parameter that has a hook")
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
@@ -309,11 +306,11 @@ class ReplicaGradients:
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
             return
-        shown = [index for index in indices if self._has_local(index) or self._shows(index)]
         cleared = {index: self._cleared(index) for index in indices}
-        if not set_to_none:
-            zeros = {i: torch.zeros_like(self._shown_or_own(i), device=self.own(i).device) for i in shown}
-            cleared.update((index, VisibleGradient(zero.detach(), are_zeros=True)) for index, zero in zeros.items())
+        for index in () if set_to_none else indices:
+            if (gradient := self._shown_or_local(index)) is not None:
+                zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
+                cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True)
         self.visible.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -344,10 +341,6 @@ class ReplicaGradients:
         Or the user's own, if an optimizer has it and no module: that of a layer that the user has removed.
         """
         return self.parameters[index] if index < len(self.parameters) else self.totals.owners[index]
-
-    def name(self, index: int) -> str:
-        """What the user calls a parameter."""
-        return self.totals.names[index]
 
     def leave(self) -> None:
         """The run has ended."""
@@ -399,18 +392,11 @@ class ReplicaGradients:
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
 
-    def _shows(self, index: int) -> bool:
-        """Whether the step would see a gradient, apart from the local one."""
-        view = self.visible.get(index)
-        return (self.totals.accumulated[index] if view is None else view.gradient) is not None
-
-    def _shown_or_own(self, index: int) -> torch.Tensor:
+    def _shown_or_local(self, index: int) -> torch.Tensor | None:
         """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
         view = self.visible.get(index)
         shown = self.totals.accumulated[index] if view is None else view.gradient
-        found = raw_grad(self.parameters[index]) if shown is None else shown
-        assert found is not None
-        return found.detach()
+        return raw_grad(self.parameters[index]) if shown is None and self._has_local(index) else shown
 
     def _cleared(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""
@@ -432,7 +418,7 @@ class ReplicaGradients:
         shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
             # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
-            shown = end_history(shown, _made_together(self.name(index)))
+            shown = end_history(shown, _made_together(self.totals.names[index]))
         self.visible[index] = VisibleGradient(shown, version=_version(shown))
         return shown
 

@@ -64,7 +64,8 @@ class ReplicaWeights:
                     f"RunOptions(examples={examples}) has {plural(len(examples), 'number')}; the strategy has "
                     f"{plural(num_replicas, 'replica')}."
                 )
-        absent = {r for leaf in leaves for r in _absent(leaf)}
+        distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
+        absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         if rows is not None and any(rows) and not options.run_empty_replicas:
             absent.update(r for r in everyone if not rows[r])
@@ -96,9 +97,3 @@ def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> t
     # Only where `options.examples` or a sum makes the weights independent of these numbers: a replica takes part if any
     # of the arguments has rows for it.
     return tuple(map(max, zip(*records, strict=True)))
-
-
-def _absent(leaf: Tree) -> list[int]:
-    if not isinstance(leaf, DistributedValues):
-        return []
-    return [r for r, value in enumerate(leaf._components) if value is ABSENT]

@@ -73,7 +73,7 @@ class VariablesOfExtended(ABC):
             )
         with Frame(self._container_strategy()):
             results = _updated(var, fn, args, kwargs)
-        return regroup(results) if group else _side_by_side(results)
+        return regroup(results) if group else side_by_side(results)
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
@@ -167,6 +167,7 @@ def _updated(var: Any, fn: Callable[..., Tree], args: Sequence[Tree], kwargs: di
         ]
 
 
-def _side_by_side(results: Sequence[Tree]) -> Tree:
+def side_by_side(results: Sequence[Tree]) -> Tree:
+    """One tree of the trees that several calls returned, with a tuple at each leaf."""
     columns, spec = zip_leaves(results)
     return unflatten_like([tuple(column) for column in columns], spec)

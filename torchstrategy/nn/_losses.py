@@ -16,8 +16,7 @@ import torch
 from torchstrategy._core.context import has_strategy
 from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._execution.collectives import Collective
-from torchstrategy._execution.replica_group import ALONE, group_here
+from torchstrategy._execution.replica import ALONE, ReplicaGroup, group_here
 
 
 def compute_average_loss(
@@ -73,18 +72,18 @@ def compute_average_loss(
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/nn/compute_average_loss
     """
-    # The replica's gradient is going to be multiplied by `collective.weight`, so the sum is divided by that, too.
+    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is divided by that, too.
     loss = _losses(per_example_loss)
     weight = None if sample_weight is None else _weights(sample_weight, loss)
     given = None if global_batch_size is None else _count(global_batch_size)
-    collective = _collective("compute_average_loss", refuse_cross_replica=given is None)
+    group = _group("compute_average_loss", refuse_cross_replica=given is None)
     counted = _counted(loss, weight) if given is None else loss.new_full((), given)
-    if given is None and collective.size > 1:
+    if given is None and len(group.present) > 1:
         # The rows of a replica whose gradient is dropped do not count.
-        counted = counted if collective.weight else torch.zeros_like(counted)
-        (counted,) = collective.all_reduce([counted], name="compute_average_loss")
+        counted = counted if group.weight else torch.zeros_like(counted)
+        (counted,) = group.all_reduce([counted], name="compute_average_loss")
     total = (loss if weight is None else loss * weight).sum()
-    divisor = (counted * (collective.weight or 1.0)).masked_fill(counted == 0, torch.inf)
+    divisor = (counted * (group.weight or 1.0)).masked_fill(counted == 0, torch.inf)
     return (total / divisor).to(_dtype_of_result(per_example_loss))
 
 
@@ -122,8 +121,8 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | float) -> torc
     """
     if not isinstance(regularization_loss, (int, float, torch.Tensor)) or _is_complex(regularization_loss):
         raise TypeError(f"A regularization loss is a tensor of real numbers or a number; got {regularization_loss!r}.")
-    collective = _collective("scale_regularization_loss")
-    return torch.as_tensor(regularization_loss).sum() / collective.total_weight
+    group = _group("scale_regularization_loss")
+    return torch.as_tensor(regularization_loss).sum() / sum(group.weights)
 
 
 # A compiler would break its graph at the look-up of the replica and at the synchronization point, and make a graph of
@@ -132,17 +131,15 @@ hide_from_compiler(compute_average_loss)
 hide_from_compiler(scale_regularization_loss)
 
 
-def _collective(what: str, refuse_cross_replica: bool = True) -> Collective:
-    """The collective of the replicas of this run; that of a lone replica if no replica runs here."""
+def _group(what: str, refuse_cross_replica: bool = True) -> ReplicaGroup:
+    """The replicas of this run; the group of a lone replica if no replica runs here."""
     group = group_here(what)
-    if group is not None:
-        return group.collective
-    if refuse_cross_replica and has_strategy():
+    if group is None and refuse_cross_replica and has_strategy():
         raise RuntimeError(
             f"You are calling `{what}` in cross-replica context, while it was expected to be called in replica "
             "context: it gives a replica its part of the loss. Call it in the step that strategy.run calls."
         )
-    return ALONE.collective
+    return group or ALONE
 
 
 def _losses(per_example_loss: torch.Tensor) -> torch.Tensor:

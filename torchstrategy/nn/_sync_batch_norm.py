@@ -16,8 +16,7 @@ from torch import nn
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._execution.collectives import Collective
-from torchstrategy._execution.replica_group import group_here
+from torchstrategy._execution.replica import ReplicaGroup, group_here
 
 _BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]  # the base class of all of them, without its private name
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -84,8 +83,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalises a batch, of which each replica has some rows."""
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         group = group_here("SyncBatchNorm") if uses_batch else None
-        if group is not None and group.collective.size > 1:
-            return self._synchronised(input, group.collective)
+        if group is not None and len(group.present) > 1:
+            return self._synchronised(input, group)
         return nn.BatchNorm1d.forward(self, input)
 
     @classmethod
@@ -136,7 +135,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         nn.Module.__setstate__(new, vars(old))
         return new
 
-    def _synchronised(self, input: torch.Tensor, collective: Collective) -> torch.Tensor:
+    def _synchronised(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
         self._check_channels(input)
         dims = [0, *range(2, input.dim())]
         values = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -146,9 +145,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         point = values.detach().sum(dims) / max(count, 1)
         centred = values - _along(point, input)
         brought = torch.stack([torch.full_like(point, count), point, centred.sum(dims), centred.square().sum(dims)])
-        if not collective.weight:
+        if not group.weight:
             brought = torch.zeros_like(brought)
-        gathered = collective.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
+        gathered = group.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
         total, reference, offset, variance = _combined(gathered)
         # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
         # that there are enough.

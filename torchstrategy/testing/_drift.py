@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchstrategy._core.context import local_object
 from torchstrategy._core.errors import plural
 from torchstrategy._execution.instruments import none_in_force
-from torchstrategy._execution.replica_group import group_here
+from torchstrategy._execution.replica import group_here
 from torchstrategy._execution.replica_threads import runs_under_way
 from torchstrategy._strategy.strategy_base import StrategyBase
 from torchstrategy._training.optimizer_copies import parameters_of

@@ -11,11 +11,8 @@ from torchstrategy._core.context import has_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators
 from torchstrategy._core.errors import an
 from torchstrategy._core.types import Device
-from torchstrategy._strategy.central_storage import CentralStorageStrategy
-from torchstrategy._strategy.current import get_strategy
-from torchstrategy._strategy.mirrored import MirroredStrategy
-from torchstrategy._strategy.one_device import OneDeviceStrategy
-from torchstrategy._strategy.strategy import Strategy
+from torchstrategy._strategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
+from torchstrategy._strategy.strategy import Strategy, get_strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")

@@ -17,8 +17,7 @@ from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import random_streams, replica_threads
 from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Replica, ReplicaStopped
-from torchstrategy._execution.replica_threads import ReplicaThreads
-from torchstrategy._execution.replicas import Replicas
+from torchstrategy._execution.replica_threads import Replicas, ReplicaThreads
 
 PATIENCE = 5.0  # seconds that a test waits for what must happen at once
 
@@ -444,8 +443,8 @@ def test_runs_that_follow_one_another_use_the_same_threads() -> None:
 
 
 def test_a_team_that_is_gone_ends_its_threads(no_thread_left: None) -> None:
-    team = ReplicaThreads(cpus(0, 0))
-    assert team.run(lambda replica: replica.index, [0, 1]) == {0: 0, 1: 1}
+    replicas = Replicas(cpus(0, 0))
+    assert replicas.run(lambda replica: replica.index, [0, 1]) == {0: 0, 1: 1}
 
 
 def test_a_team_that_was_abandoned_is_not_fit(no_thread_left: None) -> None:

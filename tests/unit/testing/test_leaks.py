@@ -123,7 +123,7 @@ def test_a_replicas_thread_that_outlives_its_strategy_is_a_leak() -> None:
         team = ReplicaThreads([torch.device("cpu", 0)] * 2)
         team._finalizer.detach()  # nothing will tell its threads to end any more
     for replica in (0, 1):
-        team.send(replica, None)
+        team.inboxes[replica].put(None)
 
 
 def test_the_error_of_the_block_notes_the_threads_that_go_on() -> None:

@@ -20,7 +20,7 @@ from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import replica_threads
 from torchstrategy._execution.replica import Replica, ReplicaStopped
-from torchstrategy._execution.replicas import Replicas
+from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep
 

@@ -14,14 +14,11 @@ from torchstrategy._core.context import has_strategy, in_cross_replica_context
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._input.input_iterator import InputIterator
 from torchstrategy._input.options import InputContext, InputReplicationMode
-from torchstrategy._strategy.current import experimental_set_strategy, get_replica_context, get_strategy
-from torchstrategy._strategy.replica_context import ReplicaContext
+from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context
+from torchstrategy._strategy.strategy import experimental_set_strategy, get_strategy
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.compat.v1 import experimental
-from torchstrategy.compat.v1._loss_reduction import get_loss_reduction
-from torchstrategy.compat.v1._mirrored import MirroredStrategy
-from torchstrategy.compat.v1._one_device import OneDeviceStrategy
-from torchstrategy.compat.v1._strategy import Strategy
+from torchstrategy.compat.v1._strategies import MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction
 
 __all__ = [
     "CrossDeviceOps",

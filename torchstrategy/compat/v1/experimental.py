@@ -1,6 +1,6 @@
 """The names of `tf.compat.v1.distribute.experimental`."""
 
-from torchstrategy.compat.v1._central_storage import CentralStorageStrategy
+from torchstrategy.compat.v1._strategies import CentralStorageStrategy
 from torchstrategy.experimental import (
     CollectiveCommunication,
     CollectiveHints,

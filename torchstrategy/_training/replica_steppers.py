@@ -1,32 +1,41 @@
-"""An optimizer in a replica: it shows the replica's own parameters, and its step is one step for all replicas."""
+"""Optimizers, learning-rate schedulers and `GradScaler` in a replica: their step is one step for all replicas.
+
+An optimizer shows the replica's own parameters. When all replicas have come to `optimizer.step()`, the user's own
+optimizer takes the step on the gradients of the whole batch.
+
+So it is with the methods that schedulers and scalers run once a step (`step`, `update`, `unscale_`): they are
+synchronization points, at which the user's own object runs the method once. Everything else about them can be asked
+anywhere.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.proxies import plain_class, users_own
 from torchstrategy._core.context import current_frame
-from torchstrategy._core.devices import in_use
+from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
-from torchstrategy._core.types import Tree
+from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.replica import Replica
 from torchstrategy._training.replica_gradients import ReplicaGradients
-from torchstrategy._training.schedulers import refuse_different
 
 
-class OptimizerHost(ABC):
+class OptimizerHost(Protocol):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
-    @abstractmethod
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
         """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
 
@@ -35,24 +44,21 @@ class OptimizerHost(ABC):
             optimizer: The optimizer of which the function calls a method, if it does.
         """
 
-    @abstractmethod
     def cross_replica(self) -> AbstractContextManager[None]:
         """For the length of the block, this thread acts for all replicas, with the caller's default device."""
 
-    @abstractmethod
     def show(self) -> None:
         """From here on, until `stop_showing`, the user's parameters have the gradients of the whole batch."""
 
-    @abstractmethod
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
 
-    @abstractmethod
     def loss(self, losses: Sequence[Any]) -> Any:
         """The loss of the whole batch, made of the loss of each replica."""
 
 
 @final
+@dataclass(eq=False)
 class ReplicaOptimizer:
     """One optimizer in one replica, for one run.
 
@@ -68,31 +74,21 @@ class ReplicaOptimizer:
             replica has no copy, and is shown the state of the user's optimizer.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        replica: Replica,
-        gradients: ReplicaGradients,
-        index_of: Mapping[int, int],
-        host: OptimizerHost,
-        leads: bool,
-        own_state: Callable[[], dict[torch.Tensor, Any]] | None = None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._replica = replica
-        self._gradients = gradients
-        self._index_of = index_of
-        self._host = host
-        self._leads = leads
-        self._own_state = own_state
-        # The groups that the step was shown, on which it may write, and the same groups as they were then.
-        self._groups: list[dict[str, Any]] | None = None
-        self._shown: list[dict[str, Any]] | None = None
+    optimizer: Optimizer
+    replica: Replica
+    gradients: ReplicaGradients
+    index_of: Mapping[int, int]
+    host: OptimizerHost
+    leads: bool
+    own_state: Callable[[], dict[torch.Tensor, Any]] | None
+    # The groups that the step was shown, on which it may write, and the same groups as they were then.
+    _groups: list[dict[str, Any]] = field(default_factory=list)
+    _shown: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
-        if self._groups is None:
+        if not self._shown:
             self._groups = [self._local_group(group) for group in self._central_groups]
             self._shown = [self._local_group(group) for group in self._central_groups]
         return self._groups
@@ -100,16 +96,16 @@ class ReplicaOptimizer:
     @property
     def state(self) -> dict[torch.Tensor, Any]:
         """The optimizer's state for each of this replica's parameters. The step may read it, and not write on it."""
-        name = plain_class(type(self._optimizer)).__name__
-        if self._own_state is not None:
-            states = self._own_state()
+        name = plain_class(type(self.optimizer)).__name__
+        if self.own_state is not None:
+            states = self.own_state()
         else:
-            states = {self._local(owner): state for owner, state in users_own(self._optimizer, "state").items()}
+            states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears this replica's gradients, the local and the visible ones. No synchronization point."""
-        self._gradients.clear(list(self._index_of.values()), set_to_none)
+        self.gradients.clear(list(self.index_of.values()), set_to_none)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, once for all replicas."""
@@ -123,18 +119,18 @@ class ReplicaOptimizer:
             *args: Its arguments, the same in each replica. But a closure computes the replica's own loss.
             **kwargs: Its keyword arguments, likewise.
         """
-        name = STEP if method == "step" else f"{plain_class(type(self._optimizer)).__name__}.{method}()"
+        name = "optimizer.step()" if method == "step" else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
         closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
         if closures:
             return self._call_with(name, method, closures[0], args, kwargs)
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought)
-            result = self._host.together(lambda: self._update(method, *args, **kwargs), self._optimizer)
+            result = self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)
             return [result] * len(brought)
 
-        self._gradients.accumulate()
-        return self._replica.synchronize(name, combine, (args, kwargs))
+        self.gradients.accumulate()
+        return self.replica.synchronize(name, combine, (args, kwargs))
 
     def _call_with(
         self, name: str, method: str, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,26 +140,26 @@ class ReplicaOptimizer:
         The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
         point. Whenever the loop calls the closure, all replicas compute their loss.
         """
-        host, frame = self._host, current_frame()
+        host, frame = self.host, current_frame()
         assert frame is not None
 
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            return self._replica.synchronize(name, shown, value)
+            return self.replica.synchronize(name, shown, value)
 
         def shown(losses: Sequence[Any]) -> list[Any]:
             host.show()
             return [host.loss(losses)] * len(losses)
 
         def taken_back(brought: Sequence[Any]) -> list[Any]:
-            host.stop_showing(self._optimizer)
+            host.stop_showing(self.optimizer)
             return [brought[0]] * len(brought)
 
         def asked() -> Any:
-            self._replica.synchronize(name, taken_back, _EVALUATE)
-            with frame, in_use(self._replica.device):
+            self.replica.synchronize(name, taken_back, _EVALUATE)
+            with frame, in_use(self.replica.device):
                 return evaluate()
 
         def begun(brought: Sequence[_Given]) -> list[None]:
@@ -177,27 +173,27 @@ class ReplicaOptimizer:
 
         # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
         # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
-        self._replica.synchronize(name, begun, given(None))
-        if self._leads:
+        self.replica.synchronize(name, begun, given(None))
+        if self.leads:
             asking, by_name = given(asked)
             with host.cross_replica():
                 result = self._update(method, *asking, **by_name)
-            return self._replica.synchronize(name, taken_back, result)
-        while (result := self._replica.synchronize(name, taken_back, None)) is _EVALUATE:
+            return self.replica.synchronize(name, taken_back, result)
+        while (result := self.replica.synchronize(name, taken_back, None)) is _EVALUATE:
             evaluate()
         return result
 
     def _update(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with traced("update [{}]", self._optimizer):
-            return getattr(self._optimizer, method)(*args, **kwargs)
+        with traced("update [{}]", self.optimizer):
+            return getattr(self.optimizer, method)(*args, **kwargs)
 
     def forget_settings(self) -> None:
         """Forgets the groups that the step was shown, since an update may have changed settings."""
-        self._groups = self._shown = None
+        self._groups, self._shown = [], []
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
-        if self._groups is None or self._shown is None:
+        if not self._shown:
             return
         central = self._central_groups
         for (i, name), value in self.written_settings().items():
@@ -215,9 +211,9 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: If the step has changed which parameters a group has, or which groups there are.
         """
-        if self._groups is None or self._shown is None:
+        if not self._shown:
             return {}
-        kind = plain_class(type(self._optimizer)).__name__
+        kind = plain_class(type(self.optimizer)).__name__
         params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
         if params[0] != params[1]:
             raise RuntimeError(_REGROUPED.format(kind=kind))
@@ -243,13 +239,13 @@ class ReplicaOptimizer:
             for (i, name), value in other.written_settings().items():
                 own = written.get((i, name), self._central_groups[i].get(name))
                 if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
-                    setting = f"{plain_class(type(self._optimizer)).__name__}.param_groups[{i}][{name!r}]"
+                    setting = f"{plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}]"
                     of = f"{own} in replica {mine} and {value} in replica {replica}"
                     raise RuntimeError(_DIFFERENT.format(setting=setting, of=of))
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = users_own(self._optimizer, "param_groups")
+        groups: list[dict[str, Any]] = users_own(self.optimizer, "param_groups")
         return groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -258,8 +254,8 @@ class ReplicaOptimizer:
         return {**local, "params": [self._local(owner) for owner in group["params"]]}
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
-        index = self._index_of.get(id(owner))
-        return owner if index is None else self._gradients.own(index)
+        index = self.index_of.get(id(owner))
+        return owner if index is None else self.gradients.own(index)
 
 
 @final
@@ -299,7 +295,6 @@ _DIFFERENT = (
     "get_replica_context().all_reduce(...) makes one of all."
 )
 
-STEP = "optimizer.step()"
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -318,14 +313,104 @@ def _check(name: str, brought: Sequence[_Given]) -> None:
                 "own. In the step, run backward and give the method nothing of the graph; or call it outside of "
                 "strategy.run, on what the user's own parameters are."
             )
-    for other in brought[1:]:
-        refuse_different(name, brought[0], other)
+    _refuse_different(name, brought)
 
 
 def _is_as_shown(value: Any, shown: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(shown, torch.Tensor):
         return torch.equal(value, shown)
     return value is shown
+
+
+@final
+class SharedStepper:
+    """A scheduler or scaler in one replica, for one run.
+
+    Args:
+        counter: The user's own.
+        replica: The replica.
+        host: Calls a function once for all replicas.
+    """
+
+    def __init__(self, counter: LRScheduler | torch.amp.GradScaler, replica: Replica, host: OptimizerHost) -> None:
+        self._counter = counter
+        self._replica = replica
+        self._host = host
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """A synchronization point, at which the scheduler or the scaler takes its step."""
+        return self._synchronize("step", args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """A synchronization point, at which the scaler chooses its next scale."""
+        return self._synchronize("update", args, kwargs)
+
+    def unscale_(self, *args: Any, **kwargs: Any) -> Any:
+        """A synchronization point, at which the gradients of the whole batch are divided by the scale."""
+        return self._synchronize("unscale_", args, kwargs)
+
+    def _synchronize(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
+
+        def combine(brought: Sequence[_Given]) -> list[Any]:
+            _refuse_different(name, brought)
+            result = self._host.together(lambda: getattr(counter, method)(*args, **kwargs))
+            return [result] * len(brought)
+
+        return self._replica.synchronize(name, combine, (args, kwargs))
+
+
+_ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+
+
+def make_ready(steppers: Iterable[object], device: Device) -> None:
+    """Lets scalers make the tensor of their scale before the replicas run."""
+    # A scaler makes it when it sees its first loss. In a run, several replicas would make it at the same time.
+    for counter in steppers:
+        if isinstance(counter, torch.amp.GradScaler) and counter not in _ready:
+            counter.scale(torch.zeros((), device=memory_device(device)))
+            _ready.add(counter)
+
+
+def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
+    """Refuses steps that hold a bound method of a scheduler, a scaler or an optimizer.
+
+    Such a method is bound to the user's own object, so the step would pass by the object that acts for all replicas.
+
+    Raises:
+        RuntimeError: Naming it.
+    """
+    for name, thing in named:
+        if isinstance(thing, types.MethodType):
+            kind = type(thing.__self__).__name__
+            raise RuntimeError(
+                f"The step holds {kind}.{name}, a method that was taken from its object before the run: each replica "
+                f"would call it, and it acts once for all of them. Name the object in the step, and call its {name} "
+                "there; or call it after the run."
+            )
+
+
+def _refuse_different(name: str, brought: Sequence[_Given]) -> None:
+    """Refuses different arguments from the replicas for a method that runs once for all of them.
+
+    Raises:
+        ValueError: Naming what they call.
+    """
+    args, kwargs = brought[0]
+    for other, by_name in brought[1:]:
+        alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
+        pairs = [*zip(args, other, strict=False), *((value, by_name.get(key)) for key, value in kwargs.items())]
+        if not alike or not all(_is_same(*pair) for pair in pairs):
+            raise ValueError(
+                f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
+                "get_replica_context().all_reduce(...) makes one value of all."
+            )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and torch.equal(value, other.to(value.device))
+    return value is other or (isinstance(value, (int, float, str)) and value == other)
 
 
 # A compiler that traced these would trace the locks and threads of a synchronization point.

@@ -1,11 +1,14 @@
-"""Strategy, as version 1 has it."""
+"""The strategies, as version 1 has them, and how losses are reduced."""
 
 from __future__ import annotations
+
+from typing import final
 
 from torch.utils.data import Dataset
 
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Tree
+from torchstrategy._strategy.strategies import CentralStorageBase, MirroredBase, OneDeviceBase
 from torchstrategy._strategy.strategy_base import StrategyBase
 
 
@@ -51,3 +54,71 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
         """
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
+
+
+@final
+class OneDeviceStrategy(OneDeviceBase, Strategy):
+    """What `torchstrategy.OneDeviceStrategy` is, with the methods of version 1.
+
+    Args:
+        device: As there.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
+        >>> strategy.run(lambda: torchstrategy.get_strategy() is strategy)
+        True
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy
+    """
+
+
+@final
+class CentralStorageStrategy(CentralStorageBase, Strategy):
+    """What `torchstrategy.CentralStorageStrategy` is, with the methods of version 1.
+
+    Args:
+        compute_devices: As there.
+        parameter_device: As there.
+        gradient_reduction: As there.
+        buffer_aggregation: As there.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
+        >>> strategy.reduce("sum", strategy.experimental_run(lambda: torch.ones(1) * 2))
+        tensor([4.])
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/experimental/CentralStorageStrategy
+    """
+
+
+@final
+class MirroredStrategy(MirroredBase, Strategy):
+    """What `torchstrategy.MirroredStrategy` is, with the methods of version 1.
+
+    Args:
+        devices: As there.
+        cross_device_ops: As there.
+        gradient_reduction: As there.
+        buffer_aggregation: As there.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.MirroredStrategy(["cpu", "cpu"])
+        >>> strategy.reduce("sum", strategy.experimental_run(lambda: torch.ones(1) * 2))
+        tensor([4.])
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/MirroredStrategy
+    """
+
+
+def get_loss_reduction() -> ReduceOp:
+    """`ReduceOp.SUM`, as outside of Estimator: the optimizer need not divide by the number of replicas.
+
+    How the gradients of a run become one, `RunOptions(gradient_reduction=...)` says.
+
+    Example:
+        >>> torchstrategy.compat.v1.get_loss_reduction()
+        <ReduceOp.SUM: 'SUM'>
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/get_loss_reduction
+    """
+    return ReduceOp.SUM

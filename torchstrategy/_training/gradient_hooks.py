@@ -1,0 +1,149 @@
+"""Hooks on the gradients of parameters: the user's see the sum of all replicas once, and ours deliver late gradients.
+
+A replica's parameters have none of the user's hooks. Hooks of ours count how often backward adds to them. So when
+gradients are reduced, the user's hooks see a gradient that backward made, and none that a step assigned.
+
+A gradient is late if a backward makes it between two runs, through results of a run. It goes on to the user's parameter
+at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from torchstrategy._communication.transfer import added
+from torchstrategy._core.torch_internals import (
+    has_gradient_hooks,
+    on_computed,
+    on_gradient,
+    raw_grad,
+    set_raw_grad,
+    take_raw_grads,
+    will_be_reached,
+)
+from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter
+
+Owner = Callable[[], torch.Tensor | None]
+"""Returns one of the user's parameters; None if nobody has it any more."""
+
+
+def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None:
+    """From here on, counts how often backward adds to the gradient of one parameter, in each replica."""
+    for of_replica in of_replicas:
+        parameter = of_replica.parameters[index] if index < len(of_replica.parameters) else None
+        # These hooks stay as long as the parameter. `counts` remembers them: a later run does not add them again.
+        if parameter is not None and parameter.requires_grad and not parameter.counts:
+            parameter.counts = True
+            on_computed(parameter, functools.partial(_computed, parameter.run, index))
+            on_gradient(parameter, _counted)
+
+
+def seen_by_hooks(
+    of_replicas: Sequence[ReplicaGradients], owners: Sequence[torch.Tensor], names: Sequence[str]
+) -> set[int]:
+    """The positions of the user's parameters whose hooks are to see what backward has added.
+
+    No hook sees a gradient that a step assigned itself.
+
+    Raises:
+        RuntimeError: If a hook would see something else than in plain PyTorch; the parameter is named.
+    """
+    seen: set[int] = set()
+    for of_replica in of_replicas:
+        for index, times in of_replica.added.items():
+            if not has_gradient_hooks(owners[index]):
+                continue
+            if times > 1:
+                raise RuntimeError(
+                    f"{names[index]} has a gradient hook, and the step ran backward {times} times before "
+                    "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
+                    "or run one backward in each strategy.run."
+                )
+            seen.add(index)
+        for index, times in of_replica.computed.items():
+            # `torch.autograd.grad` computes a gradient of a parameter and adds it to no slot.
+            if times > of_replica.added[index] and owners[index]._backward_hooks:
+                raise RuntimeError(
+                    f"{names[index]} has a gradient hook, and the step differentiated by torch.autograd.grad: "
+                    "in plain PyTorch the hook sees, and may change, that gradient of the whole batch, and a "
+                    "replica has that of its own rows. Remove the hook, or call backward() and use .grad."
+                )
+        of_replica.added.clear()
+        of_replica.computed.clear()
+    return seen
+
+
+def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+    if run.gradients is not None:
+        run.gradients.computed[index] += 1
+
+
+def _counted(parameter: torch.Tensor) -> None:
+    assert isinstance(parameter, ReplicaParameter)
+    if parameter.run.gradients is not None:
+        parameter.run.gradients.added[parameter.position] += 1
+
+
+def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaParameter]]) -> None:
+    """From here on, the gradients of a backward between runs go on from the replicas' parameters to the user's at once.
+
+    Args:
+        owners: The user's parameters.
+        parameters: For each replica its own parameters, in the order of the user's.
+    """
+    for owner, of_all_replicas in zip(owners, zip(*parameters, strict=True), strict=False):
+        late = [parameter for parameter in of_all_replicas if parameter.requires_grad and not parameter.delivers]
+        if late:
+            delivery = _Delivery(owner, late)
+            for parameter in late:
+                parameter.delivers = True
+                on_gradient(parameter, delivery.arrived)
+
+
+# Autograd runs the backward of each accelerator on a thread of its own, so several gradients may come at once.
+_delivering = threading.RLock()
+
+
+@final
+class _Delivery:
+    """Delivers the gradients of all replicas' copies of one parameter to the user's own parameter.
+
+    The hooks of the copies refer to this object, and it refers to the copies weakly: a cycle would keep their memory.
+    """
+
+    def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[ReplicaParameter]) -> None:
+        self._owner = owner
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Adds the gradients to the user's as they are: the loss of this backward already combines the replicas."""
+        assert isinstance(parameter, ReplicaParameter)
+        # During a run gradients stay local: see Note [The states of a gradient].
+        if parameter.run.gradients is not None:
+            return
+        with _delivering:
+            owner, parameters = self._owner(), [parameter]
+            if owner is not None and has_gradient_hooks(owner):
+                # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
+                # backward has reached the last of the copies.
+                parameters = [known for reference in self._parameters if (known := reference()) is not None]
+                if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
+                    return
+            gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
+            if owner is not None:
+                _deliver(owner, gradients)
+
+
+def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+    gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+    before = raw_grad(owner)
+    if has_gradient_hooks(owner):
+        torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
+    else:
+        set_raw_grad(owner, gradient if before is None else before + gradient)
