@@ -43,7 +43,6 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("cluster_resolver",): [
         {"_cluster_spec"},
         {"_cluster_resolver"},
-        {"_simple", "_tf_config", "_union"},
     ],
     ("compat",): [{"v1"}],
     ("compat", "v1"): [
