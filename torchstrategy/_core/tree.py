@@ -114,12 +114,12 @@ def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool], leaves: list[Tree]) ->
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
         leaves.append(tree)
-        return _LEAF
+        return LEAF
     children, context = torch_internals.kinds_of_nodes[kind].flatten_fn(tree)
     return TreeSpec(kind, context, [_flatten(child, is_leaf, leaves) for child in children])
 
 
-_LEAF = torch_internals.tree_flatten(None)[1]
+LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is one leaf
 
 
 def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:

@@ -12,14 +12,11 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.device_transfer import Route
 from torchstrategy._input.iterator import DistributedIterator
 from torchstrategy._input.loader_states import State
-from torchstrategy._input.on_demand import OnDemand
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.prefetcher import Prefetcher
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.reading import OnDemand, Prefetcher, nothing
 from torchstrategy._input.source import Source, is_map_style
 from torchstrategy._input.splitting import in_equal_parts, in_proportion
 from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
-
-DatasetFn = Callable[[InputContext], Any]
 
 
 @final
@@ -56,7 +53,7 @@ class DistributedDataset:
         # last epoch over the loader is ended first.
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
-            _endings.pop(loader, _nothing)()
+            _endings.pop(loader, nothing)()
         steps = Steps(self._splitter, [source.begin() for source in sources], is_ahead=self._is_ahead)
         reading = Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
@@ -220,10 +217,6 @@ def distributed_from_function(
     return DistributedDataset(splitter, _routes(devices, options), options)
 
 
-def _nothing() -> None:
-    """Takes the place of the function that ends an epoch, where there is no epoch to end."""
-
-
 def _source(dataset: Any, what: str) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
@@ -234,8 +227,7 @@ def _source(dataset: Any, what: str) -> Source:
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
-    is_only = len(devices) == 1
-    return [Route(device if options.experimental_fetch_to_device else None, is_only=is_only) for device in devices]
+    return [Route(device if options.experimental_fetch_to_device else None) for device in devices]
 
 
 def _checked(state_dict: Any) -> list[State]:

@@ -17,7 +17,7 @@ from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input.batch_types import (
     has_rows,
@@ -40,25 +40,10 @@ class Parts(list[Tree]):
 
 
 @final
-class Whole(NamedTuple):
-    """An element of a dataset for a strategy of one replica. It is not split, and need not have rows."""
-
-    element: Tree
-
-    def parts(self) -> list[list[Tree]]:
-        """The parts for each replica: the only replica gets the whole element as one part."""
-        return [[self.element]]
-
-    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
-        """The element on the replica's device."""
-        return arrived[0][0]
-
-
-@final
 class SplitBatch(NamedTuple):
-    """An element of a dataset that was split among the replicas."""
+    """An element of a dataset that was split among the replicas. A strategy of one replica gets it whole."""
 
-    leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas
+    leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
     spec: TreeSpec
     rows: tuple[int, ...]  # how many rows each replica got
 
@@ -69,9 +54,16 @@ class SplitBatch(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
+        if len(self.rows) == 1:
+            return arrived[0][0]
         columns = zip(*arrived, strict=True)
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
         return unflatten_like(leaves, self.spec)
+
+
+def whole(element: Tree) -> SplitBatch:
+    """An element for a strategy of one replica. It need not have rows."""
+    return SplitBatch([Parts([element])], LEAF, (1,))
 
 
 def in_equal_parts(replicas: int) -> Sizes:

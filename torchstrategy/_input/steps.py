@@ -1,9 +1,10 @@
-"""What is read for each step, and what each replica gets of it."""
+"""What is read for each step, what each replica gets of it, and the shapes and dtypes of that."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -12,10 +13,72 @@ from torchstrategy._core.distributed_values import ABSENT, Unmade
 from torchstrategy._core.tree import map_leaves, unflatten_like
 from torchstrategy._core.types import Tree
 from torchstrategy._core.warnings import warn
-from torchstrategy._input.batch_types import is_leaf, lists_as_rows
+from torchstrategy._input.batch_types import applied, has_rows, is_leaf, lists_as_rows
 from torchstrategy._input.source import Epoch, Position, Source
-from torchstrategy._input.spec import PerReplicaSpec, TensorSpec, spec_of
-from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, Whole, joined, split
+from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, joined, split, whole
+
+
+@final
+@dataclass(frozen=True)
+class TensorSpec:
+    """The shape and dtype of a tensor.
+
+    Args:
+        shape: The sizes of the dimensions; None for a size that is not known beforehand.
+        dtype: The dtype of the elements.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> loader = torch.utils.data.DataLoader(torch.ones(5, 3), batch_size=2)
+        >>> strategy.experimental_distribute_dataset(loader).element_spec
+        TensorSpec(shape=(None, 3), dtype=torch.float32)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/TensorSpec
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+
+@final
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """The spec of a per-replica value: what each replica gets.
+
+    Args:
+        value_specs: For each replica, a `TensorSpec`; if the value is no tensor, its type.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4, drop_last=True)
+        >>> spec = strategy.experimental_distribute_dataset(loader).element_spec
+        >>> spec.value_specs[1]
+        TensorSpec(shape=(2, 3), dtype=torch.float32)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset#element_spec
+    """
+
+    value_specs: tuple[TensorSpec | type, ...]
+
+
+def spec_of(value: Any, rows: int | None, *, is_batched: bool) -> TensorSpec | type:
+    """The spec of the values of one leaf for one replica.
+
+    Args:
+        value: One such value.
+        rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
+        is_batched: Whether the first dimension of a tensor is that of its rows.
+    """
+    tensor = applied(value, lambda tensor: tensor)
+    if not isinstance(tensor, torch.Tensor):
+        return type(value)
+    shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+    if is_batched and has_rows(value):
+        shape[0] = rows
+    return TensorSpec(tuple(shape), tensor.dtype)
 
 
 class ResumePoint(NamedTuple):
@@ -53,18 +116,18 @@ class Splitter(ABC):
                 self._spec = self._spec_of(self.split_batch(self.first()))
         return self._spec
 
-    def split_batch(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
+    def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if self._lists_are_rows and self.replicas > 1:
             elements = [element if element is ABSENT else lists_as_rows(element) for element in elements]
         return self.split(elements)
 
-    def saw(self, split_batch: SplitBatch | Whole) -> None:
+    def saw(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element that was read, if it will not be possible to look at one later."""
         if self._has_to_be_seen and self._spec is None:
             self._spec = self._spec_of(split_batch)
 
-    def _spec_of(self, split_batch: SplitBatch | Whole) -> Tree:
+    def _spec_of(self, split_batch: SplitBatch) -> Tree:
         rows, is_batched = self.rows(), self.sources[0].is_batched
 
         def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
@@ -77,8 +140,8 @@ class Splitter(ABC):
             parts = [shown if type(piece) is Unmade else piece for piece in leaf]
             return PerReplicaSpec(tuple(map(spec, parts, rows)))
 
-        if isinstance(split_batch, Whole):
-            return map_leaves(spec, split_batch.element, is_leaf)
+        if self.replicas == 1:
+            return map_leaves(spec, split_batch.leaves[0][0], is_leaf)
         return unflatten_like([specs(leaf) for leaf in split_batch.leaves], split_batch.spec)
 
     @abstractmethod
@@ -98,7 +161,7 @@ class Splitter(ABC):
         """Reads the elements of one step into a list. After an error, the list keeps those that were read before."""
 
     @abstractmethod
-    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas."""
 
 
@@ -138,10 +201,10 @@ class SplitSteps(Splitter):
     def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
         elements.append(next(passes[0]))
 
-    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,) = elements
         if self.replicas == 1:
-            return Whole(element)
+            return whole(element)
         if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
             self._lists_are_rows = False  # the default; it is set so that the warning comes only once
             warn(
@@ -191,8 +254,8 @@ class OneForEach(Splitter):
             elements.clear()
             raise StopIteration
 
-    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
-        return Whole(elements[0]) if self.replicas == 1 else joined(elements)
+    def split(self, elements: Sequence[Tree]) -> SplitBatch:
+        return whole(elements[0]) if self.replicas == 1 else joined(elements)
 
 
 @final
@@ -216,10 +279,10 @@ class Steps:
         for mark in self._marks():
             mark.reach()
 
-    def __iter__(self) -> Iterator[tuple[SplitBatch | Whole, list[ResumePoint]]]:
+    def __iter__(self) -> Iterator[tuple[SplitBatch, list[ResumePoint]]]:
         return self
 
-    def __next__(self) -> tuple[SplitBatch | Whole, list[ResumePoint]]:
+    def __next__(self) -> tuple[SplitBatch, list[ResumePoint]]:
         with self._splitter.sources[0].reading():
             self._splitter.read(self._passes, self._elements)
             elements, self._elements = self._elements, []

@@ -34,8 +34,8 @@ from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica
 from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas
-from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
-from torchstrategy._input.options import InputOptions
+from torchstrategy._input.dataset import distributed, distributed_from_function
+from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import InPlaceStorage, RunState
 from torchstrategy._strategy.one_machine import (

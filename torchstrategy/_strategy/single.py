@@ -19,8 +19,8 @@ from torchstrategy._core.distributed_values import (
 )
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.types import Device, ReplicaFn, Tree
-from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.dataset import distributed, distributed_from_function
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.storage import Storage, is_nobodys
 from torchstrategy._strategy.one_machine import (
     OneMachineExtended,

@@ -26,9 +26,8 @@ from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, Tree
 from torchstrategy._input.arrays import ArrayDataset
-from torchstrategy._input.dataset import DatasetFn
-from torchstrategy._input.input_iterator import next_of
-from torchstrategy._input.options import InputOptions
+from torchstrategy._input.iterator import next_of
+from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._strategy.multi_step_context import MultiStepContext
 from torchstrategy._variables.of_extended import VariablesOfExtended
 

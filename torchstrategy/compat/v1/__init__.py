@@ -12,7 +12,7 @@ from torchstrategy._communication.cross_device_ops.cross_device_ops import Cross
 from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from torchstrategy._core.context import has_strategy, in_cross_replica_context
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._input.input_iterator import InputIterator
+from torchstrategy._input.iterator import InputIterator
 from torchstrategy._input.options import InputContext, InputReplicationMode
 from torchstrategy._strategy.current import experimental_set_strategy, get_replica_context, get_strategy
 from torchstrategy._strategy.replica_context import ReplicaContext
