@@ -54,6 +54,7 @@ from torchstrategy._core.context import (
     set_default,
 )
 from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._core.options import (
     ReduceOp,
     RunOptions,
@@ -61,7 +62,6 @@ from torchstrategy._core.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._data_parallel.data_parallel import DataParallel
 from torchstrategy._execution.replica_group import ALONE
 from torchstrategy._input.batch_types import register_batch_type

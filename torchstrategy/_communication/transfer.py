@@ -17,7 +17,16 @@ from torch.cuda import nccl
 from torch.nn.parallel import comm
 
 from torchstrategy._core.devices import is_accelerator, memory_device
-from torchstrategy._core.torch_internals import HAS_NCCL, are_dense, foreach_add, foreach_add_, foreach_copy_
+from torchstrategy._core.torch_internals import (
+    HAS_NCCL,
+    are_alone_in_memory,
+    are_dense,
+    foreach_add,
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul,
+    foreach_mul_,
+)
 from torchstrategy._core.types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
@@ -220,3 +229,47 @@ def _have_primitives(devices: Sequence[Device]) -> bool:
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
+    """Whether two gradients have the same numbers, layout, shape and dtype."""
+    if second is None or first.layout != second.layout or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.layout is torch.sparse_coo:
+        one, other = first.coalesce(), second.coalesce()
+        return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+    return torch.equal(first, second)
+
+
+def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The sum of tensors, each multiplied by its weight, as a new tensor."""
+    total = tensors[0] * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total = total + tensor * weight
+    return total
+
+
+def accumulate(
+    total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float, are_ours: bool = False
+) -> None:
+    """`total += weight * gradients`, parameter by parameter, in fused loops.
+
+    If `are_ours`, the library owns the gradients: they may be written, and become the total themselves. Gradients of
+    others are not written.
+    """
+    fresh = [index for index in gradients if index not in total]
+    known = [index for index in gradients if index in total] if total else []
+    if not are_dense((*gradients.values(), *total.values())):
+        for index in known:
+            total[index] = total[index] + gradients[index] * weight
+        total.update((index, gradients[index] * weight) for index in fresh)
+        return
+    if known:
+        foreach_add_([total[index] for index in known], [gradients[index] for index in known], alpha=weight)
+    if fresh:
+        new = [gradients[index] for index in fresh]
+        if are_ours and are_alone_in_memory(new):  # backward may give one gradient to two parameters
+            foreach_mul_(new, weight)
+        else:
+            new = list(foreach_mul(new, weight))
+        total.update(zip(fresh, new, strict=True))

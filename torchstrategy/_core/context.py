@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
+from torchstrategy._core.types import ReplicaContextLike, StrategyLike
 
 _NOTHING: Mapping[int, object] = {}
 

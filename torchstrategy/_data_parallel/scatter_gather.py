@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from torchstrategy._communication.operands import check_gatherable
+from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica

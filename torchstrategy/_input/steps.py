@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._core.distributed_values import ABSENT, Unmade
+from torchstrategy._core.errors import warn
 from torchstrategy._core.tree import map_leaves, unflatten_like
 from torchstrategy._core.types import Tree
-from torchstrategy._core.warnings import warn
 from torchstrategy._input.batch_types import applied, has_rows, is_leaf, lists_as_rows
 from torchstrategy._input.source import Epoch, Position, Source
 from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, joined, split, whole

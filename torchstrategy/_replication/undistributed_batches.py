@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.errors import UndistributedBatchWarning, warn
 from torchstrategy._core.structured_types import is_record, parts_of
 from torchstrategy._core.torch_internals import raw_grads, version, versions
 from torchstrategy._core.tree import tree_flatten
-from torchstrategy._core.warnings import UndistributedBatchWarning, warn
 from torchstrategy._variables.variable import is_variable
 
 

@@ -7,8 +7,7 @@ from typing import final
 
 from torchstrategy._core.context import current_replica_context, current_strategy
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.protocols import StrategyLike
-from torchstrategy._core.types import Tree
+from torchstrategy._core.types import StrategyLike, Tree
 
 
 @final

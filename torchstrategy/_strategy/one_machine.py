@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._communication.cross_device_ops.destinations import devices_of
-from torchstrategy._communication.operands import check_gatherable
+from torchstrategy._communication.cross_device_ops.cross_device_ops import devices_of
 from torchstrategy._communication.options import CommunicationOptions, check_usable
+from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import frames_of_this_thread
 from torchstrategy._core.devices import in_use, needs_device_context
@@ -26,9 +26,8 @@ from torchstrategy._core.distributed_values import (
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import map_leaves, tree_flatten, unflatten_like
-from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.replica_context import LoneFrame

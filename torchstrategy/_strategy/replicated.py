@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
 from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
-from torchstrategy._communication.operands import as_axis, as_tensor
 from torchstrategy._communication.options import CommunicationOptions
-from torchstrategy._communication.reductions import combined_along, gathered
+from torchstrategy._communication.reductions import as_axis, as_tensor, combined_along, gathered
 from torchstrategy._core.context import Frame
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
@@ -27,10 +26,9 @@ from torchstrategy._core.distributed_values import (
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
-from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.replica import Replica
 from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any, Generic, TypeVar, final
 
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
-from torchstrategy._core.protocols import StrategyLike
+from torchstrategy._core.types import StrategyLike
 
 S = TypeVar("S", bound="StrategyLike")
 

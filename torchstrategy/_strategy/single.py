@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._communication.operands import as_tensor
-from torchstrategy._communication.reductions import combined_along
+from torchstrategy._communication.reductions import as_tensor, combined_along
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import (
     DistributedValues,

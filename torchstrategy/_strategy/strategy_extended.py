@@ -22,9 +22,8 @@ from torchstrategy._core.context import require_cross_replica
 from torchstrategy._core.devices import canonical_device, in_use
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import map_leaves
-from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, Tree
+from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.iterator import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions

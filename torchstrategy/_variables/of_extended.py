@@ -13,9 +13,8 @@ from torch import nn
 from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica, regroup, select
 from torchstrategy._core.errors import an
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.tree import tree_flatten, unflatten_like, zip_leaves
-from torchstrategy._core.types import Device, Tree
+from torchstrategy._core.types import Device, StrategyLike, Tree
 from torchstrategy._variables.kinds import Component, DistributedVariable, make_on
 from torchstrategy._variables.variable import Variable, Wanted, is_variable
 

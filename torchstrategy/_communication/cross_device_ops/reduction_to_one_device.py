@@ -8,10 +8,15 @@ from typing import final
 import torch
 
 from torchstrategy._communication.buckets import in_buckets
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.cross_device_ops.destinations import Destinations, as_meant, copied_to, devices_of
-from torchstrategy._communication.operands import check_addable
+from torchstrategy._communication.cross_device_ops.cross_device_ops import (
+    CrossDeviceOps,
+    Destinations,
+    as_meant,
+    copied_to,
+    devices_of,
+)
 from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.reductions import check_addable
 from torchstrategy._communication.transfer import added, sums
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import DistributedValues
