@@ -56,12 +56,6 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
         {"_same_as_plain"},
     ],
-    ("_communication", "cross_device_ops"): [
-        {"destinations"},
-        {"cross_device_ops"},
-        {"reduction_to_one_device"},
-        {"all_reduce"},
-    ],
     ("testing", "_simulation"): [
         {"torch_internals"},
         {"facades", "ordinals", "pending", "recorder"},  # which devices there are, and what happens on them

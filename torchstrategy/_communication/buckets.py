@@ -7,7 +7,9 @@ dtype and on the same devices share buckets; a sparse or empty tensor is sent as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import accumulate, islice
 from typing import NamedTuple, final
 
 import torch
@@ -15,72 +17,69 @@ import torch
 Column = Sequence[torch.Tensor]
 
 
-class _Piece(NamedTuple):
-    """A part of a flattened column."""
+class _Group(NamedTuple):
+    """Columns, by position, that are flattened and put one after the other, and the sizes of the buckets of them."""
 
-    column: int
-    start: int
-    stop: int
+    columns: list[int]
+    sizes: list[int]
+
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether the only bucket is exactly one column."""
+        return len(self.columns) == len(self.sizes) == 1
 
 
 @final
 class Bucketing:
-    """Which part of which column is in which bucket.
+    """Which columns are in which buckets.
 
     Args:
         columns: The columns that are sent.
-        packs: The parts of columns that each bucket has. Every element of every column is in one of them, in order.
+        limit: How many bytes are put one after the other at most; a larger column is alone.
+        count: How many buckets of equal size these are cut into; the last one also has the rest.
     """
 
-    def __init__(self, columns: Sequence[Column], packs: Sequence[Sequence[_Piece]]) -> None:
+    def __init__(self, columns: Sequence[Column], limit: float, count: int) -> None:
         self._columns = columns
-        self._packs = packs
+        kinds = [_kind(column) or index for index, column in enumerate(columns)]
+        together = grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
+        self._groups = [_Group(indices, self._sizes(indices, count)) for indices in together]
 
     @classmethod
     def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
         """`count` buckets of equal size for each kind of column; the last one also has the rest. 0: one per column."""
-        packs: list[list[_Piece]] = []
-        for kind in _kinds(columns):
-            is_cut = count and _is_packable(columns[kind[0]])
-            packs += _cut(columns, kind, count) if is_cut else _filled(columns, kind, 0)
-        return cls(columns, packs)
+        return cls(columns, math.inf, count) if count else cls.by_size(columns, 0)
 
     @classmethod
     def by_size(cls, columns: Sequence[Column], limit: int) -> Bucketing:
         """Buckets of whole columns, of `limit` bytes at most; a larger column has its own. 0: one for each column."""
-        return cls(columns, [pack for kind in _kinds(columns) for pack in _filled(columns, kind, limit)])
+        return cls(columns, limit, 1)
 
     def packed(self) -> list[list[torch.Tensor]]:
         """For each bucket, a tensor for each replica. A column that has a bucket of its own is not copied."""
-        return [
-            [self._joined(pieces, replica) for replica in range(len(self._columns[pieces[0].column]))]
-            for pieces in self._packs
-        ]
+        packs: list[list[torch.Tensor]] = []
+        for group in self._groups:
+            by_replica = zip(*(self._columns[index] for index in group.columns), strict=True)
+            packs += map(list, zip(*(_cut(tensors, group) for tensors in by_replica), strict=True))
+        return packs
 
     def unpacked(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A tensor for each column, made of a tensor for each bucket. No two of them share memory."""
-        whole: dict[int, torch.Tensor] = {}
-        parts: dict[int, list[torch.Tensor]] = {}
-        for pieces, pack in zip(self._packs, packs, strict=True):
-            if self._is_whole(pieces):
-                whole[pieces[0].column] = pack
-                continue
-            for piece, part in zip(pieces, pack.split([p.stop - p.start for p in pieces]), strict=True):
-                parts.setdefault(piece.column, []).append(part)
-        return [
-            whole[index] if index in whole else torch.cat(parts[index]).view(column[0].shape)
-            for index, column in enumerate(self._columns)
-        ]
+        found: dict[int, torch.Tensor] = {}
+        rest = iter(packs)
+        for group in self._groups:
+            arrived = list(islice(rest, len(group.sizes)))
+            ends = accumulate(self._columns[index][0].numel() for index in group.columns)
+            for index, end in zip(group.columns, ends, strict=True):
+                shape = self._columns[index][0].shape
+                found[index] = arrived[0] if group.is_one_tensor else _part(arrived, end, shape)
+        return [found[index] for index in range(len(self._columns))]
 
-    def _joined(self, pieces: Sequence[_Piece], replica: int) -> torch.Tensor:
-        if self._is_whole(pieces):
-            return self._columns[pieces[0].column][replica]
-        parts = [self._columns[p.column][replica].reshape(-1)[p.start : p.stop] for p in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _is_whole(self, pieces: Sequence[_Piece]) -> bool:
-        """Whether a bucket is exactly one column."""
-        return len(pieces) == 1 and pieces[0] == _whole(self._columns, pieces[0].column)
+    def _sizes(self, indices: Sequence[int], count: int) -> list[int]:
+        """The sizes of the buckets of columns that are put one after the other: one if they are too small to cut."""
+        total = sum(self._columns[index][0].numel() for index in indices)
+        size = total // count if _kind(self._columns[indices[0]]) else 0
+        return [*[size] * (count - 1), total - size * (count - 1)] if size else [total]
 
 
 def in_buckets(
@@ -96,48 +95,37 @@ def in_buckets(
     return packing.unpacked([combine(pack) for pack in packing.packed()])
 
 
-def _kinds(columns: Sequence[Column]) -> list[list[int]]:
-    """The columns that can share buckets, by position."""
-    kinds: dict[Hashable, list[int]] = {}
-    for index, column in enumerate(columns):
-        key = (column[0].dtype, tuple(t.device for t in column)) if _is_packable(column) else index
-        kinds.setdefault(key, []).append(index)
-    return list(kinds.values())
+def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
+    """Which of several things go together, by position: those of one kind, up to a total size."""
+    groups: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, float] = {}
+    for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        if room.get(kind, -1) < size:
+            groups.append([])
+            filling[kind], room[kind] = groups[-1], limit
+        filling[kind].append(index)
+        room[kind] -= size
+    return groups
 
 
-def _is_packable(column: Column) -> bool:
-    return all(tensor.layout is torch.strided for tensor in column) and column[0].numel() > 0
+def _kind(column: Column) -> Hashable:
+    """What columns that share buckets have in common; None for a column that is sent as it is."""
+    if not column[0].numel() or any(tensor.layout is not torch.strided for tensor in column):
+        return None
+    return column[0].dtype, tuple(tensor.device for tensor in column)
 
 
-def _whole(columns: Sequence[Column], index: int) -> _Piece:
-    return _Piece(index, 0, columns[index][0].numel())
+def _cut(tensors: Sequence[torch.Tensor], group: _Group) -> Sequence[torch.Tensor]:
+    """The buckets of one replica."""
+    if group.is_one_tensor:
+        return tensors
+    return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split_with_sizes(group.sizes))
 
 
-def _filled(columns: Sequence[Column], kind: Sequence[int], limit: int) -> list[list[_Piece]]:
-    packs: list[list[_Piece]] = []
-    room = -1
-    for index in kind:
-        size = columns[index][0].numel() * columns[index][0].element_size()
-        if room < size:
-            packs.append([])
-            room = limit
-        packs[-1].append(_whole(columns, index))
-        room -= size
-    return packs
-
-
-def _cut(columns: Sequence[Column], kind: Sequence[int], count: int) -> list[list[_Piece]]:
-    sizes = [columns[index][0].numel() for index in kind]
-    size = sum(sizes) // count  # of a bucket; if there are fewer elements than buckets, they are one bucket
-    ends = [*(size * k for k in range(1, count) if size), sum(sizes)]
-    packs: list[list[_Piece]] = [[] for _ in ends]
-    done = pack = 0
-    for index, numel in zip(kind, sizes, strict=True):
-        start = 0
-        while start < numel:
-            stop = min(numel, ends[pack] - done)
-            packs[pack].append(_Piece(index, start, stop))
-            pack += stop == ends[pack] - done
-            start = stop
-        done += numel
-    return packs
+def _part(packs: Sequence[torch.Tensor], end: int, shape: torch.Size) -> torch.Tensor:
+    """A copy of the last elements before `end`, of flat tensors that are put one after the other, in a shape."""
+    start = end - shape.numel()
+    ends = list(accumulate(map(len, packs)))
+    around = [(pack, done - len(pack)) for pack, done in zip(packs, ends, strict=True) if done > start]
+    return torch.cat([pack[max(start - begun, 0) : end - begun] for pack, begun in around if begun < end]).view(shape)

@@ -1,4 +1,4 @@
-"""The arithmetic of `Strategy.reduce` and `Strategy.gather`, which make one value of per-replica values."""
+"""The arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values can be added up or put together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
 
 The primitives of `torch.nn.parallel` move many tensors in few transfers, but only between CUDA devices that are all
-different. For all other devices, the CPU included, plain copies do the same.
+different. For all other devices, the CPU included, plain copies do the same. Gradients are weighted on one device.
 """
 
 from __future__ import annotations
@@ -16,17 +16,9 @@ import torch
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
+from torchstrategy._communication.buckets import grouped
+from torchstrategy._core import torch_internals
 from torchstrategy._core.devices import is_accelerator, memory_device
-from torchstrategy._core.torch_internals import (
-    HAS_NCCL,
-    are_alone_in_memory,
-    are_dense,
-    foreach_add,
-    foreach_add_,
-    foreach_copy_,
-    foreach_mul,
-    foreach_mul_,
-)
 from torchstrategy._core.types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
@@ -68,17 +60,17 @@ def write(writes: Sequence[Write]) -> None:
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
-            foreach_copy_(targets, sources)
+            torch_internals.foreach_copy_(targets, sources)
             continue
         groups = _groups(sources)
         alone = [index for group in groups if len(group) == 1 for index in group]
         together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
             if alone:  # a large tensor is copied without a temporary tensor on the target device
-                foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
+                torch_internals.foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
             if together:
                 arrived = brought([sources[index] for index in together], device)
-                foreach_copy_([targets[index] for index in together], arrived)
+                torch_internals.foreach_copy_([targets[index] for index in together], arrived)
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
@@ -135,9 +127,9 @@ def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torc
     if not _are_fusible(columns, rows):
         return [added(column, device) for column in columns]
     first, second, *others = (brought(row, memory_device(device)) for row in rows)
-    totals = foreach_add(first, second)
+    totals = torch_internals.foreach_add(first, second)
     for row in others:
-        foreach_add_(totals, row)
+        torch_internals.foreach_add_(totals, row)
     return list(totals)
 
 
@@ -152,7 +144,7 @@ def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Seque
     devices = [{tensor.device for tensor in row} for row in rows]
     if any(len(several) > 1 for several in devices) or _have_primitives([device for (device,) in devices]):
         return False
-    return all(are_dense(row) and not _any_requires_grad(row) for row in rows)
+    return all(torch_internals.are_dense(row) and not _any_requires_grad(row) for row in rows)
 
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
@@ -161,7 +153,7 @@ def why_not_nccl(devices: Sequence[Device]) -> str | None:
         return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
     if len(set(devices)) < len(devices):
         return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
-    return None if HAS_NCCL else "this build of torch has no NCCL"
+    return None if torch_internals.HAS_NCCL else "this build of torch has no NCCL"
 
 
 def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -183,21 +175,12 @@ def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
-    groups: list[list[int]] = []
-    filling: dict[tuple[Device, torch.dtype], list[int]] = {}
-    room: dict[tuple[Device, torch.dtype], int] = {}
-    for index, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if tensor.layout is not torch.strided or size > _SMALL:
-            groups.append([index])
-            continue
-        kind = tensor.device, tensor.dtype
-        if room.get(kind, -1) < size:
-            groups.append([])
-            filling[kind], room[kind] = groups[-1], _TOGETHER
-        filling[kind].append(index)
-        room[kind] -= size
-    return groups
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    kinds = [
+        index if tensor.layout is not torch.strided or size > _SMALL else (tensor.device, tensor.dtype)
+        for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
+    ]
+    return grouped(kinds, sizes, _TOGETHER)
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
@@ -259,17 +242,18 @@ def accumulate(
     """
     fresh = [index for index in gradients if index not in total]
     known = [index for index in gradients if index in total] if total else []
-    if not are_dense((*gradients.values(), *total.values())):
+    if not torch_internals.are_dense((*gradients.values(), *total.values())):
         for index in known:
             total[index] = total[index] + gradients[index] * weight
         total.update((index, gradients[index] * weight) for index in fresh)
         return
     if known:
-        foreach_add_([total[index] for index in known], [gradients[index] for index in known], alpha=weight)
+        totals = [total[index] for index in known]
+        torch_internals.foreach_add_(totals, [gradients[index] for index in known], alpha=weight)
     if fresh:
         new = [gradients[index] for index in fresh]
-        if are_ours and are_alone_in_memory(new):  # backward may give one gradient to two parameters
-            foreach_mul_(new, weight)
+        if are_ours and torch_internals.are_alone_in_memory(new):  # backward may give one gradient to two parameters
+            torch_internals.foreach_mul_(new, weight)
         else:
-            new = list(foreach_mul(new, weight))
+            new = list(torch_internals.foreach_mul(new, weight))
         total.update(zip(fresh, new, strict=True))

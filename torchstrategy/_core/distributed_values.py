@@ -25,7 +25,6 @@ from torchstrategy._core.tree import (
     map_leaves,
     tree_flatten,
     uneven_lists,
-    unflatten_like,
     zip_leaves,
 )
 from torchstrategy._core.types import Tree
@@ -220,7 +219,7 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
     def own(leaf: Tree, r: int) -> Tree:
         return _made(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
 
-    return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
+    return tuple(spec.unflatten([own(leaf, r) for leaf in leaves]) for r in replicas)
 
 
 def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
@@ -310,7 +309,7 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
             components[r] = value
         return PerReplica(components)
 
-    return unflatten_like([leaf(column) for column in columns], spec)
+    return spec.unflatten([leaf(column) for column in columns])
 
 
 def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:

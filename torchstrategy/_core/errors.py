@@ -1,4 +1,4 @@
-"""Words for messages, and what an exception of a replica says about where it was raised.
+"""Words for messages, the warnings of a run, and what an exception says about the replica in which it was raised.
 
 The library raises Python's own kinds of exceptions, so `except ValueError` works without importing the library:
 
@@ -9,6 +9,10 @@ The library raises Python's own kinds of exceptions, so `except ValueError` work
 
 An exception that the user's code raises in a replica comes out of `Strategy.run` as the same object; `add_note` adds
 to this object in which replica it was raised.
+
+The warnings are about numbers that one device would not have. Only the user can tell whether such a difference matters.
+A run warns once of each cause, at the user's line that called `run`. Each kind of warning has a class, so that a user
+can silence it, or make it an error, without the others.
 """
 
 from __future__ import annotations

@@ -16,19 +16,8 @@ from typing import Any, final
 
 import torch
 
+from torchstrategy._core import torch_internals
 from torchstrategy._core.devices import in_use, is_accelerator
-from torchstrategy._core.torch_internals import (
-    dispatch_modes,
-    function_modes,
-    pop_dispatch_mode,
-    pop_function_mode,
-    pop_saved_tensors_hooks,
-    privateuse1_name,
-    push_dispatch_mode,
-    push_function_mode,
-    push_saved_tensors_hooks,
-    saved_tensors_hooks,
-)
 from torchstrategy._core.trace import warn_of_unseen_threads
 from torchstrategy._core.types import Device, Tree
 
@@ -58,9 +47,9 @@ class CallerState:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            saved_tensors=saved_tensors_hooks(),
-            function_modes=tuple(function_modes()),
-            dispatch_modes=tuple(dispatch_modes()),
+            saved_tensors=torch_internals.saved_tensors_hooks(),
+            function_modes=tuple(torch_internals.function_modes()),
+            dispatch_modes=tuple(torch_internals.dispatch_modes()),
             num_threads=torch.get_num_threads(),
             streams={d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)},
             variables=contextvars.copy_context(),
@@ -85,11 +74,11 @@ class CallerState:
                 torch.set_autocast_enabled(device_type, enabled)
                 torch.set_autocast_dtype(device_type, dtype)
             if self.saved_tensors is not None:
-                push_saved_tensors_hooks(*self.saved_tensors)
+                torch_internals.push_saved_tensors_hooks(*self.saved_tensors)
             for mode in self.function_modes:
-                push_function_mode(mode)
+                torch_internals.push_function_mode(mode)
             for mode in self.dispatch_modes:
-                push_dispatch_mode(mode)
+                torch_internals.push_dispatch_mode(mode)
             # Autograd would run the backward of an accelerator on a thread of its own, where no replica is entered.
             # Without multithreading, it runs on this thread, which has the replica's context.
             with (
@@ -106,13 +95,14 @@ class CallerState:
 def _take_everything_off() -> None:
     """Removes all state from a replica's thread, as it is between runs, also what the step has left behind."""
     torch.set_default_device(None)
-    left = dispatch_modes()  # keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10
+    # `left` keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10.
+    left = torch_internals.dispatch_modes()
     for _ in left:
-        pop_dispatch_mode()
-    while function_modes():
-        pop_function_mode()
-    while saved_tensors_hooks() is not None:
-        pop_saved_tensors_hooks()
+        torch_internals.pop_dispatch_mode()
+    while torch_internals.function_modes():
+        torch_internals.pop_function_mode()
+    while torch_internals.saved_tensors_hooks() is not None:
+        torch_internals.pop_saved_tensors_hooks()
     while torch.autocast_decrement_nesting() > 0:
         pass
     torch.clear_autocast_cache()
@@ -134,7 +124,7 @@ def undisturbed() -> Iterator[None]:
 
 def _usual_autocast() -> dict[str, torch.dtype]:
     """The device types that have autocast, and the default dtype of autocast on each."""
-    return _read_usual_autocast(privateuse1_name())
+    return _read_usual_autocast(torch_internals.privateuse1_name())
 
 
 @functools.cache

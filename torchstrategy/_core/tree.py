@@ -56,14 +56,9 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
         placed = list(leaves)
         for leaf, i in zip(leaves, order, strict=True):
             placed[i] = leaf
-        return unflatten_like(placed, spec)
+        return spec.unflatten(placed)
 
     return [named[i][0] for i in order], [named[i][1] for i in order], put_back
-
-
-def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
-    """The tree of the structure `spec` that holds `leaves`."""
-    return spec.unflatten(leaves)
 
 
 def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:

@@ -1,4 +1,4 @@
-"""The type aliases of the package."""
+"""The type aliases of the package, and what the lower rooms know of strategies, contexts and variables."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.errors import an
 from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
-from torchstrategy._core.tree import first_unlike, leaves_with_names, map_leaves, unflatten_like, zip_leaves
+from torchstrategy._core.tree import first_unlike, leaves_with_names, map_leaves, zip_leaves
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.splitting import in_equal_parts
 
@@ -66,7 +66,7 @@ def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = 
         raise _unlike(name, other, path) from None
     names = [f"{name}{path}" for path, _ in leaves_with_names(outputs[0])]
     united = [_united(column, dim, device, path) for column, path in zip(columns, names, strict=True)]
-    return unflatten_like(united, spec)
+    return spec.unflatten(united)
 
 
 def moved(tree: Tree, device: Device) -> Tree:

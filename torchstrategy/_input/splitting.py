@@ -17,7 +17,7 @@ from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input.batch_types import (
     has_rows,
@@ -58,7 +58,7 @@ class SplitBatch(NamedTuple):
             return arrived[0][0]
         columns = zip(*arrived, strict=True)
         leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
-        return unflatten_like(leaves, self.spec)
+        return self.spec.unflatten(leaves)
 
 
 def whole(element: Tree) -> SplitBatch:

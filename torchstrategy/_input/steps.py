@@ -11,7 +11,7 @@ import torch
 
 from torchstrategy._core.distributed_values import ABSENT, Unmade
 from torchstrategy._core.errors import warn
-from torchstrategy._core.tree import map_leaves, unflatten_like
+from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input.batch_types import applied, has_rows, is_leaf, lists_as_rows
 from torchstrategy._input.source import Epoch, Position, Source
@@ -142,7 +142,7 @@ class Splitter(ABC):
 
         if self.replicas == 1:
             return map_leaves(spec, split_batch.leaves[0][0], is_leaf)
-        return unflatten_like([specs(leaf) for leaf in split_batch.leaves], split_batch.spec)
+        return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
 
     @abstractmethod
     def __len__(self) -> int:

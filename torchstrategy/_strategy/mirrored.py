@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy._communication.cross_device_ops.all_reduce import default_for
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._communication.all_reduce import default_for
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.replicas import Replicas

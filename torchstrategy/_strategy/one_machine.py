@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._communication.cross_device_ops.cross_device_ops import devices_of
+from torchstrategy._communication.cross_device_ops import devices_of
 from torchstrategy._communication.options import CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import sent_to
@@ -26,7 +26,7 @@ from torchstrategy._core.distributed_values import (
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.tree import map_leaves, tree_flatten, unflatten_like
+from torchstrategy._core.tree import map_leaves, tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._replication.storage import Storage
@@ -54,7 +54,7 @@ class OneMachineExtended(StrategyExtended):
     ) -> list[Tree]:
         check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
         leaves, spec = tree_flatten([value for value, _ in pairs])
-        reduced = unflatten_like(self._reduce_all(op, leaves, options), spec)
+        reduced = spec.unflatten(self._reduce_all(op, leaves, options))
         return [
             map_leaves(partial(_sent, destinations=where), value)
             for value, (_, where) in zip(reduced, pairs, strict=True)

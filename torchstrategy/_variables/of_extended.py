@@ -13,7 +13,7 @@ from torch import nn
 from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica, regroup, select
 from torchstrategy._core.errors import an
-from torchstrategy._core.tree import tree_flatten, unflatten_like, zip_leaves
+from torchstrategy._core.tree import tree_flatten, zip_leaves
 from torchstrategy._core.types import Device, StrategyLike, Tree
 from torchstrategy._variables.kinds import Component, DistributedVariable, make_on
 from torchstrategy._variables.variable import Variable, Wanted, is_variable
@@ -168,4 +168,4 @@ def _updated(var: Any, fn: Callable[..., Tree], args: Sequence[Tree], kwargs: di
 
 def _side_by_side(results: Sequence[Tree]) -> Tree:
     columns, spec = zip_leaves(results)
-    return unflatten_like([tuple(column) for column in columns], spec)
+    return spec.unflatten([tuple(column) for column in columns])

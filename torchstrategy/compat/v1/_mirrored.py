@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import DeviceLike
 from torchstrategy._strategy import mirrored

@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from torchstrategy._communication.buckets import in_buckets
-from torchstrategy._communication.cross_device_ops.cross_device_ops import (
+from torchstrategy._communication.cross_device_ops import (
     CrossDeviceOps,
     Destinations,
     as_meant,

@@ -1,4 +1,4 @@
-"""The base class of all ways of reducing and broadcasting across devices."""
+"""The base class of all ways of reducing and broadcasting across devices, and where their results go."""
 
 from __future__ import annotations
 

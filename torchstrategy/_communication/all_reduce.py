@@ -10,14 +10,14 @@ from typing import final
 import torch
 
 from torchstrategy._communication.buckets import Bucketing, Column
-from torchstrategy._communication.cross_device_ops.cross_device_ops import (
+from torchstrategy._communication.cross_device_ops import (
     CrossDeviceOps,
     Destinations,
     as_meant,
     devices_of,
 )
-from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice, mean
 from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice, mean
 from torchstrategy._communication.reductions import check_addable
 from torchstrategy._communication.transfer import added, nccl_sums, why_not_nccl
 from torchstrategy._core.distributed_values import DistributedValues
