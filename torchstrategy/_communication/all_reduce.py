@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import final
@@ -10,21 +9,16 @@ from typing import final
 import torch
 
 from torchstrategy._communication.buckets import Bucketing, Column
-from torchstrategy._communication.cross_device_ops import (
-    CrossDeviceOps,
-    Destinations,
-    as_meant,
-    devices_of,
-)
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, Destinations, Pair, as_meant, devices_of
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice, mean
 from torchstrategy._communication.reductions import check_addable
 from torchstrategy._communication.transfer import added, nccl_sums, why_not_nccl
 from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.errors import as_int
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree
 
-_Pair = tuple[DistributedValues, Destinations]
 _by_one_device = ReductionToOneDevice()
 
 
@@ -35,10 +29,7 @@ class _AllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        try:
-            self._num_packs = operator.index(num_packs)
-        except TypeError:
-            raise TypeError(f"num_packs is a whole number of packs; got {num_packs!r}.") from None
+        self._num_packs = as_int(num_packs, f"num_packs is a whole number of packs; got {num_packs!r}.")
         if self._num_packs < 0:
             raise ValueError(f"num_packs is a number of packs, or 0 to send each value by itself; got {num_packs}.")
 
@@ -56,7 +47,7 @@ class _AllReduce(CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[_Pair], options: CommunicationOptions
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[Tree]:
         """Does what `batch_reduce` is called for."""
         reduced: dict[int, Tree] = {}
@@ -78,7 +69,7 @@ class _AllReduce(CrossDeviceOps):
         return is_dense and len(tensors) > 1 and devices_of(value) == devices_of(destinations)
 
     def _reduced_together(
-        self, reduce_op: ReduceOp, pairs: Sequence[_Pair], options: CommunicationOptions
+        self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[Tree]:
         """The results of pairs whose values and destinations are all on the same devices."""
         columns = [value.values for value, _ in pairs]

@@ -25,6 +25,9 @@ from torchstrategy._core.types import Device, Tree
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
 """A device, a tensor on the device that is meant, or a distributed value: the device of each of its components."""
 
+Pair = tuple[DistributedValues, Destinations]
+"""What is reduced, and where the result goes."""
+
 
 def check_destinations(destinations: object) -> None:
     """Raises an error for destinations that do not say a device.
@@ -214,10 +217,7 @@ class CrossDeviceOps:
         )
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues, Destinations]],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[Tree]:
         """Does what `batch_reduce` is called for. Subclasses may override it; by default, it reduces one by one.
 

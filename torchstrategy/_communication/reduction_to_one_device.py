@@ -11,6 +11,7 @@ from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.cross_device_ops import (
     CrossDeviceOps,
     Destinations,
+    Pair,
     as_meant,
     copied_to,
     devices_of,
@@ -70,10 +71,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues, Destinations]],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[Tree]:
         """Does what `batch_reduce` is called for."""
         totals: dict[int, torch.Tensor] = {}

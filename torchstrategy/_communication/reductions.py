@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
 
 from torchstrategy._communication.transfer import added, concatenated
+from torchstrategy._core.errors import as_int
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree, VariableBase
 
@@ -54,10 +54,7 @@ def as_axis(axis: object) -> int:
     """
     if axis is None:
         raise ValueError("The axis to gather along is an integer; got None.")
-    try:
-        return operator.index(axis)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"The axis to gather along is an integer; got {axis!r}.") from None
+    return as_int(axis, f"The axis to gather along is an integer; got {axis!r}.")
 
 
 def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:

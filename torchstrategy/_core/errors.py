@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,14 @@ def plural(count: int, noun: str) -> str:
 def an(noun: str) -> str:
     """`a list`, `an int`."""
     return f"an {noun}" if noun[0] in "aeiouAEIOU" else f"a {noun}"
+
+
+def as_int(value: object, otherwise: str) -> int:
+    """An integer, or what Python takes for one; a TypeError that says `otherwise` for anything else."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(otherwise) from None
 
 
 def unpicklable(thing: object, why: str) -> TypeError:

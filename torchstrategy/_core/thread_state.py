@@ -11,8 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -23,37 +22,25 @@ from torchstrategy._core.types import Device, Tree
 
 
 @final
-@dataclass(frozen=True)
 class CallerState:
-    """The state of one thread at one moment. Call `take` on the caller's thread, `run_in` on the replica's thread."""
+    """The state of the caller's thread, which makes this object. `run_in` takes it over on the thread of a replica.
 
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # a device type, whether autocast is on, and its dtype
-    autocast_cache: bool
-    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
-    function_modes: tuple[Any, ...]  # the default device is one of them
-    dispatch_modes: tuple[Any, ...]
-    num_threads: int  # for one operation on the CPU; the libraries below torch keep it for each thread
-    streams: dict[Device, torch.Stream]  # the caller's current stream of each accelerator in use
-    variables: contextvars.Context
+    Args:
+        devices: The devices of the replicas.
+    """
 
-    @classmethod
-    def take(cls, devices: tuple[Device, ...]) -> CallerState:
-        """The state of the current thread that replicas on `devices` need."""
+    def __init__(self, devices: tuple[Device, ...]) -> None:
         warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            saved_tensors=torch_internals.saved_tensors_hooks(),
-            function_modes=tuple(torch_internals.function_modes()),
-            dispatch_modes=tuple(torch_internals.dispatch_modes()),
-            num_threads=torch.get_num_threads(),
-            streams={d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)},
-            variables=contextvars.copy_context(),
-        )
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.saved_tensors = torch_internals.saved_tensors_hooks()
+        self.function_modes = tuple(torch_internals.function_modes())  # the default device is one of them
+        self.dispatch_modes = tuple(torch_internals.dispatch_modes())
+        self.num_threads = torch.get_num_threads()  # the libraries below torch keep it for each thread
+        self.streams = {d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)}
+        self.variables = contextvars.copy_context()
 
     def run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         """Calls `fn` on this thread, for a replica on `device`, in the state that was taken.

@@ -7,7 +7,6 @@ the user's parameters <--- gradients of all replicas, added up <--- the loss, an
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from torch import nn
 from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.devices import canonical_device, in_use, is_accelerator, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, component, select
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import an, as_int
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device, DeviceLike
@@ -100,7 +99,7 @@ class DataParallel(nn.Module):
         self._devices = _replica_devices(device_ids)
         _require_module(module, len(self._devices))
         self._output = _output_device(output_device, self._devices)
-        self.dim = _as_dim(dim)
+        self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
         self.device_ids = [_as_torch_has_it(device) for device in self._devices]
         self.output_device = None if self._output is None else _as_torch_has_it(self._output)
         self.module = module
@@ -216,13 +215,6 @@ def _require_module(module: Any, replicas: int) -> None:
         raise TypeError(
             f"{name} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
         )
-
-
-def _as_dim(dim: Any) -> int:
-    try:
-        return operator.index(dim)
-    except TypeError:
-        raise TypeError(f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.") from None
 
 
 def _as_torch_has_it(device: Device) -> int | Device:

@@ -220,7 +220,7 @@ class ReplicaThreads:
             RuntimeError: If the replicas came to different synchronization points.
         """
         turns = begins(len(self.devices))
-        state = CallerState.take(self.devices)
+        state = CallerState(self.devices)
         reports: SimpleQueue[_Report] = SimpleQueue()
         calls: dict[int, Any] = {}
         for r in replicas:

@@ -350,7 +350,7 @@ class Prefetcher(Reading):
         default = torch.get_default_device()
         here = canonical_device("cpu" if default.type == "meta" else default)
         devices = {r: routes[r].device or here for r in queue.inboxes}
-        state = CallerState.take((here, *devices.values()))
+        state = CallerState((here, *devices.values()))
 
         read = partial(_read, steps, routes, queue, self._depth)
         if devices:
