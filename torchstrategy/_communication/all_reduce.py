@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.buckets import Bucketing, Column
+from torchstrategy._communication.buckets import Bucketing
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, Destinations, Pair, as_meant, devices_of
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice, mean
@@ -76,18 +76,14 @@ class _AllReduce(CrossDeviceOps):
         for column in columns:
             check_addable(column)
         self._check_devices([tensor.device for tensor in columns[0]])
-        packing = self._packing(columns, options)
+        limit = options.bytes_per_pack
+        packing = Bucketing.by_size(columns, limit) if limit else Bucketing.by_number(columns, self._num_packs)
         sums = [self._sums(pack, turn) for turn, pack in enumerate(packing.packed())]
         by_replica = [packing.unpacked(packs) for packs in zip(*sums, strict=True)]
         if reduce_op is ReduceOp.MEAN:
             by_replica = [[mean(total, len(columns[0])) for total in totals] for totals in by_replica]
         copies = zip(*by_replica, strict=True)
         return [as_meant(list(column), where) for column, (_, where) in zip(copies, pairs, strict=True)]
-
-    def _packing(self, columns: Sequence[Column], options: CommunicationOptions) -> Bucketing:
-        if options.bytes_per_pack:
-            return Bucketing.by_size(columns, options.bytes_per_pack)
-        return Bucketing.by_number(columns, self._num_packs)
 
     @abstractmethod
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:

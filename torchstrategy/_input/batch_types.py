@@ -123,11 +123,11 @@ def register_batch_type(
             f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
             "taken. Say how many rows it has, or leave out take."
         )
-    theirs = _Registered(cls, rows or len, take or sliced, apply or without_tensors)
+    theirs = _Registered(cls, rows or len, take or operator.getitem, apply or unchanged)
     _registered[cls] = Kind(
         None if rows is None else theirs.rows,
-        whole if take is None else theirs.take,
-        without_tensors if apply is None else theirs.apply,
+        unchanged if take is None else theirs.take,
+        unchanged if apply is None else theirs.apply,
     )
 
 
@@ -176,15 +176,8 @@ def registration_of(value: Any) -> Kind | None:
     return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)
 
 
-def without_tensors(value: T, fn: TensorFn) -> T:
-    return value
-
-
-def sliced(value: Any, rows: slice) -> Any:
-    return value[rows]
-
-
-def whole(value: T, rows: slice) -> T:
+def unchanged(value: T, _: object) -> T:
+    """A value without rows, of which every replica gets the whole; or without tensors, of which none is moved."""
     return value
 
 
@@ -404,10 +397,6 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
     return _NUMBERS if has_dtype(array.dtype) else None
 
 
-def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor:
-    return fn(_tensor_over(array))
-
-
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory.
 
@@ -424,10 +413,6 @@ def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
     if all(type(item) in _PLAIN for item in items):
         return items
     return [applied_within(item, fn) for item in items]
-
-
-def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    return tensor.narrow_copy(0, rows.start, rows.stop - rows.start)
 
 
 def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
@@ -473,19 +458,15 @@ def _take_record(record: Any, rows: slice) -> Any:
     return with_parts(record, lambda _, part: map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
 
 
-def _apply_to_record(record: Any, fn: TensorFn) -> Any:
-    return with_parts(record, lambda _, part: applied_within(part, fn))
-
-
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
-_ONE_THING = Kind(None, whole, without_tensors)
-_ROWS = Kind(len, sliced, without_tensors)
-_LIST = Kind(len, sliced, _apply_to_items)
-_TENSOR = Kind(None, whole, _apply_to_tensor)
-_ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
-_SPARSE = Kind(len, _take_sparse, _apply_to_tensor)
+_ONE_THING = Kind(None, unchanged, unchanged)
+_ROWS = Kind(len, operator.getitem, unchanged)
+_LIST = Kind(len, operator.getitem, _apply_to_items)
+_TENSOR = Kind(None, unchanged, _apply_to_tensor)
+_ROWS_OF_TENSOR = Kind(len, operator.getitem, _apply_to_tensor)
+_SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.stop - rows.start), _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
-_NUMBERS = Kind(len, sliced, _apply_to_numbers)
+_NUMBERS = Kind(len, operator.getitem, lambda array, fn: fn(_tensor_over(array)))
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, _apply_to_record)
+_RECORD = Kind(None, _take_record, lambda record, fn: with_parts(record, lambda _, part: applied_within(part, fn)))

@@ -38,10 +38,6 @@ from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, 
 V = TypeVar("V", bound="Variable")
 _Operation = Callable[[torch.Tensor, torch.Tensor], Any]
 
-_COPY: _Operation = torch.Tensor.copy_
-_ADD: _Operation = torch.Tensor.add_
-_SUBTRACT: _Operation = torch.Tensor.sub_
-
 
 class Variable(ShowsLocalGrad, VariableBase):
     """A tensor that all replicas of a strategy share, and that a step may assign.
@@ -162,15 +158,15 @@ class Variable(ShowsLocalGrad, VariableBase):
             TypeError: If outside of replicas the value is that of several replicas; or it is no number.
             RuntimeError: In another strategy's scope; from `run`, if not all replicas assign this variable.
         """
-        return self._assign(_COPY, value)
+        return self._assign(torch.Tensor.copy_, value)
 
     def assign_add(self, delta: Tree) -> Self:
         """Adds to the variable, in the same way as `assign`."""
-        return self._assign(_ADD, delta)
+        return self._assign(torch.Tensor.add_, delta)
 
     def assign_sub(self, delta: Tree) -> Self:
         """Subtracts from the variable, in the same way as `assign`."""
-        return self._assign(_SUBTRACT, delta)
+        return self._assign(torch.Tensor.sub_, delta)
 
     @property
     def data(self) -> torch.Tensor:
@@ -406,14 +402,15 @@ class Wanted:
         can_be = dtype.is_floating_point or dtype.is_complex
         if self.trainable and not can_be:
             raise ValueError(f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients.")
-        return can_be and self.synchronization is not _ON_READ if self.trainable is None else self.trainable
+        return (
+            can_be and self.synchronization is not VariableSynchronization.ON_READ
+            if self.trainable is None
+            else self.trainable
+        )
 
     def like(self) -> tuple[object, ...]:
         """The arguments that have to be the same in all replicas, if they create a variable together."""
         return self.name, self.trainable, self.dtype, self.synchronization, self.aggregation
-
-
-_ON_READ = VariableSynchronization.ON_READ
 
 
 def create(wanted: Wanted) -> Variable:
