@@ -3,8 +3,7 @@
 Tensors of several replicas come in; copies of them on other devices, or their sums, go out. `transfer` alone calls
 `torch.nn.parallel` and NCCL.
 
-    buckets                    many small tensors sent as a few large ones
-    transfer                   copies and sums between devices, and weighted sums of gradients
+    transfer                   copies and sums between devices, weighted sums, and many small tensors sent as a few
     options                    what a person says about how values travel, and whether this machine can do it
     reductions                 the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
     cross_device_ops           the base class of the public ways of reducing and broadcasting, and their destinations

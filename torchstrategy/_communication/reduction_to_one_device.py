@@ -7,7 +7,6 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.cross_device_ops import (
     CrossDeviceOps,
     Destinations,
@@ -18,7 +17,7 @@ from torchstrategy._communication.cross_device_ops import (
 )
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import check_addable
-from torchstrategy._communication.transfer import added, sums
+from torchstrategy._communication.transfer import added, in_buckets, sums
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.options import ReduceOp

@@ -11,7 +11,6 @@ together again. A value of several replicas is a `DistributedValues`. `context` 
     trace                 the ranges that torch's profilers show of a run
     tree                  nested containers: taking them apart, and putting them together again
     structured_types      objects with known parts, such as dataclasses, which are no containers for torch
-    context               the stack of each thread: in which strategy and in which replica it is
-    thread_state          torch's thread-local state, which a replica's thread takes over from the caller of `run`
+    context               of each thread: in which strategy and replica it is, and torch's thread-local state
     distributed_values    one value per replica: how such values are made, taken apart and printed
 """

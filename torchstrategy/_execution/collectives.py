@@ -13,9 +13,8 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._communication.buckets import in_buckets
 from torchstrategy._communication.reductions import check_addable, check_gatherable
-from torchstrategy._communication.transfer import added, concatenated, sums
+from torchstrategy._communication.transfer import added, concatenated, in_buckets, sums
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.types import Device

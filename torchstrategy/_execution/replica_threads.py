@@ -24,9 +24,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
+from torchstrategy._core.context import CallerState
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import add_note, described
-from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree

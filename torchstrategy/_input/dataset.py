@@ -15,7 +15,6 @@ from torchstrategy._input.loader_states import State
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.reading import OnDemand, Prefetcher, nothing
 from torchstrategy._input.source import Source, is_map_style
-from torchstrategy._input.splitting import in_equal_parts, in_proportion
 from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
 
 
@@ -186,10 +185,8 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
             f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}; the strategy has "
             f"{plural(replicas, 'replica')}."
         )
-    sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
     routes = _routes(devices, options)
-    is_moved = any(route.has_copies for route in routes)
-    splitter = SplitSteps(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
+    splitter = SplitSteps(source, replicas, options, is_moved=any(route.has_copies for route in routes))
     return DistributedDataset(splitter, routes, options)
 
 

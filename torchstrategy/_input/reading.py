@@ -30,8 +30,8 @@ from typing import NamedTuple, final
 
 import torch
 
+from torchstrategy._core.context import CallerState
 from torchstrategy._core.devices import canonical_device, local_accelerators
-from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.device_transfer import Route, StagedBatch

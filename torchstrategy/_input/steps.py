@@ -14,8 +14,9 @@ from torchstrategy._core.errors import warn
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input.batch_types import applied, has_rows, is_leaf, lists_as_rows
+from torchstrategy._input.options import InputOptions
 from torchstrategy._input.source import Epoch, Position, Source
-from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, joined, split, whole
+from torchstrategy._input.splitting import Parts, SplitBatch, in_equal_parts, in_proportion, joined, split, whole
 
 
 @final
@@ -172,19 +173,15 @@ class SplitSteps(Splitter):
     Args:
         source: The source of batches of the global size.
         replicas: How many replicas there are.
-        sizes: Returns the rows of each replica.
-        lists_are_rows: Whether each item of a list is a row. None: the user has not said.
+        options: What the user has said about the dataset.
         is_moved: Whether parts will be moved to devices.
-        is_even: Whether all parts have the same size if the number of rows can be divided equally.
     """
 
-    def __init__(
-        self, source: Source, replicas: int, sizes: Sizes, lists_are_rows: bool | None, *, is_moved: bool, is_even: bool
-    ) -> None:
-        super().__init__([source], replicas, lists_are_rows)
-        self._sizes = sizes
+    def __init__(self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool) -> None:
+        super().__init__([source], replicas, options.lists_are_rows)
+        self._is_even = options.row_shares is None
+        self._sizes = in_equal_parts(replicas) if options.row_shares is None else in_proportion(options.row_shares)
         self._is_moved = is_moved
-        self._is_even = is_even
 
     def __len__(self) -> int:
         return len(self.sources[0])

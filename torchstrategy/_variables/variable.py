@@ -26,11 +26,10 @@ from typing_extensions import Self
 
 from torchstrategy._binding.proxies import ShowsLocalGrad
 from torchstrategy._communication.reductions import as_tensor
-from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica
+from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree, VariableBase

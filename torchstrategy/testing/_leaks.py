@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding import optimizer_hooks
-from torchstrategy._core.context import Frame, current_frame
+from torchstrategy._core.context import CallerState, Frame, current_frame
 from torchstrategy._core.errors import add_note
-from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import global_hooks
 from torchstrategy._execution.replica_threads import ReplicaThreads
 

@@ -21,8 +21,7 @@ from torchstrategy import (
     ReductionToOneDevice,
 )
 from torchstrategy._communication.all_reduce import default_for
-from torchstrategy._communication.buckets import Bucketing, in_buckets
-from torchstrategy._communication.transfer import why_not_nccl
+from torchstrategy._communication.transfer import Bucketing, in_buckets, why_not_nccl
 from torchstrategy._core.distributed_values import ABSENT, Mirrored, PerReplica
 from torchstrategy.experimental import CommunicationOptions
 

@@ -24,7 +24,7 @@ from conditions import needs_fork, needs_signals, without_simulated_devices
 from loaders import AHEAD, HANG, INPUT, ON_DEMAND, Loader, batch_number, batch_numbers, prefetchers, rows_of
 from processes import python
 from topologies import central
-from torchstrategy._core.thread_state import CallerState
+from torchstrategy._core.context import CallerState
 from torchstrategy._input import reading
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
