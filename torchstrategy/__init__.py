@@ -46,8 +46,7 @@ file imports only files that stand before it in its room's docstring.
 
 from torchstrategy import cluster_resolver, compat, experimental, nn
 from torchstrategy._communication.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._core.context import (
     has_strategy,
     in_cross_replica_context,

@@ -3,10 +3,9 @@
 Tensors of several replicas come in; copies of them on other devices, or their sums, go out. `transfer` alone calls
 `torch.nn.parallel` and NCCL.
 
-    transfer                   copies and sums between devices, weighted sums, and many small tensors sent as a few
-    options                    what a person says about how values travel, and whether this machine can do it
-    reductions                 the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
-    cross_device_ops           the base class of the public ways of reducing and broadcasting, and their destinations
-    reduction_to_one_device    reducing on one device
-    all_reduce                 reducing on all devices at once
+    transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
+    options             what a person says about how values travel, and whether this machine can do it
+    reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
+    cross_device_ops    the public ways of reducing and broadcasting: their base class, and reducing on one device
+    all_reduce          reducing on all devices at once
 """

@@ -8,9 +8,16 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, Destinations, Pair, as_meant, devices_of
+from torchstrategy._communication.cross_device_ops import (
+    CrossDeviceOps,
+    Destinations,
+    Pair,
+    ReductionToOneDevice,
+    as_meant,
+    devices_of,
+    mean,
+)
 from torchstrategy._communication.options import CommunicationOptions
-from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice, mean
 from torchstrategy._communication.reductions import check_addable
 from torchstrategy._communication.transfer import Bucketing, added, nccl_sums, why_not_nccl
 from torchstrategy._core.distributed_values import DistributedValues

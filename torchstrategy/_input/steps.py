@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -275,9 +275,6 @@ class Steps:
         self._elements: list[Tree] = []
         for mark in self._marks():
             mark.reach()
-
-    def __iter__(self) -> Iterator[tuple[SplitBatch, list[ResumePoint]]]:
-        return self
 
     def __next__(self) -> tuple[SplitBatch, list[ResumePoint]]:
         with self._splitter.sources[0].reading():

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 from torchstrategy._communication.all_reduce import default_for
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.replicas import Replicas

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._communication.options import CommunicationOptions
-from torchstrategy._communication.reduction_to_one_device import ReductionToOneDevice
 from torchstrategy._communication.reductions import as_axis, as_tensor, combined_along, gathered
 from torchstrategy._core.context import Frame
 from torchstrategy._core.devices import memory_device
