@@ -64,8 +64,7 @@ from torchstrategy._core.options import (
 from torchstrategy._data_parallel.data_parallel import DataParallel
 from torchstrategy._execution.replica_group import ALONE
 from torchstrategy._input.batch_types import register_batch_type
-from torchstrategy._input.dataset import DistributedDataset
-from torchstrategy._input.iterator import DistributedIterator, OutOfRangeError
+from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.steps import PerReplicaSpec, TensorSpec
 from torchstrategy._strategy.central_storage import CentralStorageStrategy

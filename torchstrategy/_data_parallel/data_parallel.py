@@ -36,7 +36,7 @@ from torchstrategy._core.structured_types import is_record, leaves_within, parts
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.tree import first_unlike, leaves_with_names, map_leaves, zip_leaves
 from torchstrategy._core.types import Device, DeviceLike, Tree
-from torchstrategy._input.splitting import in_equal_parts
+from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._strategy.central_storage import CentralStorageStrategy
 from torchstrategy._training.graph_parameter import attach_to_graph
 

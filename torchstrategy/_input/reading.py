@@ -35,8 +35,7 @@ from torchstrategy._core.devices import canonical_device, local_accelerators
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.device_transfer import Route, StagedBatch
-from torchstrategy._input.splitting import SplitBatch
-from torchstrategy._input.steps import ResumePoint, Steps
+from torchstrategy._input.steps import ResumePoint, SplitBatch, Steps
 
 
 class BatchTransfer(NamedTuple):

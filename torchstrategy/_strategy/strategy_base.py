@@ -21,7 +21,7 @@ from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import ReplicaFn, Tree
-from torchstrategy._input.iterator import DistributedIterator, InputIterator, from_input_fn, next_of
+from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._strategy.scope import StrategyScope
 from torchstrategy._strategy.strategy_extended import StrategyExtended

@@ -25,7 +25,7 @@ from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueC
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
-from torchstrategy._input.iterator import next_of
+from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._strategy.multi_step_context import MultiStepContext
 from torchstrategy._variables.of_extended import VariablesOfExtended

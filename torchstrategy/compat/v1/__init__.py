@@ -11,7 +11,7 @@ from torchstrategy._communication.all_reduce import HierarchicalCopyAllReduce, N
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._core.context import has_strategy, in_cross_replica_context
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._input.iterator import InputIterator
+from torchstrategy._input.dataset import InputIterator
 from torchstrategy._input.options import InputContext, InputReplicationMode
 from torchstrategy._strategy.current import experimental_set_strategy, get_replica_context, get_strategy
 from torchstrategy._strategy.replica_context import ReplicaContext
