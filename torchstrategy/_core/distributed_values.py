@@ -18,15 +18,7 @@ from typing_extensions import Self
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import (
-    first_unlike,
-    is_container,
-    is_one_thing,
-    map_leaves,
-    tree_flatten,
-    uneven_lists,
-    zip_leaves,
-)
+from torchstrategy._core.tree import first_unlike, is_container, map_leaves, tree_flatten, uneven_lists, zip_leaves
 from torchstrategy._core.types import Tree
 
 
@@ -320,7 +312,7 @@ def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -
         whole = uneven_lists(trees) if are_results else frozenset()
 
     def is_leaf(value: Tree) -> bool:
-        return id(value) in whole or is_one_thing(value)
+        return id(value) in whole or not is_container(value)
 
     try:
         return zip_leaves(trees, is_leaf)

@@ -14,6 +14,7 @@ import copy
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from inspect import signature
 from itertools import chain, islice
 from typing import Any, final
 
@@ -417,7 +418,7 @@ def _samples(dataset: Any) -> Iterator[Tree]:
 def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
     chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
-    alike = {name: getattr(loader, name) for name in _OF_A_LOADER}
+    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _CHOSEN}
     return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
 
 
@@ -452,14 +453,5 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 _END = object()
 _OF_THE_ORDER = ("sampler", "batch_sampler")
-_OF_A_LOADER = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "pin_memory_device",
-    "in_order",
-)
+# The options of a loader that are not those of another loader for the rest of an epoch.
+_CHOSEN = {"dataset", "batch_size", "shuffle", *_OF_THE_ORDER, "drop_last", "generator", "persistent_workers"}

@@ -21,18 +21,7 @@ from torchstrategy._core.errors import described, warn
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Tree
-from torchstrategy._input.batch_types import (
-    applied,
-    has_rows,
-    is_leaf,
-    is_registered_within,
-    lists_as_rows,
-    named_counts,
-    row_counts,
-    rows_as_lists,
-    taken,
-    tensors_within,
-)
+from torchstrategy._input import batch_types
 from torchstrategy._input.options import InputOptions
 from torchstrategy._input.source import Epoch, Position, Source
 
@@ -118,12 +107,12 @@ def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitB
     slices = sizes(rows)
 
     def parts(leaf: Tree) -> Tree:
-        if has_rows(leaf):
+        if batch_types.has_rows(leaf):
             return Parts([_part(leaf, piece) for piece in slices])
-        is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in tensors_within(leaf))
+        is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in batch_types.tensors_within(leaf))
         return Parts([leaf] * replicas) if is_apart else leaf
 
-    leaves, spec = tree_flatten(batch, is_leaf)
+    leaves, spec = tree_flatten(batch, batch_types.is_leaf)
     return SplitBatch(list(map(parts, leaves)), spec, tuple(piece.stop - piece.start for piece in slices))
 
 
@@ -136,7 +125,7 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
     """
     first = next(element for element in elements if element is not ABSENT)
     counts = [0 if element is ABSENT else _rows(element) for element in elements]
-    filled = [map_leaves(_without_rows, first, is_leaf) if element is ABSENT else element for element in elements]
+    filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
     try:
         columns, spec = zip_leaves(filled, _is_leaf_or_empty)
     except ValueError:
@@ -146,12 +135,12 @@ def joined(elements: Sequence[Tree]) -> SplitBatch:
             "dataset yields has to be alike."
         ) from None
     rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-    return SplitBatch([Parts(map(rows_as_lists, column)) for column in columns], spec, rows)
+    return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
     """Whether a value is a leaf, or an empty list or tuple: another element may have rows in its place."""
-    return is_leaf(value) or (type(value) in (list, tuple) and not value)
+    return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
 def _rows(batch: Tree) -> int | None:
@@ -161,10 +150,10 @@ def _rows(batch: Tree) -> int | None:
         ValueError: If two of them have different numbers of rows.
         TypeError: If it is not known how to deal one out.
     """
-    counts = row_counts(batch)
+    counts = batch_types.row_counts(batch)
     if counts is not None and len(counts) < 2:
         return next(iter(counts), None)
-    (first, rows), *others = named_counts(batch)
+    (first, rows), *others = batch_types.named_counts(batch)
     name, count = next((name, count) for name, count in others if count != rows)
     raise ValueError(
         f"The leaves of a batch have different numbers of rows: {first} has {rows} and {name} has {count}. "
@@ -182,7 +171,9 @@ def _without_rows(leaf: Any) -> Any:
 
 
 def _part(leaf: Any, rows: slice) -> Any:
-    return _unmade(leaf) if rows.start == rows.stop and is_registered_within(leaf) else taken(leaf, rows)
+    if rows.start == rows.stop and batch_types.is_registered_within(leaf):
+        return _unmade(leaf)
+    return batch_types.taken(leaf, rows)
 
 
 def _unmade(leaf: Any) -> Unmade:
@@ -193,7 +184,7 @@ def _unmade(leaf: Any) -> Unmade:
 
     def make() -> Any:
         try:
-            return taken(leaf, slice(0, 0))
+            return batch_types.taken(leaf, slice(0, 0))
         except Exception as error:
             raise ValueError(
                 f"A replica was dealt no rows, and there is no {type(leaf).__name__} without rows to give it: "
@@ -250,23 +241,6 @@ class PerReplicaSpec:
     value_specs: tuple[TensorSpec | type, ...]
 
 
-def spec_of(value: Any, rows: int | None, *, is_batched: bool) -> TensorSpec | type:
-    """The spec of the values of one leaf for one replica.
-
-    Args:
-        value: One such value.
-        rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
-        is_batched: Whether the first dimension of a tensor is that of its rows.
-    """
-    tensor = applied(value, lambda tensor: tensor)
-    if not isinstance(tensor, torch.Tensor):
-        return type(value)
-    shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
-    if is_batched and has_rows(value):
-        shape[0] = rows
-    return TensorSpec(tuple(shape), tensor.dtype)
-
-
 class ResumePoint(NamedTuple):
     """The position in an epoch after the consumer has received a step, from which the epoch can be resumed."""
 
@@ -305,7 +279,7 @@ class Splitter(ABC):
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if self._lists_are_rows and self.replicas > 1:
-            elements = [element if element is ABSENT else lists_as_rows(element) for element in elements]
+            elements = [element if element is ABSENT else batch_types.lists_as_rows(element) for element in elements]
         return self.split(elements)
 
     def saw(self, split_batch: SplitBatch) -> None:
@@ -314,21 +288,34 @@ class Splitter(ABC):
             self._spec = self._spec_of(split_batch)
 
     def _spec_of(self, split_batch: SplitBatch) -> Tree:
-        rows, is_batched = self.rows(), self.sources[0].is_batched
-
-        def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
-            return spec_of(leaf, count, is_batched=is_batched)
+        rows = self.rows()
 
         def specs(leaf: Tree) -> Tree:
             if type(leaf) is not Parts:
-                return spec(leaf, None)
+                return self._spec_of_one(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
             parts = [shown if type(piece) is Unmade else piece for piece in leaf]
-            return PerReplicaSpec(tuple(map(spec, parts, rows)))
+            return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
         if self.replicas == 1:
-            return map_leaves(spec, split_batch.leaves[0][0], is_leaf)
+            (element,) = split_batch.leaves[0]
+            return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
         return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+
+    def _spec_of_one(self, value: Any, rows: int | None) -> TensorSpec | type:
+        """The spec of the values of one leaf for one replica.
+
+        Args:
+            value: One such value.
+            rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
+        """
+        tensor = batch_types.applied(value, lambda tensor: tensor)
+        if not isinstance(tensor, torch.Tensor):
+            return type(value)
+        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+        if self.sources[0].is_batched and batch_types.has_rows(value):
+            shape[0] = rows
+        return TensorSpec(tuple(shape), tensor.dtype)
 
     @abstractmethod
     def __len__(self) -> int:
