@@ -45,8 +45,12 @@ file imports only files that stand before it in its room's docstring.
 """
 
 from torchstrategy import cluster_resolver, compat, experimental, nn
-from torchstrategy._communication.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from torchstrategy._core.context import (
     has_strategy,
     in_cross_replica_context,

@@ -6,6 +6,5 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
     options             what a person says about how values travel, and whether this machine can do it
     reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
-    cross_device_ops    the public ways of reducing and broadcasting: their base class, and reducing on one device
-    all_reduce          reducing on all devices at once
+    cross_device_ops    the public ways of reducing and broadcasting: on one device, or on all devices at once
 """

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, final
 
-from torchstrategy._communication.all_reduce import default_for
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.replicas import Replicas

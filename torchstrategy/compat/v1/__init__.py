@@ -7,8 +7,12 @@ scopes, replicas, modules and datasets are the same.
 import sys
 
 from torchstrategy import cluster_resolver
-from torchstrategy._communication.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from torchstrategy._core.context import has_strategy, in_cross_replica_context
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._input.dataset import InputIterator
