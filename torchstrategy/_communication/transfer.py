@@ -68,12 +68,15 @@ def write(writes: Sequence[Write]) -> None:
         if sources[0].device == device:
             torch_internals.foreach_copy_(targets, sources)
             continue
+        groups = _groups(sources)
+        alone = [index for group in groups if len(group) == 1 for index in group]
+        together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
-            for group in _groups(sources):
-                sent = [sources[index] for index in group]
-                # A tensor that is alone, as a large one is, is copied without a temporary tensor on the target device.
-                arrived = brought(sent, device) if len(group) > 1 else sent
-                torch_internals.foreach_copy_([targets[index] for index in group], arrived)
+            if alone:  # a large tensor is copied without a temporary tensor on the target device
+                torch_internals.foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
+            if together:
+                arrived = brought([sources[index] for index in together], device)
+                torch_internals.foreach_copy_([targets[index] for index in together], arrived)
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
