@@ -47,8 +47,8 @@ if simulated_devices():
 
 
 VARIANTS = 2  # of each test that has parameters, where CI is not set
-# With CI set, all variants run on the CPU; on simulated devices the long tables, such as every option with every strategy,
-# run in part, since they are about values and not about devices.
+# With CI set, all variants run on the CPU. On simulated devices the long tables, such as every option with every
+# strategy, run in part, since they are about values and not about devices.
 VARIANTS_ON_SIMULATED_DEVICES = 12
 
 

@@ -45,15 +45,19 @@ file imports only files that stand before it in its room's docstring.
 """
 
 from torchstrategy import cluster_resolver, compat, experimental, nn
-from torchstrategy._communication.cross_device_ops.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from torchstrategy._core.context import (
     has_strategy,
     in_cross_replica_context,
     set_default,
 )
 from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._core.options import (
     ReduceOp,
     RunOptions,
@@ -61,14 +65,12 @@ from torchstrategy._core.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._data_parallel.data_parallel import DataParallel
 from torchstrategy._execution.replica import ALONE
-from torchstrategy._input.dataset import DistributedDataset
-from torchstrategy._input.iterator import DistributedIterator, OutOfRangeError
+from torchstrategy._input.batch_types import register_batch_type
+from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.registration import register_batch_type
-from torchstrategy._input.spec import PerReplicaSpec, TensorSpec
+from torchstrategy._input.steps import PerReplicaSpec, TensorSpec
 from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context, running_context
 from torchstrategy._strategy.strategies import (
     CentralStorageStrategy,

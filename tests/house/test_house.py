@@ -43,7 +43,6 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("cluster_resolver",): [
         {"_cluster_spec"},
         {"_cluster_resolver"},
-        {"_simple", "_tf_config", "_union"},
     ],
     ("compat",): [{"v1"}],
     ("compat", "v1"): [
@@ -55,12 +54,6 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
         {"_same_as_plain"},
-    ],
-    ("_communication", "cross_device_ops"): [
-        {"destinations"},
-        {"cross_device_ops"},
-        {"reduction_to_one_device"},
-        {"all_reduce"},
     ],
     ("testing", "_simulation"): [
         {"torch_internals"},

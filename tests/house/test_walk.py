@@ -19,7 +19,7 @@ from processes import python
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"files": 45, "passages between rooms": 200}
+LIMITS = {"files": 42, "passages between rooms": 200}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
 PROGRAM = """
 import json

@@ -16,10 +16,9 @@ import torchstrategy
 from documents import examples_run_on
 from torchstrategy import _input
 from torchstrategy._input import batch_types
-from torchstrategy._input.dataset import DistributedDataset
-from torchstrategy._input.iterator import DistributedIterator, Optional
+from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, Optional
 from torchstrategy._input.options import InputOptions
-from torchstrategy._input.splitting import in_equal_parts
+from torchstrategy._input.steps import in_equal_parts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TEXT = PAGE.read_text()

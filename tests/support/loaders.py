@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Dataset
 
 from torchstrategy import DistributedValues, InputOptions
-from torchstrategy._input import prefetcher
+from torchstrategy._input import reading
 
-INPUT = os.path.dirname(prefetcher.__file__)
+INPUT = os.path.dirname(reading.__file__)
 
 HANG = 20.0  # seconds: what these tests wait for takes milliseconds
 AHEAD, ON_DEMAND = InputOptions(load_ahead=True), InputOptions(load_ahead=False)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from torchstrategy._communication.transfer import why_not_nccl
+from torchstrategy._core.errors import as_int
 from torchstrategy._core.types import Device
 
 
@@ -144,12 +144,8 @@ def _refused(options: CommunicationOptions, devices: Callable[[], Sequence[Devic
 
 
 def _bytes(count: object) -> int:
-    try:
-        size = operator.index(count)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"CommunicationOptions(bytes_per_pack={count!r}): it is a whole number of bytes, such as 50 * 1024 * 1024."
-        ) from None
+    what = "it is a whole number of bytes, such as 50 * 1024 * 1024."
+    size = as_int(count, f"CommunicationOptions(bytes_per_pack={count!r}): {what}")
     if size < 0:
         raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
     return size

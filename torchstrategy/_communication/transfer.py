@@ -1,23 +1,30 @@
 """Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
 
 The primitives of `torch.nn.parallel` move many tensors in few transfers, but only between CUDA devices that are all
-different. For all other devices, the CPU included, plain copies do the same.
+different. For all other devices, the CPU included, plain copies do the same. Gradients are weighted on one device.
+
+Many small tensors are sent as a few large ones, the buckets. They are flattened, put one after the other and cut into
+buckets; after the transfer they are taken apart again. A *column* has the tensors of one shape that the replicas have
+of one value, a tensor for each replica. Columns of one dtype and on the same devices share buckets; a sparse or empty
+tensor is sent as it is.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
+from torchstrategy._core import torch_internals
 from torchstrategy._core.devices import is_accelerator, memory_device
-from torchstrategy._core.torch_internals import HAS_NCCL, are_dense, foreach_add, foreach_add_, foreach_copy_
 from torchstrategy._core.types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
@@ -59,17 +66,17 @@ def write(writes: Sequence[Write]) -> None:
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
-            foreach_copy_(targets, sources)
+            torch_internals.foreach_copy_(targets, sources)
             continue
         groups = _groups(sources)
         alone = [index for group in groups if len(group) == 1 for index in group]
         together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
             if alone:  # a large tensor is copied without a temporary tensor on the target device
-                foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
+                torch_internals.foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
             if together:
                 arrived = brought([sources[index] for index in together], device)
-                foreach_copy_([targets[index] for index in together], arrived)
+                torch_internals.foreach_copy_([targets[index] for index in together], arrived)
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
@@ -126,9 +133,9 @@ def sums(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torc
     if not _are_fusible(columns, rows):
         return [added(column, device) for column in columns]
     first, second, *others = (brought(row, memory_device(device)) for row in rows)
-    totals = foreach_add(first, second)
+    totals = torch_internals.foreach_add(first, second)
     for row in others:
-        foreach_add_(totals, row)
+        torch_internals.foreach_add_(totals, row)
     return list(totals)
 
 
@@ -143,7 +150,7 @@ def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Seque
     devices = [{tensor.device for tensor in row} for row in rows]
     if any(len(several) > 1 for several in devices) or _have_primitives([device for (device,) in devices]):
         return False
-    return all(are_dense(row) and not _any_requires_grad(row) for row in rows)
+    return all(torch_internals.are_dense(row) and not _any_requires_grad(row) for row in rows)
 
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
@@ -152,7 +159,7 @@ def why_not_nccl(devices: Sequence[Device]) -> str | None:
         return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
     if len(set(devices)) < len(devices):
         return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
-    return None if HAS_NCCL else "this build of torch has no NCCL"
+    return None if torch_internals.HAS_NCCL else "this build of torch has no NCCL"
 
 
 def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -174,21 +181,12 @@ def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
-    groups: list[list[int]] = []
-    filling: dict[tuple[Device, torch.dtype], list[int]] = {}
-    room: dict[tuple[Device, torch.dtype], int] = {}
-    for index, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if tensor.layout is not torch.strided or size > _SMALL:
-            groups.append([index])
-            continue
-        kind = tensor.device, tensor.dtype
-        if room.get(kind, -1) < size:
-            groups.append([])
-            filling[kind], room[kind] = groups[-1], _TOGETHER
-        filling[kind].append(index)
-        room[kind] -= size
-    return groups
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    kinds = [
+        index if tensor.layout is not torch.strided or size > _SMALL else (tensor.device, tensor.dtype)
+        for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
+    ]
+    return _grouped(kinds, sizes, _TOGETHER)
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
@@ -220,3 +218,165 @@ def _have_primitives(devices: Sequence[Device]) -> bool:
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
+    """Whether two gradients have the same numbers, layout, shape and dtype."""
+    if second is None or first.layout != second.layout or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.layout is torch.sparse_coo:
+        one, other = first.coalesce(), second.coalesce()
+        return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+    return torch.equal(first, second)
+
+
+def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The sum of tensors, each multiplied by its weight, as a new tensor."""
+    total = tensors[0] * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total = total + tensor * weight
+    return total
+
+
+def accumulate(
+    total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float, are_ours: bool = False
+) -> None:
+    """`total += weight * gradients`, parameter by parameter, in fused loops.
+
+    If `are_ours`, the library owns the gradients: they may be written, and become the total themselves. Gradients of
+    others are not written.
+    """
+    fresh = [index for index in gradients if index not in total]
+    known = [index for index in gradients if index in total] if total else []
+    if not torch_internals.are_dense((*gradients.values(), *total.values())):
+        for index in known:
+            total[index] = total[index] + gradients[index] * weight
+        total.update((index, gradients[index] * weight) for index in fresh)
+        return
+    if known:
+        totals = [total[index] for index in known]
+        torch_internals.foreach_add_(totals, [gradients[index] for index in known], alpha=weight)
+    if fresh:
+        new = [gradients[index] for index in fresh]
+        if are_ours and torch_internals.are_alone_in_memory(new):  # backward may give one gradient to two parameters
+            torch_internals.foreach_mul_(new, weight)
+        else:
+            new = list(torch_internals.foreach_mul(new, weight))
+        total.update(zip(fresh, new, strict=True))
+
+
+Column = Sequence[torch.Tensor]
+
+
+class _Group(NamedTuple):
+    """Columns, by position, that are flattened and put one after the other, and the sizes of the buckets of them."""
+
+    columns: list[int]
+    sizes: list[int]
+
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether the only bucket is exactly one column."""
+        return len(self.columns) == len(self.sizes) == 1
+
+
+@final
+class Bucketing:
+    """Which columns are in which buckets.
+
+    Args:
+        columns: The columns that are sent.
+        limit: How many bytes are put one after the other at most; a larger column is alone.
+        count: How many buckets of equal size these are cut into; the last one also has the rest.
+    """
+
+    def __init__(self, columns: Sequence[Column], limit: float, count: int) -> None:
+        self._columns = columns
+        kinds = [_kind(column) or index for index, column in enumerate(columns)]
+        together = _grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
+        self._groups = [_Group(indices, self._sizes(indices, count)) for indices in together]
+
+    @classmethod
+    def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
+        """`count` buckets of equal size for each kind of column; the last one also has the rest. 0: one per column."""
+        return cls(columns, math.inf, count) if count else cls.by_size(columns, 0)
+
+    @classmethod
+    def by_size(cls, columns: Sequence[Column], limit: int) -> Bucketing:
+        """Buckets of whole columns, of `limit` bytes at most; a larger column has its own. 0: one for each column."""
+        return cls(columns, limit, 1)
+
+    def packed(self) -> list[list[torch.Tensor]]:
+        """For each bucket, a tensor for each replica. A column that has a bucket of its own is not copied."""
+        packs: list[list[torch.Tensor]] = []
+        for group in self._groups:
+            by_replica = zip(*(self._columns[index] for index in group.columns), strict=True)
+            packs += map(list, zip(*(_cut(tensors, group) for tensors in by_replica), strict=True))
+        return packs
+
+    def unpacked(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A tensor for each column, made of a tensor for each bucket. No two of them share memory."""
+        found: dict[int, torch.Tensor] = {}
+        rest = iter(packs)
+        for group in self._groups:
+            arrived = list(itertools.islice(rest, len(group.sizes)))
+            ends = itertools.accumulate(self._columns[index][0].numel() for index in group.columns)
+            for index, end in zip(group.columns, ends, strict=True):
+                shape = self._columns[index][0].shape
+                found[index] = arrived[0] if group.is_one_tensor else _part(arrived, end, shape)
+        return [found[index] for index in range(len(self._columns))]
+
+    def _sizes(self, indices: Sequence[int], count: int) -> list[int]:
+        """The sizes of the buckets of columns that are put one after the other: one if they are too small to cut."""
+        total = sum(self._columns[index][0].numel() for index in indices)
+        size = total // count if _kind(self._columns[indices[0]]) else 0
+        return [*[size] * (count - 1), total - size * (count - 1)] if size else [total]
+
+
+def in_buckets(
+    columns: Sequence[Column], limit: int, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Calls `combine`, which works element by element, on columns in buckets, and returns its result for each column.
+
+    A bucket has `limit` bytes at most; 0: `combine` is called on each column by itself.
+    """
+    if not limit:
+        return [combine(column) for column in columns]
+    packing = Bucketing.by_size(columns, limit)
+    return packing.unpacked([combine(pack) for pack in packing.packed()])
+
+
+def _grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
+    """Which of several things go together, by position: those of one kind, up to a total size."""
+    groups: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, float] = {}
+    for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        if room.get(kind, -1) < size:
+            groups.append([])
+            filling[kind], room[kind] = groups[-1], limit
+        filling[kind].append(index)
+        room[kind] -= size
+    return groups
+
+
+def _kind(column: Column) -> Hashable:
+    """What columns that share buckets have in common; None for a column that is sent as it is."""
+    if not column[0].numel() or any(tensor.layout is not torch.strided for tensor in column):
+        return None
+    return column[0].dtype, tuple(tensor.device for tensor in column)
+
+
+def _cut(tensors: Sequence[torch.Tensor], group: _Group) -> Sequence[torch.Tensor]:
+    """The buckets of one replica."""
+    if group.is_one_tensor:
+        return tensors
+    return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split_with_sizes(group.sizes))
+
+
+def _part(packs: Sequence[torch.Tensor], end: int, shape: torch.Size) -> torch.Tensor:
+    """A copy of the last elements before `end`, of flat tensors that are put one after the other, in a shape."""
+    start = end - shape.numel()
+    ends = list(itertools.accumulate(map(len, packs)))
+    around = [(pack, done - len(pack)) for pack, done in zip(packs, ends, strict=True) if done > start]
+    return torch.cat([pack[max(start - begun, 0) : end - begun] for pack, begun in around if begun < end]).view(shape)

@@ -3,17 +3,14 @@
 No file here has to do with models, gradients or batches. `tree` takes nested containers of values apart and puts them
 together again. A value of several replicas is a `DistributedValues`. `context` says in which replica a thread is.
 
-    errors                words for messages, and what an exception of a replica says about where it was raised
+    errors                words for messages, the warnings of a run, and where in a replica an exception was raised
     options               what a person says about one run, one variable or one value function
     torch_internals       the only imports of private names of torch, each with its reason
-    types                 the type aliases of the package
-    warnings              the warnings that a run gives about numbers that one device would not have
+    types                 type aliases, and what the lower rooms know of a strategy, a replica's context and variables
     devices               which device a name means, and whether it is there
-    protocols             what the lower rooms know of a strategy, of a replica's context and of variables
     trace                 the ranges that torch's profilers show of a run
     tree                  nested containers: taking them apart, and putting them together again
     structured_types      objects with known parts, such as dataclasses, which are no containers for torch
-    context               the stack of each thread: in which strategy and in which replica it is
-    thread_state          torch's thread-local state, which a replica's thread takes over from the caller of `run`
+    context               of each thread: in which strategy and replica it is, and torch's thread-local state
     distributed_values    one value per replica: how such values are made, taken apart and printed
 """

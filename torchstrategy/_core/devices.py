@@ -118,7 +118,7 @@ def _parse(name: str) -> Device:
         found = bare
     if found is None:
         return torch.get_default_device()
-    kind, _, index = found.lower().partition(":")
+    kind, colon, index = found.lower().partition(":")
     if index not in ("", "*") and not index.isdigit():
         _refuse(name, f"{index!r} is not an index")
     if kind == "gpu":
@@ -129,15 +129,10 @@ def _parse(name: str) -> Device:
     try:
         device = torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
     except (RuntimeError, OverflowError, ValueError):
-        return _refuse(name, f"torch knows no device {_bare_name(kind, index)!r}")
+        return _refuse(name, f"torch knows no device {kind + colon + index!r}")
     if index.isdigit() and device.index != int(index):
         return _refuse(name, f"torch cannot count to {index}")
     return device
-
-
-def _bare_name(kind: str, index: str) -> str:
-    """`cuda:1`, or `cuda`."""
-    return f"{kind}:{index}" if index else kind
 
 
 def _accelerator_type() -> str:

@@ -18,16 +18,7 @@ from typing_extensions import Self
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import (
-    first_unlike,
-    is_container,
-    is_one_thing,
-    map_leaves,
-    tree_flatten,
-    uneven_lists,
-    unflatten_like,
-    zip_leaves,
-)
+from torchstrategy._core.tree import first_unlike, is_container, map_leaves, tree_flatten, uneven_lists, zip_leaves
 from torchstrategy._core.types import Tree
 
 
@@ -220,7 +211,7 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
     def own(leaf: Tree, r: int) -> Tree:
         return _made(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
 
-    return tuple(unflatten_like([own(leaf, r) for leaf in leaves], spec) for r in replicas)
+    return tuple(spec.unflatten([own(leaf, r) for leaf in leaves]) for r in replicas)
 
 
 def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
@@ -310,7 +301,7 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
             components[r] = value
         return PerReplica(components)
 
-    return unflatten_like([leaf(column) for column in columns], spec)
+    return spec.unflatten([leaf(column) for column in columns])
 
 
 def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
@@ -321,7 +312,7 @@ def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -
         whole = uneven_lists(trees) if are_results else frozenset()
 
     def is_leaf(value: Tree) -> bool:
-        return id(value) in whole or is_one_thing(value)
+        return id(value) in whole or not is_container(value)
 
     try:
         return zip_leaves(trees, is_leaf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import final
 
@@ -147,11 +147,10 @@ class RunOptions:
     examples: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in _TPU_ONLY:
-            if getattr(self, name) != RunOptions.__dataclass_fields__[name].default:
-                raise ValueError(
-                    f"RunOptions({name}={getattr(self, name)!r}) is an option of TPUs and has no meaning here."
-                )
+        for option in fields(self):
+            said = getattr(self, option.name)
+            if option.name.startswith("experimental_") and said != option.default:
+                raise ValueError(f"RunOptions({option.name}={said!r}) is an option of TPUs and has no meaning here.")
         if self.gradient_reduction is not None:
             object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
         if self.examples is not None:
@@ -170,13 +169,6 @@ class RunOptions:
 
 def _wrong_examples(given: object) -> str:
     return f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica."
-
-
-_TPU_ONLY = (
-    "experimental_enable_dynamic_batch_size",
-    "experimental_bucketizing_dynamic_shape",
-    "experimental_xla_options",
-)
 
 
 NO_OPTIONS = RunOptions()

@@ -56,14 +56,9 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
         placed = list(leaves)
         for leaf, i in zip(leaves, order, strict=True):
             placed[i] = leaf
-        return unflatten_like(placed, spec)
+        return spec.unflatten(placed)
 
     return [named[i][0] for i in order], [named[i][1] for i in order], put_back
-
-
-def unflatten_like(leaves: list[Tree], spec: TreeSpec) -> Tree:
-    """The tree of the structure `spec` that holds `leaves`."""
-    return spec.unflatten(leaves)
 
 
 def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
@@ -114,12 +109,12 @@ def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool], leaves: list[Tree]) ->
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
         leaves.append(tree)
-        return _LEAF
+        return LEAF
     children, context = torch_internals.kinds_of_nodes[kind].flatten_fn(tree)
     return TreeSpec(kind, context, [_flatten(child, is_leaf, leaves) for child in children])
 
 
-_LEAF = torch_internals.tree_flatten(None)[1]
+LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is one leaf
 
 
 def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:

@@ -3,6 +3,5 @@
 The arguments of a call are scattered, the module's forward runs under a `CentralStorageStrategy`, and the outputs are
 gathered on one device, in one autograd graph with the user's own parameters.
 
-    scatter_gather    scatters the arguments of one call to the replicas, and gathers their outputs
-    data_parallel     the module `DataParallel`
+    data_parallel    the module `DataParallel`, how arguments are scattered, and how outputs are gathered
 """

@@ -20,9 +20,8 @@ from typing import Any, Protocol, final
 
 import torch
 
-from torchstrategy._communication.buckets import in_buckets
-from torchstrategy._communication.operands import check_addable, check_gatherable
-from torchstrategy._communication.transfer import added, concatenated, sums
+from torchstrategy._communication.reductions import check_addable, check_gatherable
+from torchstrategy._communication.transfer import added, concatenated, in_buckets, sums
 from torchstrategy._core.context import current_replica_context, nowhere
 from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.distributed_values import ABSENT, regroup

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy._core.context import CallerState
 from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.errors import add_note, described
-from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
@@ -248,7 +248,7 @@ class _Run:
     def __init__(
         self, threads: ReplicaThreads, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None
     ) -> None:
-        turns, state = begins(len(threads.devices)), CallerState.take(threads.devices)
+        turns, state = begins(len(threads.devices)), CallerState(threads.devices)
         self._team = threads
         self._reports: SimpleQueue[_Report] = SimpleQueue()
         self._replicas = {r: _ThreadReplica(r, threads.devices[r], threads.inboxes[r], self._reports) for r in present}

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchstrategy._core.errors import an, plural
-from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten, unflatten_like
+from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._core.types import Tree
 
 _Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
@@ -78,10 +78,10 @@ class ArrayDataset(Dataset[Tree]):
         # Row by row, so that nothing is copied. Indexing a whole column once is faster for rows of less than about
         # 4 kB, but takes twice as long for images.
         columns = [map(column.__getitem__, indices) for column in self._columns]
-        return [unflatten_like(list(row), self._shape) for row in zip(*columns, strict=True)]
+        return [self._shape.unflatten(list(row)) for row in zip(*columns, strict=True)]
 
     def __getstate__(self) -> tuple[int, Tree]:
-        return self._rows, unflatten_like(list(self._columns), self._shape)  # unpickling a TreeSpec gives a warning
+        return self._rows, self._shape.unflatten(list(self._columns))  # unpickling a TreeSpec gives a warning
 
     def __setstate__(self, state: tuple[int, Tree]) -> None:
         self._rows, columns = state

@@ -16,22 +16,173 @@ of this table that fits a value in them says what its rows are:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypeVar, final
 
 import numpy as np
 import torch
 from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import an, plural
 from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
 from torchstrategy._core.tree import is_container, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.arrays import has_dtype
-from torchstrategy._input.registration import SINGLE, Kind, TensorFn, registration_of, sliced, whole, without_tensors
+
+T = TypeVar("T")
+TensorFn = Callable[[torch.Tensor], torch.Tensor]
+
+SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Size)
+"""The types of single values, which have no rows, so that every replica gets them as they are."""
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    """How to split the values of one type.
+
+    Args:
+        rows: Returns how many rows a value has. None: it is a single value, which every replica gets as it is.
+        take: Returns a value that has only some of the rows.
+        apply: Returns a value with `fn(tensor)` in place of each tensor.
+    """
+
+    rows: Callable[[Any], int] | None
+    take: Callable[[Any, slice], Any]
+    apply: Callable[[Any, TensorFn], Any]
+
+
+def register_batch_type(
+    cls: type[T],
+    *,
+    rows: Callable[[T], int] | None,
+    take: Callable[[T, slice], T] | None = None,
+    apply: Callable[[T, TensorFn], T] | None = None,
+) -> None:
+    """Says how batches of a type of your own are split among replicas.
+
+    Register a type once, where it is defined. The registration also holds for subclasses of the type.
+
+    Args:
+        cls: The type. A value of it becomes one per-replica value, even if torch's pytree knows the type as a
+            container.
+        rows: `rows(value)` returns how many rows a value has. None: every replica gets the values as they are.
+        take: `take(value, rows)` returns a value that has the rows of a slice, which has a start, a stop and no step.
+            It is required if there are rows. With an empty slice it is called only if somebody needs a part without
+            rows, as a run with `RunOptions(run_empty_replicas=True)` does.
+        apply: `apply(value, fn)` returns a value in which each tensor `t` is replaced by `fn(t)`; the library uses it
+            to move the tensors to a device. It must not change `value` itself. None: the values hold no tensors.
+
+    Example:
+        >>> class Sentences:
+        ...     def __init__(self, words, scores):
+        ...         self.words, self.scores = words, scores
+        >>> torchstrategy.register_batch_type(
+        ...     Sentences,
+        ...     rows=lambda batch: len(batch.words),
+        ...     take=lambda batch, rows: Sentences(batch.words[rows], batch.scores[rows]),
+        ...     apply=lambda batch, fn: Sentences(batch.words, fn(batch.scores)),
+        ... )
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> source = [Sentences(["a", "b", "c"], torch.ones(3))]
+        >>> for batch in strategy.experimental_distribute_dataset(source):
+        ...     print(strategy.run(lambda sentences: " ".join(sentences.words), args=(batch,)))
+        PerReplica:{
+          0: a b,
+          1: c
+        }
+
+    Raises:
+        TypeError: If `cls` is no class, or one whose values are dealt out by rules of their own; or if one of the
+            functions cannot be called.
+        ValueError: If the type is registered already, or `take` is missing, or there for what has no rows.
+
+    Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate (which makes batches)
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_batch_type takes a class; got {cls!r}.")
+    if cls in _BUILT_IN:
+        raise TypeError(f"How a {cls.__name__} is dealt out is fixed: register a type of your own that holds it.")
+    for name, function in (("rows", rows), ("take", take), ("apply", apply)):
+        if function is not None and not callable(function):
+            raise TypeError(f"register_batch_type({cls.__name__}, {name}=...) takes a function; got {function!r}.")
+    if cls in _registered:
+        raise ValueError(f"{cls.__name__} is registered already. Register a type once, where it is defined.")
+    if rows is not None and take is None:
+        raise ValueError(
+            f"{cls.__name__} has rows, so it must be known how to take some of them: "
+            f"register_batch_type({cls.__name__}, rows=..., take=lambda batch, rows: ...)."
+        )
+    if rows is None and take is not None:
+        raise ValueError(
+            f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
+            "taken. Say how many rows it has, or leave out take."
+        )
+    theirs = _Registered(cls, rows or len, take or operator.getitem, apply or unchanged)
+    _registered[cls] = Kind(
+        None if rows is None else theirs.rows,
+        unchanged if take is None else theirs.take,
+        unchanged if apply is None else theirs.apply,
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Registered:
+    """The functions that a user has registered for a type. Their results are checked, as an error would lose rows."""
+
+    cls: type
+    rows_of: Callable[[Any], Any]
+    take_of: Callable[[Any, slice], Any]
+    apply_of: Callable[[Any, TensorFn], Any]
+
+    def rows(self, value: Any) -> int:
+        count = self.rows_of(value)
+        if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
+            raise TypeError(f"{self._told('rows')} returned {count!r}, which is no number of rows.")
+        return operator.index(count)
+
+    def take(self, value: Any, rows: slice) -> Any:
+        part = self._own("take", self.take_of(value, rows))
+        found, wanted = self.rows(part), rows.stop - rows.start
+        if found != wanted:
+            raise ValueError(
+                f"{self._told('take')} returned {plural(found, 'row')} for slice({rows.start}, {rows.stop}), which is "
+                f"{wanted}."
+            )
+        return part
+
+    def apply(self, value: Any, fn: TensorFn) -> Any:
+        return self._own("apply", self.apply_of(value, fn))
+
+    def _own(self, name: str, result: Any) -> Any:
+        if not isinstance(result, self.cls):
+            raise TypeError(f"{self._told(name)} returned {an(type(result).__name__)}, and not a {self.cls.__name__}.")
+        return result
+
+    def _told(self, name: str) -> str:
+        return f"The {name} function that {self.cls.__name__} was registered with"
+
+
+def registration_of(value: Any) -> Kind | None:
+    """The registration of the type of a value, or of one of its base classes; None if there is none."""
+    if not _registered:
+        return None
+    return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)
+
+
+def unchanged(value: T, _: object) -> T:
+    """A value without rows, of which every replica gets the whole; or without tensors, of which none is moved."""
+    return value
+
+
+_registered: dict[type, Kind] = {}
+_BUILT_IN = (object, torch.Tensor, np.ndarray, rnn.PackedSequence, list, tuple, dict, *SINGLE)
 
 
 @final
@@ -246,10 +397,6 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
     return _NUMBERS if has_dtype(array.dtype) else None
 
 
-def _apply_to_numbers(array: np.ndarray[Any, Any], fn: TensorFn) -> torch.Tensor:
-    return fn(_tensor_over(array))
-
-
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory.
 
@@ -266,10 +413,6 @@ def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
     if all(type(item) in _PLAIN for item in items):
         return items
     return [applied_within(item, fn) for item in items]
-
-
-def _take_sparse(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    return tensor.narrow_copy(0, rows.start, rows.stop - rows.start)
 
 
 def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
@@ -315,19 +458,15 @@ def _take_record(record: Any, rows: slice) -> Any:
     return with_parts(record, lambda _, part: map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
 
 
-def _apply_to_record(record: Any, fn: TensorFn) -> Any:
-    return with_parts(record, lambda _, part: applied_within(part, fn))
-
-
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
-_ONE_THING = Kind(None, whole, without_tensors)
-_ROWS = Kind(len, sliced, without_tensors)
-_LIST = Kind(len, sliced, _apply_to_items)
-_TENSOR = Kind(None, whole, _apply_to_tensor)
-_ROWS_OF_TENSOR = Kind(len, sliced, _apply_to_tensor)
-_SPARSE = Kind(len, _take_sparse, _apply_to_tensor)
+_ONE_THING = Kind(None, unchanged, unchanged)
+_ROWS = Kind(len, operator.getitem, unchanged)
+_LIST = Kind(len, operator.getitem, _apply_to_items)
+_TENSOR = Kind(None, unchanged, _apply_to_tensor)
+_ROWS_OF_TENSOR = Kind(len, operator.getitem, _apply_to_tensor)
+_SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.stop - rows.start), _apply_to_tensor)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
-_NUMBERS = Kind(len, sliced, _apply_to_numbers)
+_NUMBERS = Kind(len, operator.getitem, lambda array, fn: fn(_tensor_over(array)))
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, _apply_to_record)
+_RECORD = Kind(None, _take_record, lambda record, fn: with_parts(record, lambda _, part: applied_within(part, fn)))

@@ -1,25 +1,249 @@
-"""The distributed dataset, and the ways to make one."""
+"""The distributed dataset, its iterators in TensorFlow 2 and 1, and the ways to make one."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, Protocol, final, runtime_checkable
 
-from torchstrategy._core.errors import plural, unpicklable
+from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.device_transfer import Route
-from torchstrategy._input.iterator import DistributedIterator
 from torchstrategy._input.loader_states import State
-from torchstrategy._input.on_demand import OnDemand
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.prefetcher import Prefetcher
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, nothing
 from torchstrategy._input.source import Source, is_map_style
-from torchstrategy._input.splitting import in_equal_parts, in_proportion
 from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
 
-DatasetFn = Callable[[InputContext], Any]
+
+@final
+class OutOfRangeError(EOFError):
+    """Raised by `DistributedIterator.get_next` when there are no more batches.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> iterator = iter(strategy.experimental_distribute_dataset([torch.ones(2)]))
+        >>> iterator.get_next()
+        tensor([1., 1.])
+        >>> try:
+        ...     iterator.get_next()
+        ... except torchstrategy.OutOfRangeError as error:
+        ...     print(error)
+        The dataset has no more batches.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/errors/OutOfRangeError
+    """
+
+
+@final
+class Optional:
+    """A batch or no batch. `DistributedIterator.get_next_as_optional` returns it.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> iterator = iter(strategy.experimental_distribute_dataset([torch.ones(2)]))
+        >>> batch = iterator.get_next_as_optional()
+        >>> batch.has_value(), batch.get_value()
+        (True, tensor([1., 1.]))
+        >>> iterator.get_next_as_optional().has_value()
+        False
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/experimental/Optional
+    """
+
+    def __init__(self, values: tuple[()] | tuple[Tree]) -> None:
+        self._values = values
+
+    def has_value(self) -> bool:
+        """Whether there is a batch."""
+        return bool(self._values)
+
+    def get_value(self) -> Tree:
+        """The batch.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if not self._values:
+            raise ValueError("This Optional holds no batch: the dataset had come to its end. Ask has_value() first.")
+        return self._values[0]
+
+    def __repr__(self) -> str:
+        return f"Optional({self._values[0]!r})" if self._values else "Optional()"
+
+
+class BatchIterator(Iterator[Tree]):
+    """An iterator over batches whose next one can be asked for as in TensorFlow, too."""
+
+    def get_next(self) -> Tree:
+        """The next batch.
+
+        Raises:
+            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError("The dataset has no more batches.") from None
+
+
+@final
+class DistributedIterator(BatchIterator):
+    """One iteration over a `DistributedDataset`; `iter(dataset)` returns it.
+
+    If it is dropped or closed before its end, it ends the threads and the loader workers that it has started.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> loader = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
+        >>> iterator = iter(strategy.experimental_distribute_dataset(loader))
+        >>> next(iterator)
+        PerReplica:{
+          0: tensor([0]),
+          1: tensor([1])
+        }
+
+    Differs from tf.distribute:
+        `get_next` leaves out no batch if the data runs out in the middle of a step.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedIterator
+    """
+
+    def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
+        self._reading = reading
+        self._splitter = splitter
+        self._ended = ended
+        self._is_over = False
+
+    @property
+    def element_spec(self) -> Tree:
+        """What the elements are made of; see `DistributedDataset.element_spec`."""
+        return self._splitter.spec()
+
+    def __next__(self) -> Tree:
+        if self._is_over:
+            raise StopIteration
+        try:
+            return self._reading.next()
+        except StopIteration:
+            self._ended()
+            self.close()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unpicklable(
+            self,
+            "it reads a loader of this process. Save where it stands, with the state_dict() of the dataset that it "
+            "iterates over; where it goes on, give that to a dataset with load_state_dict, and iterate over it.",
+        )
+
+    def get_next_as_optional(self) -> Optional:
+        """The next batch, if there is one."""
+        try:
+            return Optional((next(self),))
+        except StopIteration:
+            return Optional(())
+
+    def close(self) -> None:
+        """Ends the iteration, and the threads and loader workers that it has started."""
+        self._is_over = True
+        self._reading.close()
+
+
+@final
+class InputIterator(BatchIterator):
+    """An iterator over batches that are split among replicas.
+
+    `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It reads nothing before the
+    program asks for the first batch.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
+        >>> iterator = strategy.make_dataset_iterator([torch.ones(1), torch.zeros(1)])
+        >>> iterator.get_next()
+        tensor([1.])
+        >>> iterator.initialize()
+        >>> list(iterator)
+        [tensor([1.]), tensor([0.])]
+
+    Differs from tf.distribute:
+        There are no graphs: `initialize` has its effect at once, and need not be called before the first batch.
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy#make_dataset_iterator
+    """
+
+    def __init__(self, dataset: Iterable[Tree]) -> None:
+        self._dataset = dataset
+        self._iterator: Iterator[Tree] | None = None
+
+    def initialize(self) -> None:
+        """Makes the next batch the first one of a new epoch. It ends the threads and loader workers of the old one."""
+        self._iterator = None  # a distributed iterator that is dropped ends its threads and workers
+
+    @property
+    def initializer(self) -> None:
+        """Reading this property calls `initialize()`."""
+        return self.initialize()
+
+    def __next__(self) -> Tree:
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        return next(self._iterator)
+
+
+@runtime_checkable
+class _HasNext(Protocol):
+    """An `InputIterator`, a `DistributedIterator`, or what takes their place."""
+
+    def get_next(self) -> Tree: ...
+
+
+def next_of(iterator: Any) -> Tree:
+    """The next batch of an iterator over a distributed dataset.
+
+    Raises:
+        TypeError: If it is no such iterator.
+    """
+    if not isinstance(iterator, _HasNext):
+        raise TypeError(
+            "An input iterator is what make_dataset_iterator, make_input_fn_iterator or iter(distributed dataset) "
+            f"returns, and has get_next(); got {an(type(iterator).__name__)}."
+        )
+    return iterator.get_next()
+
+
+def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
+    """A function that calls `input_fn` and returns a dataset.
+
+    If `input_fn` returns a function, the elements of the dataset are the results of calls of that function.
+    """
+
+    def dataset_fn(context: InputContext) -> Any:
+        source = input_fn(context)
+        if isinstance(source, Iterable) or is_map_style(source):
+            return source
+        if callable(source):
+            return _Calls(source)
+        raise ValueError(
+            f"input_fn returns a dataset, or a function that is called for each element; it returned "
+            f"{an(type(source).__name__)}."
+        )
+
+    return dataset_fn
+
+
+@final
+class _Calls:
+    """An iterable over the results of a function, which is called once for each element, until it raises an error."""
+
+    def __init__(self, fn: Callable[[], Tree]) -> None:
+        self._fn = fn
+
+    def __iter__(self) -> Iterator[Tree]:
+        # It is no generator, since a generator ends when it raises. Here, the next call may return a value again.
+        return map(lambda _: self._fn(), repeat(None))
 
 
 @final
@@ -56,7 +280,7 @@ class DistributedDataset:
         # last epoch over the loader is ended first.
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
-            _endings.pop(loader, _nothing)()
+            _endings.pop(loader, nothing)()
         steps = Steps(self._splitter, [source.begin() for source in sources], is_ahead=self._is_ahead)
         reading = Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
@@ -189,10 +413,8 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
             f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}; the strategy has "
             f"{plural(replicas, 'replica')}."
         )
-    sizes = in_equal_parts(replicas) if shares is None else in_proportion(shares)
     routes = _routes(devices, options)
-    is_moved = any(route.has_copies for route in routes)
-    splitter = SplitSteps(source, replicas, sizes, options.lists_are_rows, is_moved=is_moved, is_even=shares is None)
+    splitter = SplitSteps(source, replicas, options, is_moved=any(route.has_copies for route in routes))
     return DistributedDataset(splitter, routes, options)
 
 
@@ -220,10 +442,6 @@ def distributed_from_function(
     return DistributedDataset(splitter, _routes(devices, options), options)
 
 
-def _nothing() -> None:
-    """Takes the place of the function that ends an epoch, where there is no epoch to end."""
-
-
 def _source(dataset: Any, what: str) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
@@ -234,8 +452,7 @@ def _source(dataset: Any, what: str) -> Source:
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
-    is_only = len(devices) == 1
-    return [Route(device if options.experimental_fetch_to_device else None, is_only=is_only) for device in devices]
+    return [Route(device if options.experimental_fetch_to_device else None) for device in devices]
 
 
 def _checked(state_dict: Any) -> list[State]:

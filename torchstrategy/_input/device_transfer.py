@@ -18,7 +18,7 @@ from torchstrategy._communication.transfer import copy_stream
 from torchstrategy._core.devices import is_accelerator, memory_device
 from torchstrategy._core.distributed_values import Unmade
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.batch_types import applied, applied_within, memory_of, moved
+from torchstrategy._input.batch_types import applied_within, memory_of, moved
 
 
 class StagedBatch(NamedTuple):
@@ -43,12 +43,10 @@ class Route:
 
     Args:
         device: The device to which tensors are copied. None: they stay where they are.
-        is_only: Whether there is no other replica, so that its parts are whole elements, in their containers.
     """
 
-    def __init__(self, device: Device | None, *, is_only: bool) -> None:
+    def __init__(self, device: Device | None) -> None:
         self.device = None if device is None else memory_device(device)
-        self._applied = applied_within if is_only else applied
         self.has_copies = device is not None and is_accelerator(device)  # whether a worker could copy ahead
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
@@ -64,7 +62,7 @@ class Route:
             return there
 
         departed = [
-            self._sent_if_made(piece) if type(piece) is Unmade else self._applied(piece, move) for piece in parts
+            self._sent_if_made(piece) if type(piece) is Unmade else applied_within(piece, move) for piece in parts
         ]
         events = [torch.accelerator.current_stream(self.device).record_event()] if sent else []
         return StagedBatch(departed, sent, events)
@@ -86,7 +84,7 @@ class Route:
             return moved[-1]
 
         with stream:  # also makes its device the current one, for which torch pins memory
-            parts = [self._applied(piece, copy) for piece in staged.parts]
+            parts = [applied_within(piece, copy) for piece in staged.parts]
             events = [stream.record_event()] if moved else []
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import final
+from typing import Any, final
 
 
 @final
@@ -77,6 +77,9 @@ class InputContext:
         return (
             f"torchstrategy.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
         )
+
+
+DatasetFn = Callable[[InputContext], Any]
 
 
 @final

@@ -14,6 +14,7 @@ import copy
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from inspect import signature
 from itertools import chain, islice
 from typing import Any, final
 
@@ -56,6 +57,13 @@ class Source:
         dataset: The object that a user gave to a strategy.
         what: What messages call it.
 
+    Attributes:
+        keeps_state: Whether the loader can save and restore its own position.
+        is_batched: Whether the elements may be batches.
+        allows_one_pass_at_a_time: Whether a new epoch takes the workers away from the epoch before.
+        shows_each_once: Whether an element cannot be looked at without taking it from an epoch that has begun.
+        position: The position in the epoch that began last.
+
     Raises:
         TypeError: If it cannot be iterated over.
     """
@@ -67,10 +75,14 @@ class Source:
                 f"{an(type(dataset).__name__)}."
             )
         self._dataset = dataset
+        self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.is_batched = not is_map_style(dataset)
+        self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
         self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
         self._is_spent = False
         self._is_resumed = False  # whether the next epoch goes on from the position of `load_state`
-        self.position = Position()  # the position in the epoch that began last
+        self.shows_each_once = self._once is not None or self.keeps_state or _streams(dataset)
+        self.position = Position()
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -79,21 +91,6 @@ class Source:
     def has_workers(self) -> bool:
         """Whether worker processes load the elements."""
         return bool(getattr(self._dataset, "num_workers", 0))
-
-    @property
-    def allows_one_pass_at_a_time(self) -> bool:
-        """Whether a new epoch takes the workers away from the epoch before."""
-        return bool(getattr(self._dataset, "persistent_workers", False))
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the loader can save and restore its own position."""
-        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether the elements may be batches."""
-        return not is_map_style(self._dataset)
 
     @property
     def makes_columns(self) -> bool:
@@ -105,11 +102,6 @@ class Source:
         """How many rows each element has, if this is certain before it is read."""
         sampler = getattr(self._dataset, "batch_sampler", None)
         return getattr(sampler, "batch_size", None) if getattr(sampler, "drop_last", False) else None
-
-    @property
-    def shows_each_once(self) -> bool:
-        """Whether an element cannot be looked at without taking it from an epoch that has begun."""
-        return self._once is not None or self.keeps_state or _streams(self._dataset)
 
     @property
     def asks_sampler_at_once(self) -> bool:
@@ -344,9 +336,6 @@ class Epoch:
         self.position = position
         self.count = position.count  # how many elements were read, including those that raised an error
 
-    def __iter__(self) -> Iterator[Tree]:
-        return self
-
     def __next__(self) -> Tree:
         if not self.count and not self.source.asks_sampler_at_once:
             self.position.asked = self.source.generators_now()
@@ -429,7 +418,7 @@ def _samples(dataset: Any) -> Iterator[Tree]:
 def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
     chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
-    alike = {name: getattr(loader, name) for name in _OF_A_LOADER}
+    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _CHOSEN}
     return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
 
 
@@ -464,14 +453,5 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 _END = object()
 _OF_THE_ORDER = ("sampler", "batch_sampler")
-_OF_A_LOADER = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "pin_memory_device",
-    "in_order",
-)
+# The options of a loader that are not those of another loader for the rest of an epoch.
+_CHOSEN = {"dataset", "batch_size", "shuffle", *_OF_THE_ORDER, "drop_last", "generator", "persistent_workers"}

@@ -1,21 +1,244 @@
-"""What is read for each step, and what each replica gets of it."""
+"""What is read for each step, which rows of it go to which replica, and their shapes and dtypes.
+
+Either a batch is split into a part for each replica, or each replica gets an element of its own. Nothing is copied to
+another device here. The parts of a tensor share its memory.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.distributed_values import ABSENT, Unmade
-from torchstrategy._core.tree import map_leaves, unflatten_like
+from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
+from torchstrategy._core.errors import described, warn
+from torchstrategy._core.torch_internals import TreeSpec
+from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Tree
-from torchstrategy._core.warnings import warn
-from torchstrategy._input.batch_types import is_leaf, lists_as_rows
+from torchstrategy._input import batch_types
+from torchstrategy._input.options import InputOptions
 from torchstrategy._input.source import Epoch, Position, Source
-from torchstrategy._input.spec import PerReplicaSpec, TensorSpec, spec_of
-from torchstrategy._input.splitting import Parts, Sizes, SplitBatch, Whole, joined, split
+
+Sizes = Callable[[int], list[slice]]
+"""A function from the number of rows of a batch to the rows of each replica."""
+
+
+@final
+class Parts(list[Tree]):
+    """A list of the parts of one leaf, one for each replica."""
+
+
+@final
+class SplitBatch(NamedTuple):
+    """An element of a dataset that was split among the replicas. A strategy of one replica gets it whole."""
+
+    leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
+    spec: TreeSpec
+    rows: tuple[int, ...]  # how many rows each replica got
+
+    def parts(self) -> list[list[Tree]]:
+        """For each replica, its parts of the leaves that were split."""
+        columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
+        return [[column[r] for column in columns] for r in range(len(self.rows))]
+
+    def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
+        """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
+        if len(self.rows) == 1:
+            return arrived[0][0]
+        columns = zip(*arrived, strict=True)
+        leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
+        return self.spec.unflatten(leaves)
+
+
+def whole(element: Tree) -> SplitBatch:
+    """An element for a strategy of one replica. It need not have rows."""
+    return SplitBatch([Parts([element])], LEAF, (1,))
+
+
+def in_equal_parts(replicas: int) -> Sizes:
+    """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
+
+    def slices(rows: int) -> list[slice]:
+        size = -(-rows // replicas)
+        return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
+
+    return slices
+
+
+def in_proportion(shares: Sequence[float]) -> Sizes:
+    """Contiguous parts whose sizes are in the proportion of `shares`, as nearly as whole rows allow."""
+    sums = list(itertools.accumulate(shares))
+    parts = [part / sums[-1] for part in sums]
+
+    def slices(rows: int) -> list[slice]:
+        # 1e-9 is subtracted so that a rounding error just above a whole number does not add a row.
+        ends = [0, *(math.ceil(rows * part - 1e-9) for part in parts)]
+        return list(map(slice, ends, ends[1:]))
+
+    return slices
+
+
+def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitBatch:
+    """Splits a batch into a part for each replica.
+
+    Args:
+        batch: A batch of a loader.
+        sizes: Returns the rows of each replica.
+        replicas: How many replicas there are.
+        is_moved: Whether the parts will be moved to devices. Then each replica gets its own copy of every tensor, also
+            of a tensor without rows.
+
+    Raises:
+        ValueError: If nothing has rows, or two leaves have different numbers of them.
+        TypeError: If it is not known how to cut a leaf.
+    """
+    rows = _rows(batch)
+    if rows is None:
+        raise ValueError(
+            f"An element of the dataset has no rows to deal out to {replicas} replicas: it is not batched. Batch the "
+            "dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    slices = sizes(rows)
+
+    def parts(leaf: Tree) -> Tree:
+        if batch_types.has_rows(leaf):
+            return Parts([_part(leaf, piece) for piece in slices])
+        is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in batch_types.tensors_within(leaf))
+        return Parts([leaf] * replicas) if is_apart else leaf
+
+    leaves, spec = tree_flatten(batch, batch_types.is_leaf)
+    return SplitBatch(list(map(parts, leaves)), spec, tuple(piece.stop - piece.start for piece in slices))
+
+
+def joined(elements: Sequence[Tree]) -> SplitBatch:
+    """Puts an element for each replica together. A replica for which the data has run out (`ABSENT`) gets no rows.
+
+    Raises:
+        ValueError: If the elements differ in structure, or the leaves of one have different numbers of rows.
+        TypeError: If a leaf is of no known kind.
+    """
+    first = next(element for element in elements if element is not ABSENT)
+    counts = [0 if element is ABSENT else _rows(element) for element in elements]
+    filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
+    try:
+        columns, spec = zip_leaves(filled, _is_leaf_or_empty)
+    except ValueError:
+        other, path = first_unlike(filled, _is_leaf_or_empty)
+        raise ValueError(
+            f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
+            "dataset yields has to be alike."
+        ) from None
+    rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
+    return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
+
+
+def _is_leaf_or_empty(value: Any) -> bool:
+    """Whether a value is a leaf, or an empty list or tuple: another element may have rows in its place."""
+    return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
+
+
+def _rows(batch: Tree) -> int | None:
+    """The number of rows that all values of a batch have in common; None if no value has rows.
+
+    Raises:
+        ValueError: If two of them have different numbers of rows.
+        TypeError: If it is not known how to deal one out.
+    """
+    counts = batch_types.row_counts(batch)
+    if counts is not None and len(counts) < 2:
+        return next(iter(counts), None)
+    (first, rows), *others = batch_types.named_counts(batch)
+    name, count = next((name, count) for name, count in others if count != rows)
+    raise ValueError(
+        f"The leaves of a batch have different numbers of rows: {first} has {rows} and {name} has {count}. "
+        "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
+        "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as with the boxes of "
+        "images, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say "
+        "how it is cut: torchstrategy.register_batch_type(...)."
+    )
+
+
+def _without_rows(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+        return leaf.new_empty(0)
+    return _part(leaf, slice(0, 0))
+
+
+def _part(leaf: Any, rows: slice) -> Any:
+    if rows.start == rows.stop and batch_types.is_registered_within(leaf):
+        return _unmade(leaf)
+    return batch_types.taken(leaf, rows)
+
+
+def _unmade(leaf: Any) -> Unmade:
+    """A placeholder for a part without rows. The user's function is called for it only if somebody reads the part.
+
+    The type of the value may not allow a value without rows.
+    """
+
+    def make() -> Any:
+        try:
+            return batch_types.taken(leaf, slice(0, 0))
+        except Exception as error:
+            raise ValueError(
+                f"A replica was dealt no rows, and there is no {type(leaf).__name__} without rows to give it: "
+                f"{described(error)}. Leave out RunOptions(run_empty_replicas=True), and such a replica sits the step "
+                "out; or let the take function that the type was registered with make one for slice(0, 0)."
+            ) from error
+
+    return Unmade(make)
+
+
+@final
+@dataclass(frozen=True)
+class TensorSpec:
+    """The shape and dtype of a tensor.
+
+    Args:
+        shape: The sizes of the dimensions; None for a size that is not known beforehand.
+        dtype: The dtype of the elements.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> loader = torch.utils.data.DataLoader(torch.ones(5, 3), batch_size=2)
+        >>> strategy.experimental_distribute_dataset(loader).element_spec
+        TensorSpec(shape=(None, 3), dtype=torch.float32)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/TensorSpec
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+
+@final
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """The spec of a per-replica value: what each replica gets.
+
+    Args:
+        value_specs: For each replica, a `TensorSpec`; if the value is no tensor, its type.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4, drop_last=True)
+        >>> spec = strategy.experimental_distribute_dataset(loader).element_spec
+        >>> spec.value_specs[1]
+        TensorSpec(shape=(2, 3), dtype=torch.float32)
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset#element_spec
+    """
+
+    value_specs: tuple[TensorSpec | type, ...]
 
 
 class ResumePoint(NamedTuple):
@@ -53,33 +276,46 @@ class Splitter(ABC):
                 self._spec = self._spec_of(self.split_batch(self.first()))
         return self._spec
 
-    def split_batch(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
+    def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if self._lists_are_rows and self.replicas > 1:
-            elements = [element if element is ABSENT else lists_as_rows(element) for element in elements]
+            elements = [element if element is ABSENT else batch_types.lists_as_rows(element) for element in elements]
         return self.split(elements)
 
-    def saw(self, split_batch: SplitBatch | Whole) -> None:
+    def saw(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element that was read, if it will not be possible to look at one later."""
         if self._has_to_be_seen and self._spec is None:
             self._spec = self._spec_of(split_batch)
 
-    def _spec_of(self, split_batch: SplitBatch | Whole) -> Tree:
-        rows, is_batched = self.rows(), self.sources[0].is_batched
-
-        def spec(leaf: Tree, count: int | None = rows[0]) -> TensorSpec | type:
-            return spec_of(leaf, count, is_batched=is_batched)
+    def _spec_of(self, split_batch: SplitBatch) -> Tree:
+        rows = self.rows()
 
         def specs(leaf: Tree) -> Tree:
             if type(leaf) is not Parts:
-                return spec(leaf, None)
+                return self._spec_of_one(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
             parts = [shown if type(piece) is Unmade else piece for piece in leaf]
-            return PerReplicaSpec(tuple(map(spec, parts, rows)))
+            return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
-        if isinstance(split_batch, Whole):
-            return map_leaves(spec, split_batch.element, is_leaf)
-        return unflatten_like([specs(leaf) for leaf in split_batch.leaves], split_batch.spec)
+        if self.replicas == 1:
+            (element,) = split_batch.leaves[0]
+            return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
+        return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+
+    def _spec_of_one(self, value: Any, rows: int | None) -> TensorSpec | type:
+        """The spec of the values of one leaf for one replica.
+
+        Args:
+            value: One such value.
+            rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
+        """
+        tensor = batch_types.applied(value, lambda tensor: tensor)
+        if not isinstance(tensor, torch.Tensor):
+            return type(value)
+        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]  # nested: no int
+        if self.sources[0].is_batched and batch_types.has_rows(value):
+            shape[0] = rows
+        return TensorSpec(tuple(shape), tensor.dtype)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -98,7 +334,7 @@ class Splitter(ABC):
         """Reads the elements of one step into a list. After an error, the list keeps those that were read before."""
 
     @abstractmethod
-    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas."""
 
 
@@ -109,19 +345,15 @@ class SplitSteps(Splitter):
     Args:
         source: The source of batches of the global size.
         replicas: How many replicas there are.
-        sizes: Returns the rows of each replica.
-        lists_are_rows: Whether each item of a list is a row. None: the user has not said.
+        options: What the user has said about the dataset.
         is_moved: Whether parts will be moved to devices.
-        is_even: Whether all parts have the same size if the number of rows can be divided equally.
     """
 
-    def __init__(
-        self, source: Source, replicas: int, sizes: Sizes, lists_are_rows: bool | None, *, is_moved: bool, is_even: bool
-    ) -> None:
-        super().__init__([source], replicas, lists_are_rows)
-        self._sizes = sizes
+    def __init__(self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool) -> None:
+        super().__init__([source], replicas, options.lists_are_rows)
+        self._is_even = options.row_shares is None
+        self._sizes = in_equal_parts(replicas) if options.row_shares is None else in_proportion(options.row_shares)
         self._is_moved = is_moved
-        self._is_even = is_even
 
     def __len__(self) -> int:
         return len(self.sources[0])
@@ -138,10 +370,10 @@ class SplitSteps(Splitter):
     def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
         elements.append(next(passes[0]))
 
-    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
+    def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,) = elements
         if self.replicas == 1:
-            return Whole(element)
+            return whole(element)
         if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
             self._lists_are_rows = False  # the default; it is set so that the warning comes only once
             warn(
@@ -191,8 +423,8 @@ class OneForEach(Splitter):
             elements.clear()
             raise StopIteration
 
-    def split(self, elements: Sequence[Tree]) -> SplitBatch | Whole:
-        return Whole(elements[0]) if self.replicas == 1 else joined(elements)
+    def split(self, elements: Sequence[Tree]) -> SplitBatch:
+        return whole(elements[0]) if self.replicas == 1 else joined(elements)
 
 
 @final
@@ -216,10 +448,7 @@ class Steps:
         for mark in self._marks():
             mark.reach()
 
-    def __iter__(self) -> Iterator[tuple[SplitBatch | Whole, list[ResumePoint]]]:
-        return self
-
-    def __next__(self) -> tuple[SplitBatch | Whole, list[ResumePoint]]:
+    def __next__(self) -> tuple[SplitBatch, list[ResumePoint]]:
         with self._splitter.sources[0].reading():
             self._splitter.read(self._passes, self._elements)
             elements, self._elements = self._elements, []

@@ -12,7 +12,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._core.warnings import ReplicaBufferWarning, warn
+from torchstrategy._core.errors import ReplicaBufferWarning, warn
 
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
 

@@ -25,8 +25,7 @@ from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TOR
 from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
 from torchstrategy._binding.tensor_versions import TrackedTensors, write_value
 from torchstrategy._binding.uncounted_writes import writes_on
-from torchstrategy._communication.transfer import Write, sent_to
-from torchstrategy._communication.weighted_sums import equal
+from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.replica_variable import ReplicaVariable

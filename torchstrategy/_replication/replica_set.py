@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.proxies import users_own
+from torchstrategy._core.context import undisturbed
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.types import Device
 from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._training.all_reduced_gradients import AllReduce

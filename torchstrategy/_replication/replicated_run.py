@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import Trainers
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._core.context import current_frame, is_in_replica
+from torchstrategy._core.context import current_frame, is_in_replica, undisturbed
 from torchstrategy._core.devices import in_use
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch

@@ -24,9 +24,8 @@ from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, te
 from torchstrategy._binding.proxies import install, suspended, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.uncounted_writes import listen_to_data
-from torchstrategy._core.context import is_in_replica
+from torchstrategy._core.context import is_in_replica, undisturbed
 from torchstrategy._core.devices import is_accelerator
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_uncopyable

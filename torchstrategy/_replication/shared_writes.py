@@ -28,8 +28,8 @@ from torch import nn
 
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._binding.step_references import StepReferences
+from torchstrategy._core.errors import SharedWriteWarning, warn
 from torchstrategy._core.torch_internals import unseen_by_function_modes, versions
-from torchstrategy._core.warnings import SharedWriteWarning, warn
 from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.errors import UndistributedBatchWarning, warn
 from torchstrategy._core.structured_types import is_record, parts_of
 from torchstrategy._core.torch_internals import raw_grads, version, versions
 from torchstrategy._core.tree import tree_flatten
-from torchstrategy._core.warnings import UndistributedBatchWarning, warn
-from torchstrategy._variables.variable import is_variable
+from torchstrategy._core.types import VariableBase
 
 
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
-    flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
+    flat = [leaf for leaf in _within(leaves) if not isinstance(leaf, VariableBase)]
     is_dealt = any(isinstance(leaf, DistributedValues) for leaf in flat)
     return not is_dealt and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._communication.cross_device_ops.destinations import devices_of
-from torchstrategy._communication.operands import as_tensor, check_gatherable
+from torchstrategy._communication.cross_device_ops import devices_of
 from torchstrategy._communication.options import CommunicationOptions, check_usable
-from torchstrategy._communication.reductions import combined_along
+from torchstrategy._communication.reductions import as_tensor, check_gatherable, combined_along
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import frames_of_this_thread
 from torchstrategy._core.devices import canonical_device, in_use, memory_device, needs_device_context
@@ -28,12 +27,11 @@ from torchstrategy._core.distributed_values import (
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
-from torchstrategy._core.protocols import StrategyLike
-from torchstrategy._core.tree import map_leaves, tree_flatten, unflatten_like
-from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._core.tree import map_leaves, tree_flatten
+from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._execution.instruments import performed_alone
-from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.dataset import distributed, distributed_from_function
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import InPlaceStorage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame
@@ -98,7 +96,7 @@ class OneMachineExtended(StrategyExtended):
     ) -> list[Tree]:
         check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
         leaves, spec = tree_flatten([value for value, _ in pairs])
-        reduced = unflatten_like(self._reduce_all(op, leaves, options), spec)
+        reduced = spec.unflatten(self._reduce_all(op, leaves, options))
         return [
             map_leaves(partial(_sent, destinations=where), value)
             for value, (_, where) in zip(reduced, pairs, strict=True)

@@ -9,14 +9,13 @@ from typing import Any, final
 
 from typing_extensions import Self
 
-from torchstrategy._communication.operands import as_axis, as_tensor
 from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
+from torchstrategy._communication.reductions import as_axis, as_tensor
 from torchstrategy._core.context import Frame, current_frame, current_replica_context
 from torchstrategy._core.distributed_values import check_component_counts, select
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike
 from torchstrategy._core.tree import by_name, tree_flatten
-from torchstrategy._core.types import Device, Tree
+from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree
 from torchstrategy._execution.replica import ALONE, ReplicaGroup
 from torchstrategy._strategy.strategy import Strategy
 

@@ -7,11 +7,9 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
-from torchstrategy._communication.operands import as_axis, as_tensor
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._communication.options import CommunicationOptions
-from torchstrategy._communication.reductions import combined_along, gathered
+from torchstrategy._communication.reductions import as_axis, as_tensor, combined_along, gathered
 from torchstrategy._core.context import Frame
 from torchstrategy._core.distributed_values import (
     ABSENT,

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
-from torchstrategy._communication.cross_device_ops.all_reduce import default_for
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike

@@ -19,15 +19,12 @@ from typing_extensions import Self
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
 from torchstrategy._core.errors import an, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
-from torchstrategy._core.protocols import StrategyLike
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves
-from torchstrategy._core.types import ReplicaFn, Tree
-from torchstrategy._input.dataset import DatasetFn
-from torchstrategy._input.input_iterator import InputIterator, from_input_fn, next_of
-from torchstrategy._input.iterator import DistributedIterator
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
+from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 
 S = TypeVar("S", bound=StrategyLike)

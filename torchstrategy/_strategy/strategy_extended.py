@@ -22,13 +22,12 @@ from torchstrategy._core.context import current_replica_context, current_strateg
 from torchstrategy._core.devices import canonical_device, in_use
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._core.protocols import StrategyLike
-from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, Tree
+from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
-from torchstrategy._input.dataset import DatasetFn
-from torchstrategy._input.input_iterator import next_of
-from torchstrategy._input.options import InputOptions
-from torchstrategy._variables.of_extended import VariablesOfExtended, side_by_side
+from torchstrategy._input.dataset import next_of
+from torchstrategy._input.options import DatasetFn, InputOptions
+from torchstrategy._variables.of_extended import VariablesOfExtended
 
 
 @final
@@ -323,7 +322,9 @@ class StrategyExtended(VariablesOfExtended):
                 local_args, local_kwargs = select((tuple(args), dict(kwargs or {})), i)
                 with in_use(device):
                     results.append(fn(*local_args, **local_kwargs))
-        return regroup(results) if group else side_by_side(results)
+        if group:
+            return regroup(results)
+        return map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.

@@ -28,10 +28,9 @@ from typing import final
 
 import torch
 
-from torchstrategy._communication.transfer import brought
-from torchstrategy._communication.weighted_sums import accumulate, equal, weighted
+from torchstrategy._communication.transfer import accumulate, brought, equal, weighted
+from torchstrategy._core.context import undisturbed
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import (
     has_gradient_hooks,
     have_gradient_hooks,

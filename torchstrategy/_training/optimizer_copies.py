@@ -26,7 +26,7 @@ from torchstrategy._binding.optimizer_hooks import others_are_told
 from torchstrategy._binding.proxies import plain_class, users_own
 from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import brought
-from torchstrategy._core.thread_state import undisturbed
+from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import raw_grad
 from torchstrategy._core.trace import traced
 from torchstrategy._training.replica_gradients import ReplicaParameter

@@ -11,10 +11,10 @@ import torch
 from typing_extensions import Self
 
 from torchstrategy._communication.transfer import added
+from torchstrategy._core.context import undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, listed
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import make_parameter, version
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._variables.variable import Variable, Wanted, make_data, plain_alias, write

@@ -13,9 +13,8 @@ from torch import nn
 from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica, regroup, select
 from torchstrategy._core.errors import an
-from torchstrategy._core.protocols import StrategyLike
-from torchstrategy._core.tree import tree_flatten, unflatten_like, zip_leaves
-from torchstrategy._core.types import Device, Tree
+from torchstrategy._core.tree import map_leaves, tree_flatten
+from torchstrategy._core.types import Device, StrategyLike, Tree
 from torchstrategy._variables.kinds import Component, DistributedVariable, make_on
 from torchstrategy._variables.variable import Variable, Wanted, is_variable
 
@@ -73,7 +72,7 @@ class VariablesOfExtended(ABC):
             )
         with Frame(self._container_strategy()):
             results = _updated(var, fn, args, kwargs)
-        return regroup(results) if group else side_by_side(results)
+        return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
@@ -165,9 +164,3 @@ def _updated(var: Any, fn: Callable[..., Tree], args: Sequence[Tree], kwargs: di
         return [
             fn(component, *select(tuple(args), r), **select(kwargs, r)) for r, component in enumerate(var._components)
         ]
-
-
-def side_by_side(results: Sequence[Tree]) -> Tree:
-    """One tree of the trees that several calls returned, with a tuple at each leaf."""
-    columns, spec = zip_leaves(results)
-    return unflatten_like([tuple(column) for column in columns], spec)

@@ -25,23 +25,17 @@ from torch import nn
 from typing_extensions import Self
 
 from torchstrategy._binding.proxies import ShowsLocalGrad
-from torchstrategy._communication.operands import as_tensor
-from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica
+from torchstrategy._communication.reductions import as_tensor
+from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrategy._core.protocols import ReplicaContextLike, StrategyLike, VariableBase
-from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
-from torchstrategy._core.types import Device, Tree
+from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree, VariableBase
 
 V = TypeVar("V", bound="Variable")
 _Operation = Callable[[torch.Tensor, torch.Tensor], Any]
-
-_COPY: _Operation = torch.Tensor.copy_
-_ADD: _Operation = torch.Tensor.add_
-_SUBTRACT: _Operation = torch.Tensor.sub_
 
 
 class Variable(ShowsLocalGrad, VariableBase):
@@ -163,15 +157,15 @@ class Variable(ShowsLocalGrad, VariableBase):
             TypeError: If outside of replicas the value is that of several replicas; or it is no number.
             RuntimeError: In another strategy's scope; from `run`, if not all replicas assign this variable.
         """
-        return self._assign(_COPY, value)
+        return self._assign(torch.Tensor.copy_, value)
 
     def assign_add(self, delta: Tree) -> Self:
         """Adds to the variable, in the same way as `assign`."""
-        return self._assign(_ADD, delta)
+        return self._assign(torch.Tensor.add_, delta)
 
     def assign_sub(self, delta: Tree) -> Self:
         """Subtracts from the variable, in the same way as `assign`."""
-        return self._assign(_SUBTRACT, delta)
+        return self._assign(torch.Tensor.sub_, delta)
 
     @property
     def data(self) -> torch.Tensor:
@@ -407,14 +401,15 @@ class Wanted:
         can_be = dtype.is_floating_point or dtype.is_complex
         if self.trainable and not can_be:
             raise ValueError(f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients.")
-        return can_be and self.synchronization is not _ON_READ if self.trainable is None else self.trainable
+        return (
+            can_be and self.synchronization is not VariableSynchronization.ON_READ
+            if self.trainable is None
+            else self.trainable
+        )
 
     def like(self) -> tuple[object, ...]:
         """The arguments that have to be the same in all replicas, if they create a variable together."""
         return self.name, self.trainable, self.dtype, self.synchronization, self.aggregation
-
-
-_ON_READ = VariableSynchronization.ON_READ
 
 
 def create(wanted: Wanted) -> Variable:

@@ -1,10 +1,12 @@
 """The names of `tf.distribute.cluster_resolver` that need no network: who is in a cluster, and who this process is."""
 
-from torchstrategy.cluster_resolver._cluster_resolver import ClusterResolver
+from torchstrategy.cluster_resolver._cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
 from torchstrategy.cluster_resolver._cluster_spec import ClusterSpec
-from torchstrategy.cluster_resolver._simple import SimpleClusterResolver
-from torchstrategy.cluster_resolver._tf_config import TFConfigClusterResolver
-from torchstrategy.cluster_resolver._union import UnionResolver
 
 __all__ = ["ClusterResolver", "ClusterSpec", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver"]
 

@@ -1,10 +1,13 @@
-"""What knows who is in a cluster, and which of them this process is."""
+"""What knows who is in a cluster, and which of them this process is: the base class, and the three that are here."""
 
 from __future__ import annotations
 
+import json
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._core.devices import local_accelerators
 from torchstrategy.cluster_resolver._cluster_spec import ClusterSpec, as_index
@@ -136,3 +139,301 @@ def refuse_config_proto(config_proto: object) -> None:
     """
     if config_proto is not None:
         raise ValueError(f"config_proto={config_proto!r} configures a session, and there are none here. Leave it out.")
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """Knows what it was told.
+
+    Args:
+        cluster_spec: The processes of the cluster.
+        master: The address of the one that leads.
+        task_type: The job of this process.
+        task_id: Its index in the job.
+        environment: Where it runs.
+        num_accelerators: How many accelerators each task has, by kind: `{"GPU": 8}`.
+        rpc_layer: The protocol, which is put before addresses.
+
+    Example:
+        >>> spec = torchstrategy.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> resolver = torchstrategy.cluster_resolver.SimpleClusterResolver(
+        ...     spec, task_type="worker", task_id=0, num_accelerators={"GPU": 8}, rpc_layer="grpc"
+        ... )
+        >>> resolver.master("worker", 1)
+        'grpc://b:2222'
+        >>> resolver.num_accelerators()["GPU"]
+        8
+
+    Raises:
+        TypeError: If `cluster_spec` is no `ClusterSpec`, `master` no string, or `num_accelerators` no dict.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/SimpleClusterResolver
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(
+                f"cluster_spec is a ClusterSpec; got {cluster_spec!r}. Write "
+                "torchstrategy.cluster_resolver.ClusterSpec({'worker': ['a:2222', 'b:2222']})."
+            )
+        if not isinstance(master, str):
+            raise TypeError(f"master is an address, a string; got {master!r}.")
+        if not isinstance(num_accelerators, (Mapping, type(None))):
+            raise TypeError(
+                f"num_accelerators is a dict from kinds to numbers, {{'GPU': 8}}; got {num_accelerators!r}."
+            )
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._environment = environment
+        self._num_accelerators = Counter(num_accelerators or {})
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """What it was told."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of the process that leads; or, if both `task_type` and `task_id` are given, of that task.
+
+        Raises:
+            ValueError: If there is no such task.
+        """
+        address = self._master
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        return url(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> Counter[str]:
+        """How many accelerators a task has, by kind. It is the same for each.
+
+        Raises:
+            ValueError: If `config_proto` is not None.
+        """
+        refuse_config_proto(config_proto)
+        return Counter(self._num_accelerators)
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """Several clusters as one. Whatever is not the sum of all comes from the first.
+
+    A job that several of them have is that job, with the tasks of all: one after the other where all tasks are known,
+    that is, in lists; by index where not.
+
+    Args:
+        resolvers: What knows the clusters.
+        task_type: The job of this process.
+        task_id: Its index in the job.
+        rpc_layer: The protocol, which is put before addresses.
+
+    Example:
+        >>> from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver, UnionResolver
+        >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["a:2222"]}), task_type="worker", task_id=0)
+        >>> more = SimpleClusterResolver(ClusterSpec({"worker": ["b:2222"], "ps": ["c:2222"]}))
+        >>> union = UnionResolver(workers, more)
+        >>> union.cluster_spec()
+        ClusterSpec({'worker': ['a:2222', 'b:2222'], 'ps': ['c:2222']})
+        >>> union.task_type
+        'worker'
+
+    Differs from tf.distribute:
+        A `task_id` of 0 that is given wins over the first resolver's, as any other does. `master` puts the `rpc_layer`
+        of the union before every address, and that of the first resolver where the union has none.
+
+    Raises:
+        ValueError: If there is no resolver.
+        TypeError: If one is something else.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/UnionResolver
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not resolvers:
+            raise ValueError("UnionResolver() has nothing to unite: give it one ClusterResolver or more.")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"UnionResolver unites ClusterResolvers; got {resolver!r}.")
+        self._resolvers = resolvers
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs of all.
+
+        Raises:
+            KeyError: If a job has one task twice, where they go by their indices.
+        """
+        clusters = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        jobs = dict.fromkeys(job for cluster in clusters for job in cluster)
+        return ClusterSpec({job: _united(job, [c[job] for c in clusters if job in c]) for job in jobs})
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """What the first says; or, if both `task_type` and `task_id` are given, the address of that task.
+
+        Raises:
+            ValueError: If there is no such task.
+        """
+        rpc_layer = rpc_layer or self.rpc_layer
+        if task_type is not None and task_id is not None:
+            return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> Counter[str]:
+        """What the first says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str | None:
+        """What the first says."""
+        return self._resolvers[0].environment
+
+    def _found(self) -> Task:
+        first = self._resolvers[0]
+        return Task(first.task_type, first.task_id, first.rpc_layer)
+
+
+def _united(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """The tasks of one job."""
+    if all(isinstance(part, list) for part in parts):
+        return [address for part in parts for address in part]  # type: ignore[misc]  # they are lists
+    united: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(united.keys() & tasks.keys())
+        if twice:
+            raise KeyError(f"The clusters to unite both have a task {twice[0]} of the job {job!r}.")
+        united.update(tasks)
+    return united
+
+
+T = TypeVar("T")
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """Knows what the environment variable `TF_CONFIG` says, which is read each time that something is asked.
+
+    `TF_CONFIG` is JSON: `{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}`; also
+    `"rpc_layer"` and `"session_master"` are known. What is given here wins over it.
+
+    Args:
+        task_type: The job of this process.
+        task_id: Its index in the job.
+        rpc_layer: The protocol, which is put before addresses.
+        environment: Where it runs.
+
+    Example:
+        >>> import json, os
+        >>> cluster = {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": "1"}}
+        >>> os.environ["TF_CONFIG"] = json.dumps(cluster)
+        >>> resolver = torchstrategy.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+        >>> resolver.task_type, resolver.task_id, resolver.master()
+        ('worker', 1, 'grpc://b:2222')
+        >>> del os.environ["TF_CONFIG"]
+        >>> resolver.task_id, bool(resolver.cluster_spec())
+        (None, False)
+
+    Raises:
+        ValueError: When something is asked, and `TF_CONFIG` is not JSON, or not of this form.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self._environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The processes that `TF_CONFIG` names; none if it is not set.
+
+        Raises:
+            ValueError: If `TF_CONFIG` is not JSON, or describes no cluster.
+        """
+        return _said(ClusterSpec, _config().get("cluster", {}))
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of this task, or of the one that is named; empty in a cluster of one task or none.
+
+        A `"session_master"` in `TF_CONFIG` is returned as it is.
+
+        Raises:
+            ValueError: If it is not known which task this is, there is no such task, or `TF_CONFIG` is not JSON.
+        """
+        session_master = _text("session_master", _config())
+        if session_master is not None:
+            return session_master
+        cluster = self.cluster_spec()
+        if sum(map(cluster.num_tasks, cluster.jobs)) <= 1 >= len(cluster.jobs):
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise ValueError(
+                f"TF_CONFIG has a cluster of the jobs {cluster.jobs}, and does not say which of its tasks this is. Add "
+                '"task": {"type": "worker", "index": 0} to it, or give the resolver a task_type and a task_id.'
+            )
+        return url(cluster.task_address(task_type, task_id), self.rpc_layer if rpc_layer is None else rpc_layer)
+
+    def _found(self) -> Task:
+        task = _config().get("task", {})
+        if not isinstance(task, dict):
+            raise ValueError(f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r:.60}.')
+        index = task.get("index")
+        return Task(
+            _text("type", task), None if index is None else _said(as_index, index), _text("rpc_layer", _config())
+        )
+
+
+def _text(name: str, where: dict[str, Any]) -> str | None:
+    text = where.get(name)
+    if not isinstance(text, (str, type(None))):
+        raise ValueError(f'"{name}" in the environment variable TF_CONFIG is a string; it is {text!r:.60}.')
+    return text
+
+
+def _said(make: Callable[[Any], T], value: Any) -> T:
+    """What is made of a value that the variable holds; whatever is wrong with it, the variable has to be changed."""
+    try:
+        return make(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error} It stands in the environment variable TF_CONFIG.") from None
+
+
+def _config() -> dict[str, Any]:
+    text = os.environ.get("TF_CONFIG", "{}")
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(
+            f"The environment variable TF_CONFIG is not JSON: {error.msg}", text, error.pos
+        ) from None
+    except (RecursionError, ValueError) as error:
+        why = "its brackets are nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"The environment variable TF_CONFIG is no description of a cluster: {why}.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f'The environment variable TF_CONFIG is no object such as {{"cluster": ...}}: {text:.60}')
+    return config

@@ -2,7 +2,7 @@
 
 from torchstrategy._communication.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from torchstrategy._core.options import ValueContext
-from torchstrategy._input.iterator import Optional
+from torchstrategy._input.dataset import Optional
 from torchstrategy._strategy.strategies import CentralStorageStrategy
 
 CollectiveCommunication = CommunicationImplementation

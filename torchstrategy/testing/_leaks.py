@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, TypeAlias
 
 import torch
@@ -16,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding import optimizer_hooks
-from torchstrategy._core.context import Frame, current_frame
+from torchstrategy._core.context import CallerState, Frame, current_frame
 from torchstrategy._core.errors import add_note
-from torchstrategy._core.thread_state import CallerState
 from torchstrategy._core.torch_internals import global_hooks
 from torchstrategy._execution.replica_threads import ReplicaThreads
 
@@ -199,8 +197,8 @@ def _settings() -> dict[str, object]:
 
 def _of_the_thread() -> dict[str, object]:
     """What a replica's thread would take over from this one."""
-    state = CallerState.take(devices=())  # to ask accelerators for their streams would start them
-    worn: dict[str, object] = {field.name.replace("_", " "): getattr(state, field.name) for field in fields(state)}
+    state = CallerState(devices=())  # to ask accelerators for their streams would start them
+    worn: dict[str, object] = {name.replace("_", " "): value for name, value in vars(state).items()}
     del worn["autocast"], worn["streams"], worn["variables"]
     return worn | {f"autocast on {device_type}": rest for device_type, *rest in state.autocast}
 

@@ -20,9 +20,8 @@ from torchstrategy import (
     ReduceOp,
     ReductionToOneDevice,
 )
-from torchstrategy._communication.buckets import Bucketing, in_buckets
-from torchstrategy._communication.cross_device_ops.all_reduce import default_for
-from torchstrategy._communication.transfer import why_not_nccl
+from torchstrategy._communication.cross_device_ops import default_for
+from torchstrategy._communication.transfer import Bucketing, in_buckets, why_not_nccl
 from torchstrategy._core.distributed_values import ABSENT, Mirrored, PerReplica
 from torchstrategy.experimental import CommunicationOptions
 
@@ -360,7 +359,7 @@ def test_packs_go_by_nccl_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         for output in outputs:
             output.copy_(sum(tensor.cpu() for tensor in inputs))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("torchstrategy._communication.cross_device_ops.all_reduce.why_not_nccl", lambda devices: None)
+    monkeypatch.setattr("torchstrategy._communication.cross_device_ops.why_not_nccl", lambda devices: None)
     monkeypatch.setattr("torch.cuda.nccl.all_reduce", all_reduce)
     values = [numbers(3, shape, seed=seed) for seed, shape in enumerate([(2, 3), (), (5,)])]
     results = NcclAllReduce(num_packs=2).batch_reduce(MEAN, [(value, value) for value in values])

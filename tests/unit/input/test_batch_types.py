@@ -47,7 +47,7 @@ from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
 from torchstrategy._core.devices import memory_device
 from torchstrategy._input.batch_types import memory_of
-from torchstrategy._input.splitting import in_proportion
+from torchstrategy._input.steps import in_proportion
 
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 4)}
 ONE_DEVICE = torchstrategy.OneDeviceStrategy(compute_devices(1)[0])

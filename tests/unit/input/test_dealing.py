@@ -25,7 +25,7 @@ from torchstrategy import (
     get_replica_context,
     get_strategy,
 )
-from torchstrategy._input.splitting import in_equal_parts
+from torchstrategy._input.steps import in_equal_parts
 
 DEFAULT = get_strategy()
 CHOSEN = [name for name in TOPOLOGIES if name != "default"]

@@ -21,7 +21,7 @@ from conditions import needs_simulated_devices
 from loaders import AHEAD, HANG, ON_DEMAND, Loader, Rows, batch_numbers, both_ways, prefetchers, rows_of
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, RunOptions, Strategy
-from torchstrategy._input.splitting import in_equal_parts
+from torchstrategy._input.steps import in_equal_parts
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
 

@@ -19,7 +19,7 @@ from conditions import needs_fork
 from loaders import AHEAD, HANG, ON_DEMAND, Loader, batch_numbers, both_ways, prefetchers, rows_of
 from topologies import central
 from torchstrategy import InputOptions, OutOfRangeError
-from torchstrategy._input import prefetcher
+from torchstrategy._input import reading
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
 
@@ -172,7 +172,7 @@ def test_an_iterator_may_be_closed_by_its_loader() -> None:
 def test_a_loader_that_is_in_the_middle_of_a_batch_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefetcher, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     go_on = threading.Event()
     loader = Loader(before=lambda k: k == 1 and go_on.wait(HANG))
     iterator = iter(central(2).experimental_distribute_dataset(loader, AHEAD))
@@ -187,7 +187,7 @@ def test_a_loader_that_is_in_the_middle_of_a_batch_is_not_waited_for_without_end
 
 
 def test_another_thread_may_close_an_iterator_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetcher, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     go_on = threading.Event()
     loader = Loader(before=lambda k: k == 1 and go_on.wait(HANG))
     iterator = iter(central(2).experimental_distribute_dataset(loader, AHEAD))
@@ -263,7 +263,7 @@ class Gated(Dataset):
 def test_persistent_workers_serve_a_new_iteration_when_the_one_before_is_done_with_them(
     is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetcher, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     strategy, rows = central(2), Gated()
     loader = DataLoader(rows, batch_size=2, num_workers=1, persistent_workers=True)
     dataset = strategy.experimental_distribute_dataset(loader)

@@ -24,8 +24,8 @@ from conditions import needs_fork, needs_signals, without_simulated_devices
 from loaders import AHEAD, HANG, INPUT, ON_DEMAND, Loader, batch_number, batch_numbers, prefetchers, rows_of
 from processes import python
 from topologies import central
-from torchstrategy._core.thread_state import CallerState
-from torchstrategy._input import prefetcher
+from torchstrategy._core.context import CallerState
+from torchstrategy._input import reading
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure", "nothing_left")
 
@@ -105,7 +105,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
     interrupted: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetcher, "_LOOK_UP_S", 0.01)  # it is often missed: the main thread is just about to wait
+    monkeypatch.setattr(reading, "_LOOK_UP_S", 0.01)  # it is often missed: the main thread is just about to wait
     strategy, is_wanted, is_interrupted = central(2), threading.Event(), threading.Event()
 
     def press(k: int) -> None:
@@ -246,9 +246,9 @@ def test_loader_workers_may_be_forked_and_spawned(context: str) -> None:
 EXIT = """
     import torch, torchstrategy
     from torch.utils.data import DataLoader
-    from torchstrategy._input import prefetcher
+    from torchstrategy._input import reading
 
-    prefetcher._PATIENCE_S = 1000.0  # who has to wait waits for too long
+    reading._PATIENCE_S = 1000.0  # who has to wait waits for too long
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     ahead = torchstrategy.InputOptions(load_ahead=True)
 

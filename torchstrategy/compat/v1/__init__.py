@@ -7,12 +7,15 @@ scopes, replicas, modules and datasets are the same.
 import sys
 
 from torchstrategy import cluster_resolver
-from torchstrategy._communication.cross_device_ops.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
-from torchstrategy._communication.cross_device_ops.cross_device_ops import CrossDeviceOps
-from torchstrategy._communication.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from torchstrategy._communication.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from torchstrategy._core.context import has_strategy, in_cross_replica_context
 from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._input.input_iterator import InputIterator
+from torchstrategy._input.dataset import InputIterator
 from torchstrategy._input.options import InputContext, InputReplicationMode
 from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context
 from torchstrategy._strategy.strategy import experimental_set_strategy, get_strategy

@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from torchstrategy._core.context import is_default
 from torchstrategy._core.devices import in_use, memory_device
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, an
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning
 from torchstrategy._execution.instruments import none_in_force
 from torchstrategy._input.batch_types import moved
 from torchstrategy._strategy.strategy_base import StrategyBase

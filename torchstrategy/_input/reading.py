@@ -1,4 +1,6 @@
-"""Reading ahead on threads while the step before still runs: batches are read, split, pinned and copied.
+"""Reading when the caller asks for a step, on its thread; or ahead on threads, while the step before still runs.
+
+Ahead, batches are read, split, pinned and copied:
 
     reader                     a worker for each replica           the consumer
                                on an accelerator
@@ -18,21 +20,105 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
+from torchstrategy._core.context import CallerState
 from torchstrategy._core.devices import canonical_device, local_accelerators
-from torchstrategy._core.thread_state import CallerState
+from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.device_transfer import Route
-from torchstrategy._input.on_demand import BatchTransfer, Reading, transferred
-from torchstrategy._input.steps import Steps
+from torchstrategy._input.device_transfer import Route, StagedBatch
+from torchstrategy._input.steps import ResumePoint, SplitBatch, Steps
+
+
+class BatchTransfer(NamedTuple):
+    """The batch of one step, whose parts are being copied to the replicas' devices."""
+
+    split_batch: SplitBatch
+    marks: list[ResumePoint]
+    staged: list[StagedBatch]
+
+    def received(self, routes: Sequence[Route]) -> Tree:
+        """The element, made of the parts on the devices. Runs on the consumer's thread."""
+        # See Note [Promises for a copied batch].
+        arrived = list(map(Route.receive, routes, self.staged))
+        for mark in self.marks:
+            mark.reach()
+        return self.split_batch.assembled(arrived)
+
+
+def transferred(steps: Steps, routes: Sequence[Route]) -> BatchTransfer:
+    """Reads the batch of the next step and stages its parts. Runs on the reading thread.
+
+    Raises:
+        StopIteration: If there is none.
+    """
+    with traced("split a batch"):
+        split_batch, marks = next(steps)
+        return BatchTransfer(split_batch, marks, list(map(Route.stage, routes, split_batch.parts())))
+
+
+class Reading(ABC):
+    """One epoch over a dataset, read step by step.
+
+    Args:
+        steps: The steps that are read.
+        routes: The way to each replica.
+    """
+
+    def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
+        self._steps: Steps | None = steps  # None when the epoch has ended, or when a thread has them
+        self._routes = routes
+
+    @abstractmethod
+    def next(self) -> Tree:
+        """The element that the replicas get in the next step.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+
+    def close(self) -> None:
+        """Ends the epoch, and the threads and workers that it has started."""
+        self._steps = None  # the loader's workers end with its iterator
+
+    @abstractmethod
+    def ending(self) -> Callable[[], None]:
+        """A function that ends the epoch, and waits until nobody reads the loader. It holds no reference to `self`."""
+
+
+def nothing() -> None:
+    """Takes the place of the function that ends an epoch, where there is no epoch to end."""
+
+
+@final
+class OnDemand(Reading):
+    """Reads on the caller's thread, when the caller asks for a step. There is no other thread.
+
+    On an accelerator, the copies still overlap with the previous step: its kernels are queued on the current stream,
+    and the copies are on a stream of their own.
+    """
+
+    def next(self) -> Tree:
+        if self._steps is None:
+            raise StopIteration
+        transfer = transferred(self._steps, self._routes)
+        for r, route in enumerate(self._routes):
+            if route.has_copies:
+                transfer.staged[r] = route.copy(transfer.staged[r])
+        return transfer.received(self._routes)
+
+    def ending(self) -> Callable[[], None]:
+        close = weakref.WeakMethod(self.close)
+        return lambda: (close() or nothing)()
+
 
 _PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
 _LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
@@ -55,7 +141,7 @@ class _Item:
 
 @final
 class _PrefetchQueue:
-    """The queues and flags that the threads share with the consumer.
+    """The threads, and the queues and flags that they share with the consumer.
 
     Args:
         workers: The replicas that have a worker.
@@ -67,6 +153,8 @@ class _PrefetchQueue:
         self.inboxes: dict[int, SimpleQueue[_Item | None]] = {r: SimpleQueue() for r in workers}
         self.failure: BaseException | None = None  # an error that ended one of the threads
         self.is_closed = False
+        self.threads: list[threading.Thread] = []
+        self.process = os.getpid()
         self._news: SimpleQueue[None] = SimpleQueue()
 
     def send(self, item: _Item) -> None:
@@ -96,8 +184,10 @@ class _PrefetchQueue:
         with suppress(Empty):
             self._news.get(timeout=_LOOK_UP_S)
 
-    def close(self) -> None:
-        """Tells all threads to end."""
+    def end(self, *, waits: bool = False) -> None:
+        """Ends the threads. Runs on any thread, also on one of them, if the garbage collector happens to run there."""
+        if os.getpid() != self.process:
+            return  # the threads do not exist in a forked process
         self.is_closed = True
         self.room.put(None)
         self.send_no_more()
@@ -105,6 +195,9 @@ class _PrefetchQueue:
         items, self.items = self.items, deque()  # a consumer that was interrupted may still use the old deque
         for item in list(items):
             item.forget()
+        for thread in self.threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(None if waits else _PATIENCE_S)
 
     def send_no_more(self) -> None:
         """Tells the workers to end when they have copied what is in their queues."""
@@ -175,16 +268,6 @@ def _live(state: CallerState, device: Device, life: Callable[[], None], queue: _
         queue.tell()
 
 
-def _end(queue: _PrefetchQueue, threads: Sequence[threading.Thread], process: int, *, waits: bool = False) -> None:
-    """Ends the threads. Runs on any thread, also on one of them, if the garbage collector happens to run there."""
-    if os.getpid() != process:
-        return  # the threads do not exist in a forked process
-    queue.close()
-    for thread in threads:
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(None if waits else _PATIENCE_S)
-
-
 @final
 class Prefetcher(Reading):
     """Reads ahead on a thread of its own, which is started when the consumer asks for the first step.
@@ -196,18 +279,15 @@ class Prefetcher(Reading):
     """
 
     def __init__(self, steps: Steps, routes: Sequence[Route], depth: int) -> None:
-        self._steps: Steps | None = steps  # None when a thread has them
-        self._routes = routes
+        super().__init__(steps, routes)
         self._depth = depth
         self._queue = _PrefetchQueue([r for r, route in enumerate(routes) if route.has_copies])
-        self._threads: list[threading.Thread] = []
         self._are_going = False
         self._owes_room = False  # whether the last step was an error: the next is read when the consumer asks for it
-        self._process = os.getpid()
-        weakref.finalize(self, _end, self._queue, self._threads, self._process)
+        weakref.finalize(self, self._queue.end)
 
     def next(self) -> Tree:
-        if os.getpid() != self._process:
+        if os.getpid() != self._queue.process:
             raise RuntimeError(
                 "This iterator was made in another process, whose threads read its batches; they are not here. "
                 "Iterate over the dataset anew in this process."
@@ -229,11 +309,11 @@ class Prefetcher(Reading):
         raise StopIteration if queue.failure is None else queue.failure
 
     def close(self) -> None:
-        self._steps = None
-        _end(self._queue, self._threads, self._process)
+        super().close()
+        self._queue.end()
 
     def ending(self) -> Callable[[], None]:
-        return partial(_end, self._queue, self._threads, self._process, waits=True)
+        return partial(self._queue.end, waits=True)
 
     def _handed_over(self, items: deque[_Item]) -> Tree:
         error = items[0].error
@@ -257,9 +337,9 @@ class Prefetcher(Reading):
     def _set_going(self) -> None:
         """Starts the threads that are not running: all of them or, if an earlier call was interrupted, the others."""
         if self._steps is not None:
-            self._threads[:] = self._hired(self._steps)
+            self._queue.threads = self._hired(self._steps)
             self._steps = None
-        for thread in self._threads:
+        for thread in self._queue.threads:
             if thread.ident is None:
                 thread.start()
         self._are_going = True
@@ -269,7 +349,7 @@ class Prefetcher(Reading):
         default = torch.get_default_device()
         here = canonical_device("cpu" if default.type == "meta" else default)
         devices = {r: routes[r].device or here for r in queue.inboxes}
-        state = CallerState.take((here, *devices.values()))
+        state = CallerState((here, *devices.values()))
 
         read = partial(_read, steps, routes, queue, self._depth)
         if devices:

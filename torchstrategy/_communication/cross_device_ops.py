@@ -1,0 +1,577 @@
+"""Ways of reducing and broadcasting across devices: on one device, or on all devices at once.
+
+The latter is done by NCCL, or by copies within and between two groups of devices.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias, final
+
+import torch
+
+from torchstrategy._communication.options import (
+    NO_COMMUNICATION_OPTIONS,
+    CommunicationOptions,
+    as_options,
+    check_usable,
+)
+from torchstrategy._communication.reductions import as_tensor, check_addable
+from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, why_not_nccl
+from torchstrategy._core.devices import canonical_device, memory_device
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
+from torchstrategy._core.errors import as_int, plural
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.torch_internals import foreach_mul
+from torchstrategy._core.types import Device, DeviceLike, Tree
+
+Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
+"""A device, a tensor on the device that is meant, or a distributed value: the device of each of its components."""
+
+Pair = tuple[DistributedValues, Destinations]
+"""What is reduced, and where the result goes."""
+
+
+def check_destinations(destinations: object) -> None:
+    """Raises an error for destinations that do not say a device.
+
+    Raises:
+        ValueError: If it is nothing that is on a device, and names none.
+    """
+    if not isinstance(destinations, (str, torch.device, torch.Tensor, DistributedValues)) or (
+        isinstance(destinations, str) and not destinations
+    ):
+        raise ValueError(
+            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
+            f"distributed value, for a copy on the device of each component; got {destinations!r}."
+        )
+    devices_of(destinations)
+
+
+def devices_of(where: Destinations) -> list[Device]:
+    """The devices of destinations, as tensors report them.
+
+    Raises:
+        ValueError: If there is no such device, or a component is on none.
+    """
+    if isinstance(where, DistributedValues):
+        return [_device_of_component(component) for component in where.values]
+    return [where.device if isinstance(where, torch.Tensor) else memory_device(canonical_device(where))]
+
+
+def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
+    """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
+    return as_meant(copied_to(value, devices_of(destinations)), destinations)
+
+
+def copied_to(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
+    """`value` on each of several devices; on the first, `value` itself if it is there. Nobody else may write on it."""
+    return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
+
+
+def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
+    """Equal tensors, one on each device of the destinations, as one value."""
+    if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
+        return copies[0]
+    there = iter(copies)
+    return Mirrored([ABSENT if component is ABSENT else next(there) for component in destinations._components])
+
+
+def _device_of_component(component: Tree) -> Device:
+    if not isinstance(component, torch.Tensor):
+        raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
+    return component.device
+
+
+class CrossDeviceOps:
+    """Reduces values of several devices to one, and copies it back to them. Users may derive classes from it.
+
+    A subclass implements `reduce_implementation`. It may also implement `batch_reduce_implementation`, if it has a
+    better way for many values than one by one, and `broadcast_implementation`, if it has a better way than copies. The
+    arguments of these methods have been checked.
+
+    Example:
+        >>> class Largest(torchstrategy.CrossDeviceOps):
+        ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        ...         largest = torch.stack([value.cpu() for value in per_replica_value.values]).amax(0)
+        ...         return self.broadcast(largest, destinations)
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> values = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: torch.tensor([context.replica_id_in_sync_group])
+        ... )
+        >>> Largest().reduce(torchstrategy.ReduceOp.SUM, values, "cpu")
+        tensor([1])
+
+    Differs from tf.distribute:
+        `batch_reduce_implementation` need not be overridden. The mean of integers is of torch's default dtype.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/CrossDeviceOps
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues | torch.Tensor,
+        destinations: Destinations,
+        options: CommunicationOptions | None = None,
+    ) -> Tree:
+        """The sum or mean of the components of a value, on its destinations. It does not change the value.
+
+        With the value itself as destinations, this is an all-reduce.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`; not a string.
+            per_replica_value: A distributed value. A tensor counts as one with a single component, which is the result.
+            destinations: A device; or a tensor on the device that is meant; or a distributed value, for a copy on the
+                device of each of its components.
+            options: How values are sent.
+
+        Returns:
+            A tensor, or a mirrored value for destinations with several components.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> value = strategy.run(lambda: torch.ones(2))
+            >>> torchstrategy.ReductionToOneDevice().reduce(torchstrategy.ReduceOp.SUM, value, destinations=value)
+            Mirrored:{
+              0: tensor([2., 2.]),
+              1: tensor([2., 2.])
+            }
+
+        Raises:
+            ValueError: If there is no such destination, `reduce_op` is no `ReduceOp`, the components differ in shape or
+                dtype, or an option asks for what cannot be done.
+            NotImplementedError: If the class does not say how.
+        """
+        (value,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        if _is_there(value, destinations):
+            return delivered(value.values[0].clone(), destinations)
+        return self.reduce_implementation(reduce_op, value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Tree]:
+        """`reduce` for each of several (value, destinations) pairs, which may be sent together.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> first, second = strategy.run(lambda: (torch.ones(2), torch.zeros(())))
+            >>> ops = torchstrategy.HierarchicalCopyAllReduce(num_packs=1)
+            >>> ops.batch_reduce(torchstrategy.ReduceOp.SUM, [(first, "cpu"), (second, "cpu")])
+            [tensor([2., 2.]), tensor(0.)]
+
+        Raises:
+            ValueError: If an entry is no pair; and as `reduce`.
+            NotImplementedError: If the class does not say how.
+        """
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
+        values, options = self._checked("batch_reduce", reduce_op, pairs, options)
+        checked = [(value, destinations) for value, (_, destinations) in zip(values, pairs, strict=True)]
+        if all(_is_there(*pair) for pair in checked):
+            return [delivered(value.values[0].clone(), destinations) for value, destinations in checked]
+        return self.batch_reduce_implementation(reduce_op, checked, options)
+
+    def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
+        """Copies of a tensor on its destinations.
+
+        Args:
+            tensor: The tensor that is copied.
+            destinations: The same as for `reduce`.
+
+        Returns:
+            A tensor, or a mirrored value for destinations with several components.
+
+        Example:
+            >>> torchstrategy.ReductionToOneDevice().broadcast(torch.ones(2), "cpu")
+            tensor([1., 1.])
+
+        Raises:
+            ValueError: If it is no tensor, or there is no such destination.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"broadcast takes a tensor; got {tensor!r}.")
+        check_destinations(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Tree:
+        """Does what `reduce` is called for. Subclasses implement it.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`.
+            per_replica_value: A distributed value of tensors.
+            destinations: The destinations of the result.
+            options: How values are sent.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how to reduce: override reduce_implementation, or take one that does, "
+            "such as ReductionToOneDevice."
+        )
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """Does what `batch_reduce` is called for. Subclasses may override it; by default, it reduces one by one.
+
+        Args:
+            reduce_op: `SUM` or `MEAN`.
+            value_destination_pairs: Distributed values of tensors, and the destinations of the results.
+            options: How values are sent.
+        """
+        return [
+            self.reduce_implementation(reduce_op, value, where, options) for value, where in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
+        """Does what `broadcast` is called for. Subclasses may override it; by default, it copies to each destination.
+
+        Args:
+            tensor: The tensor that is copied.
+            destinations: The destinations of the copies.
+        """
+        return delivered(tensor.clone(), destinations)
+
+    def _check_devices(self, devices: Sequence[Device]) -> None:
+        """Raises an error if this class cannot all-reduce among these devices. It needs no values yet.
+
+        Raises:
+            ValueError: If it cannot be done.
+        """
+
+    def _weighted_sums(
+        self,
+        by_replica: Sequence[Sequence[torch.Tensor | None]],
+        weights: Sequence[float],
+        destinations: Sequence[Sequence[torch.Tensor]],
+    ) -> list[list[torch.Tensor | None]]:
+        """The weighted sums of the replicas' tensors, for each replica; the sums are equal to the last bit.
+
+        Args:
+            by_replica: A list for each replica with its tensors, such as gradients; None where it has no tensor.
+            weights: The weight of each replica. The tensors of weight 0 are dropped, also if they are NaN.
+            destinations: For each replica, tensors on the devices on which it needs the sums, such as its parameters.
+
+        Returns:
+            A sum for each of the destinations, or None where no replica has a tensor.
+        """
+        weighted = [_times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
+        places = [PerReplica(column) for column in zip(*destinations, strict=True)]
+        pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
+        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, NO_COMMUNICATION_OPTIONS))
+        everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
+        return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
+
+    def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
+        found = local_results(total, replicas)
+        if len(found) != replicas or not all(isinstance(tensor, torch.Tensor) for tensor in found):
+            raise ValueError(
+                f"{type(self).__name__} reduced to {total!r}, for destinations of {plural(replicas, 'component')}: it "
+                "has to return a tensor for each, as broadcast(tensor, destinations) does."
+            )
+        return found
+
+    def _checked(
+        self,
+        method: str,
+        reduce_op: object,
+        pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        options: CommunicationOptions | None,
+    ) -> tuple[list[DistributedValues], CommunicationOptions]:
+        if not isinstance(reduce_op, ReduceOp):
+            raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
+        values = [_of_tensors(value) for value, _ in pairs]
+        for _, destinations in pairs:
+            check_destinations(destinations)
+        said = as_options(method, options)
+        for value in values if options is not None else ():
+            check_usable(method, said, partial(devices_of, value))
+        return values, said
+
+
+def _of_tensors(value: object) -> DistributedValues:
+    if isinstance(value, torch.Tensor):
+        return PerReplica([value])
+    if not isinstance(value, DistributedValues):
+        raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
+    return PerReplica([as_tensor(component) for component in value.values])
+
+
+def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
+    """Whether a value is one tensor that is already on its destination."""
+    return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
+
+
+def _times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+    if weight == 1:
+        return tensors
+    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
+    if all(tensor.layout is torch.strided for tensor in known.values()):
+        scaled = dict(zip(known, foreach_mul(list(known.values()), weight) if known else (), strict=True))
+    else:
+        scaled = {i: tensor * weight for i, tensor in known.items()}
+    return [scaled.get(i) for i in range(len(tensors))]
+
+
+AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Brings values to one device, adds them up there, and copies the result to its destinations.
+
+    Args:
+        reduce_to_device: The device on which values are added. None: the first destination.
+        accumulation_fn: A function that makes one tensor of the list of all values, on that device. None: it is their
+            sum. For a mean, the result is divided by the number of values.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> values = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: torch.tensor([float(context.replica_id_in_sync_group)])
+        ... )
+        >>> ops = torchstrategy.ReductionToOneDevice(reduce_to_device="cpu:0")
+        >>> ops.reduce(torchstrategy.ReduceOp.MEAN, values, destinations="cpu:0")
+        tensor([0.5000])
+
+    Raises:
+        ValueError: If there is no such device.
+        TypeError: If `accumulation_fn` cannot be called.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReductionToOneDevice
+    """
+
+    def __init__(self, reduce_to_device: DeviceLike = None, accumulation_fn: AccumulationFn | None = None) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(
+                f"accumulation_fn makes one tensor of a list of tensors; {accumulation_fn!r} is no function."
+            )
+        self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
+        self._accumulation_fn = accumulation_fn
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Tree:
+        """Does what `reduce` is called for."""
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """Does what `batch_reduce` is called for."""
+        totals: dict[int, torch.Tensor] = {}
+        places = [devices_of(destinations) for _, destinations in value_destination_pairs]
+        targets = [self._device or devices[0] for devices in places]
+        for target in dict.fromkeys(targets):
+            indices = [index for index, other in enumerate(targets) if other == target]
+            columns = [value_destination_pairs[index][0].values for index in indices]
+            totals.update(zip(indices, self._accumulated(columns, target, options), strict=True))
+        if reduce_op is ReduceOp.MEAN:
+            counts = (len(value.values) for value, _ in value_destination_pairs)
+            totals = {index: mean(totals[index], count) for index, count in enumerate(counts)}
+        return [
+            as_meant(copied_to(totals[index], devices), destinations)
+            for index, (devices, (_, destinations)) in enumerate(zip(places, value_destination_pairs, strict=True))
+        ]
+
+    def _accumulated(
+        self, columns: Sequence[Sequence[torch.Tensor]], device: Device, options: CommunicationOptions
+    ) -> list[torch.Tensor]:
+        if self._accumulation_fn is None:
+            for column in columns:
+                check_addable(column)
+            if not options.bytes_per_pack:
+                return sums(columns, device)
+            return in_buckets(columns, options.bytes_per_pack, lambda column: added(column, device))
+        if options.bytes_per_pack:
+            raise ValueError(
+                f"CommunicationOptions(bytes_per_pack={options.bytes_per_pack}) and an accumulation_fn, which is given "
+                "each value as it is, do not go together. Leave one of them out."
+            )
+        return [self._combined([tensor.to(device) for tensor in column]) for column in columns]
+
+    def _combined(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        assert self._accumulation_fn is not None
+        total = self._accumulation_fn(list(tensors))
+        if not isinstance(total, torch.Tensor):
+            raise TypeError(f"accumulation_fn returned {total!r}, and has to return a tensor.")
+        return total.clone() if any(total is tensor for tensor in tensors) else total
+
+
+def mean(total: torch.Tensor, count: int) -> torch.Tensor:
+    """The mean of `count` values whose sum is `total`; the mean of one value is this value, whatever its dtype."""
+    return total / count if count > 1 else total
+
+
+_by_one_device = ReductionToOneDevice()
+
+
+class _AllReduce(CrossDeviceOps):
+    """Sums values in buckets, on the devices of the values.
+
+    A value whose result goes to other devices, or that is sparse, is reduced on one device.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._num_packs = as_int(num_packs, f"num_packs is a whole number of packs; got {num_packs!r}.")
+        if self._num_packs < 0:
+            raise ValueError(f"num_packs is a number of packs, or 0 to send each value by itself; got {num_packs}.")
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Tree:
+        """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
+        pairs = [(per_replica_value, destinations)]
+        if any(device.type == "cpu" for device in devices_of(destinations)):
+            return _by_one_device.batch_reduce_implementation(reduce_op, pairs, options)[0]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """Does what `batch_reduce` is called for."""
+        reduced: dict[int, Tree] = {}
+        groups: dict[tuple[Device, ...] | None, list[int]] = {}  # None: values that are reduced on one device
+        for index, pair in enumerate(value_destination_pairs):
+            devices = tuple(devices_of(pair[0])) if self._is_all_reduce(*pair) else None
+            groups.setdefault(devices, []).append(index)
+        for devices, indices in groups.items():
+            reduce = self._reduced_together if devices else _by_one_device.batch_reduce_implementation
+            results = reduce(reduce_op, [value_destination_pairs[index] for index in indices], options)
+            reduced.update(zip(indices, results, strict=True))
+        return [reduced[index] for index in range(len(value_destination_pairs))]
+
+    def _is_all_reduce(self, value: DistributedValues, destinations: Destinations) -> bool:
+        tensors = value.values
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return False  # gradients flow only through sums on one device
+        is_dense = all(tensor.layout is torch.strided for tensor in tensors)
+        return is_dense and len(tensors) > 1 and devices_of(value) == devices_of(destinations)
+
+    def _reduced_together(
+        self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """The results of pairs whose values and destinations are all on the same devices."""
+        columns = [value.values for value, _ in pairs]
+        for column in columns:
+            check_addable(column)
+        self._check_devices([tensor.device for tensor in columns[0]])
+        limit = options.bytes_per_pack
+        packing = Bucketing.by_size(columns, limit) if limit else Bucketing.by_number(columns, self._num_packs)
+        sums = [self._sums(pack, turn) for turn, pack in enumerate(packing.packed())]
+        by_replica = [packing.unpacked(packs) for packs in zip(*sums, strict=True)]
+        if reduce_op is ReduceOp.MEAN:
+            by_replica = [[mean(total, len(columns[0])) for total in totals] for totals in by_replica]
+        copies = zip(*by_replica, strict=True)
+        return [as_meant(list(column), where) for column, (_, where) in zip(copies, pairs, strict=True)]
+
+    @abstractmethod
+    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+        """The sum of several tensors, on the device of each of them. `turn` is the number of the bucket, from 0."""
+
+
+@final
+class NcclAllReduce(_AllReduce):
+    """Reduces among CUDA devices by NCCL; several values are sent together in buckets.
+
+    Only an all-reduce uses NCCL: the destinations are the devices of the value. These are reduced on one device: a
+    value with other destinations, a single value in host memory, a sparse value, and a value that requires grad.
+
+    Args:
+        num_packs: How many buckets (packs) the values of each dtype are put together in. 0: each value is sent by
+            itself.
+
+    Example:
+        >>> ops = torchstrategy.NcclAllReduce(num_packs=2)
+        >>> ops.reduce(torchstrategy.ReduceOp.SUM, torch.ones(2), "cpu")
+        tensor([1., 1.])
+
+    Differs from tf.distribute:
+        Where there is no NCCL, an all-reduce of several values raises an error that says why.
+
+    Raises:
+        ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the devices.
+        TypeError: If `num_packs` is no integer.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/NcclAllReduce
+    """
+
+    def _check_devices(self, devices: Sequence[Device]) -> None:
+        why = why_not_nccl(devices)
+        if why is not None:
+            raise ValueError(
+                f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
+            )
+
+    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+        return nccl_sums(tensors)
+
+
+@final
+class HierarchicalCopyAllReduce(_AllReduce):
+    """Reduces by copies, in two groups of devices: within each group, then between the groups, and back.
+
+    It is for machines on which each device has a fast connection to some devices and a slow one to others: a value goes
+    from group to group only once in each direction. The first half of the devices is one group. Each bucket is added
+    up on the next device of a group, so that the work is spread over the devices.
+
+    Args:
+        num_packs: How many buckets (packs) the values of each dtype are put together in. 0: each value is sent by
+            itself.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
+        >>> value = strategy.run(lambda: torch.ones(2))
+        >>> torchstrategy.HierarchicalCopyAllReduce().batch_reduce(torchstrategy.ReduceOp.MEAN, [(value, value)])[0][0]
+        tensor(1.)
+
+    Differs from tf.distribute:
+        The number of devices may be odd.
+
+    Raises:
+        ValueError: If `num_packs` is negative.
+        TypeError: If it is no integer.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
+    """
+
+    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+        middle = (len(tensors) + 1) // 2
+        groups = [range(middle), range(middle, len(tensors))]
+        leaders = [group[turn % len(group)] for group in groups]
+        parts = [
+            added([tensors[i] for i in group], tensors[leader].device)
+            for group, leader in zip(groups, leaders, strict=True)
+        ]
+        total = added(parts, tensors[leaders[turn % 2]].device)
+        sums: dict[int, torch.Tensor] = {}
+        for group, leader in zip(groups, leaders, strict=True):
+            sums[leader] = total if leader == leaders[turn % 2] else total.to(tensors[leader].device, copy=True)
+            sums.update((i, sums[leader].to(tensors[i].device, copy=True)) for i in group if i != leader)
+        return [sums[i] for i in range(len(tensors))]
+
+
+def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
+    """The default way of a strategy to reduce among these devices: NCCL where it works, else on one device."""
+    return ReductionToOneDevice() if why_not_nccl(devices) else NcclAllReduce()

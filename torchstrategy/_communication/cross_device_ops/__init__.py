@@ -1,1 +1,0 @@
-"""The public ways of reducing and broadcasting across devices."""
