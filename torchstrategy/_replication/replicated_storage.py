@@ -110,7 +110,7 @@ class ReplicatedStorage(Storage):
             originals += copies.originals()
             steppers = self._steppers(named)
             trainers = Trainers(
-                named.trainers if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
+                named.trainers() if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
             )
             originals += [*steppers, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
