@@ -167,6 +167,15 @@ def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
         return _NOTHING  # not assigned
 
 
+def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
+
+
 def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
     """Whether a value is a number, a string or similar, or `is_known` is true of it, or it holds nothing but such."""
     return _is_data(value, is_known, set())

@@ -17,8 +17,8 @@ from typing import Any, final
 import torch
 
 from torchstrategy._binding.attribute_contents import attributes
+from torchstrategy._binding.changes import MISSING, Edit, edits
 from torchstrategy._binding.proxies import is_all_in_dict, plain_class
-from torchstrategy._binding.snapshots import MISSING, Edit, edits
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
 from torchstrategy._core.tree import tree_flatten
 

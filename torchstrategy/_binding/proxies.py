@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.stepper_guards import put_guards, remove_guards
+from torchstrategy._binding.torch_hooks import guards
 from torchstrategy._core.context import local_object
 from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 
@@ -288,7 +288,7 @@ def install(objects: Sequence[object], run: object) -> None:
     """
     with _lock:
         _under_way[run] = objects
-        put_guards()
+        guards.begin()
         _exchange_classes(objects, _proxy_class)
 
 
@@ -298,7 +298,7 @@ def uninstall(objects: Sequence[object], run: object) -> None:
         _exchange_classes(_of_no_other(objects, run), plain_class)
         _under_way.pop(run, None)
         if not _under_way:
-            remove_guards()
+            guards.end()
 
 
 @contextmanager

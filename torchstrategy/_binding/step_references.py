@@ -28,8 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.attribute_contents import attributes
-from torchstrategy._binding.closure_rebinding import closed_over
+from torchstrategy._binding.attribute_contents import attributes, closed_over
 from torchstrategy._core.types import Tree
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import tensors_in
-from torchstrategy._binding.closure_rebinding import closed_over
+from torchstrategy._binding.attribute_contents import closed_over, tensors_in
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.variable import is_variable

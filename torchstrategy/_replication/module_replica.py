@@ -19,12 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in, trainable_parts
-from torchstrategy._binding.closure_rebinding import ClosureRebinder
-from torchstrategy._binding.deep_copy import deep_copied
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, write_value, writes_on
+from torchstrategy._binding.copies import ClosureRebinder, deep_copied
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, tables_of
-from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
-from torchstrategy._binding.tensor_versions import TrackedTensors, write_value
-from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._communication.transfer import Write, sent_to
 from torchstrategy._communication.weighted_sums import equal
 from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions

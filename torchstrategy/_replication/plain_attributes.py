@@ -22,10 +22,8 @@ from torchstrategy._binding.attribute_contents import (
     places_and_leaves,
     write,
 )
+from torchstrategy._binding.changes import Snapshot, TrackedTensor, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._binding.snapshots import Snapshot
-from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors, write_value
-from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._core.torch_internals import versions
 from torchstrategy._replication.module_replica import ModuleReplica
 

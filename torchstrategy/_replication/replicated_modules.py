@@ -24,10 +24,9 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import PLAIN
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
-from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import write
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of

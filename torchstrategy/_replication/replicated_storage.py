@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.creation_hooks import Stepper
+from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, tell_before
 from torchstrategy._binding.proxies import install, suspended, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
-from torchstrategy._binding.uncounted_writes import listen_to_data
+from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.thread_state import undisturbed
@@ -78,6 +77,7 @@ class ReplicatedStorage(Storage):
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[ReplicaSet] = []
         self._in_use: list[ReplicaSet] = []
+        self._runs: dict[object, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
@@ -85,7 +85,7 @@ class ReplicatedStorage(Storage):
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's
-        tell_always(self._before_any_step, self._after_any_step)
+        tell_of_steps(self)
         if any(map(is_accelerator, (*self.devices, parameter_device))):
             listen_to_data()
 
@@ -122,7 +122,7 @@ class ReplicatedStorage(Storage):
                 watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
             parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, as_they_are, watch
             run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(step[1]))  # 2
-            tell_before(run, run_state.before_any_step)  # 3
+            self._runs[run] = run_state  # 3
             copies.replicated.hand_out(replica_weights.present)  # 4
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
             install(originals, run)  # 6
@@ -140,7 +140,7 @@ class ReplicatedStorage(Storage):
                 copies.gradients.abort()
             raise
         finally:
-            stop_telling(run)
+            self._runs.pop(run, None)
             if run_state is not None:
                 run_state.let_go()
             self._return(copies)
@@ -276,12 +276,16 @@ class ReplicatedStorage(Storage):
                     if id(parameter) not in copies.known:
                         yield parameter, f"{name}.{path}"
 
-    def _before_any_step(self, optimizer: Optimizer) -> None:
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer in the process takes a step, on its thread."""
+        for run in list(self._runs.values()):
+            run.before_any_step(optimizer)
         if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.begin_step(optimizer)
 
-    def _after_any_step(self, optimizer: Optimizer) -> None:
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Called after any optimizer in the process has taken a step, on its thread."""
         if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)

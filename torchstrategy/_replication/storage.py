@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrategy._binding.creation_hooks import Stepper, watched
 from torchstrategy._binding.module_traversal import parts_of
+from torchstrategy._binding.torch_hooks import Stepper, watched
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import Replica, Watch
 from torchstrategy._variables.variable import Variable, is_variable
@@ -81,7 +81,15 @@ class Storage(ABC):
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
-        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_stepper)
+        return watched(self._take, self.claim_parameter)
+
+    def _take(self, thing: nn.Module | Optimizer | Stepper) -> None:
+        if isinstance(thing, nn.Module):
+            self.take_part(thing)
+        elif isinstance(thing, Optimizer):
+            self.take_optimizer(thing)
+        else:
+            self.take_stepper(thing)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all modules below it.
@@ -120,10 +128,8 @@ class Storage(ABC):
         Raises:
             RuntimeError: If it belongs to another strategy.
         """
-        if is_variable(parameter):
-            self._require_free(parameter)
-        else:
-            self._require_free(parameter)
+        self._require_free(parameter)
+        if not is_variable(parameter):
             holder = weakref.ref(module, functools.partial(_forget, id(parameter)))
             _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding import optimizer_hooks
+from torchstrategy._binding import torch_hooks
 from torchstrategy._core.context import Frame, current_frame
 from torchstrategy._core.errors import add_note
 from torchstrategy._core.thread_state import CallerState
@@ -231,7 +231,7 @@ def _of_the_process() -> dict[str, object]:
 
 def _is_of_others(hook: Callable[..., object]) -> bool:
     """Whether it is none of those that the first strategy puts up for good."""
-    return getattr(hook, "__module__", None) != optimizer_hooks.__name__
+    return getattr(hook, "__module__", None) != torch_hooks.__name__
 
 
 def _current_accelerator() -> int:
