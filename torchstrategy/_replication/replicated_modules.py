@@ -33,7 +33,6 @@ from torchstrategy._core.torch_internals import requires_grad_of
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
-from torchstrategy._replication.lost_buffers import LostBuffers
 from torchstrategy._replication.metrics import Metrics
 from torchstrategy._replication.module_replica import (
     BufferSlot,
@@ -44,6 +43,7 @@ from torchstrategy._replication.module_replica import (
     uncopyable,
 )
 from torchstrategy._replication.plain_attributes import Attributes
+from torchstrategy._replication.run_warnings import LostBuffers
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
@@ -350,7 +350,7 @@ class ReplicatedModules:
         present = [self._replicas[r] for r in replica_weights.present]
         combined = {}
         written = [replica.written_buffers(self._buffers) for replica in present]
-        for index in set().union(*written):
+        for index in sorted(set().union(*written)):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:

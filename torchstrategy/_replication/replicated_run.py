@@ -19,14 +19,16 @@ from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch
 from torchstrategy._replication.replica_set import ReplicaSet
-from torchstrategy._replication.storage import CrossReplica, RunState
-from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
+from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_optimizer import OptimizerHost, ReplicaOptimizer
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.schedulers import SharedStepper
 from torchstrategy._variables.variable import is_variable
+
+CrossReplica = Callable[[], AbstractContextManager[None]]
+"""Enters the strategy's cross-replica context."""
 
 # Note [The order of a run and of its undoing]
 # 1. The run takes a replica set that no other run has, and brings it up to date.
@@ -42,7 +44,7 @@ from torchstrategy._variables.variable import is_variable
 
 
 @final
-class ReplicatedRun(RunState, OptimizerHost):
+class ReplicatedRun(OptimizerHost):
     """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
 
     Args:
@@ -96,6 +98,10 @@ class ReplicatedRun(RunState, OptimizerHost):
         self._shown = ExitStack()  # while it is open, the user's parameters have their gradients; see `show`
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
+        """The objects that `replica` has in the place of the user's, by the ids of the user's.
+
+        Called on the replica's thread, when the step begins there.
+        """
         copies, leads = self._copies, replica.index == self._replica_weights.present[0]
         copies.gradients.enter(replica)
         self._lent.append(replica)
@@ -123,10 +129,12 @@ class ReplicatedRun(RunState, OptimizerHost):
         return local
 
     def ends(self, replica: Replica) -> None:
+        """Called on the thread of `replica`, when the step has ended there."""
         self._copies.gradients.accumulate(replica.index)
 
     @contextmanager
     def published(self) -> Iterator[None]:
+        """For the length of the block, the user's own parameters have the accumulated gradients of the run."""
         with self._published():
             # A merge function may write on gradients through `.data`, so copies of them may be outdated from here on.
             self._copies.gradients.forget_arrived()
@@ -177,6 +185,7 @@ class ReplicatedRun(RunState, OptimizerHost):
         return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
 
     def results_require_grad(self) -> None:
+        """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
         self._copies.gradients.deliver_late_ones()
 
     def end(self) -> None:
@@ -195,6 +204,7 @@ class ReplicatedRun(RunState, OptimizerHost):
         self._copies.gradients.end()
 
     def warn(self) -> None:
+        """After the run: warns of numbers that may not be those of one device."""
         if self.watch is not None:
             self.watch.warn()
         replicated = self._copies.replicated

@@ -27,13 +27,12 @@ from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.trace import traced
-from torchstrategy._core.types import Device
+from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.replica_set import Placement, ReplicaSet
-from torchstrategy._replication.replicated_run import ReplicatedRun
-from torchstrategy._replication.shared_writes import SharedTensors
-from torchstrategy._replication.storage import CrossReplica, RunState, Step, Storage
-from torchstrategy._replication.undistributed_batches import has_plain_rows
+from torchstrategy._replication.replicated_run import CrossReplica, ReplicatedRun
+from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
+from torchstrategy._replication.storage import Storage
 from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -94,8 +93,18 @@ class ReplicatedStorage(Storage):
         return self.devices if self._layout.is_mirrored else (self.parameter_device,)
 
     @contextmanager
-    def begin_run(self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica) -> Iterator[RunState]:
-        named = references_of(*step)
+    def begin_run(
+        self, replica_weights: ReplicaWeights, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
+    ) -> Iterator[ReplicatedRun]:
+        """A run, from when it begins until it ends or fails.
+
+        Args:
+            replica_weights: How much each replica counts.
+            fn: The step.
+            leaves: The leaves of its arguments.
+            cross_replica: Enters the strategy's cross-replica context.
+        """
+        named = references_of(fn, leaves)
         self._take_around(named)
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
         refuse_bound_methods([*named.steppers, *ours])
@@ -121,7 +130,7 @@ class ReplicatedStorage(Storage):
             if several:
                 watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
             parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, as_they_are, watch
-            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(step[1]))  # 2
+            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
             self._runs[run] = run_state  # 3
             copies.replicated.hand_out(replica_weights.present)  # 4
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5

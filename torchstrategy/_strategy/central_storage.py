@@ -10,7 +10,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import DeviceLike
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.choices import averages, devices_of_replicas
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
@@ -70,7 +70,7 @@ class CentralStorageStrategy(Strategy):
         is_in_place = len(devices) == 1 and memory_device(devices[0]) == memory_device(owner)
         averages_buffers = averages(buffer_aggregation)
         storage = (
-            InPlaceStorage(devices, owner)
+            Storage(devices, owner)
             if is_in_place
             else ReplicatedStorage(devices, owner, averages_buffers=averages_buffers)
         )

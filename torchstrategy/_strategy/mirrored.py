@@ -12,7 +12,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.choices import averages, devices_of_replicas
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
@@ -75,7 +75,7 @@ class MirroredStrategy(Strategy):
         ops = default_for(on) if cross_device_ops is None else _checked(cross_device_ops, on)
         reduction = ReduceOp.of(gradient_reduction)
         if len(on) == 1:
-            super().__init__(ReplicatedExtended(Replicas(on), InPlaceStorage(on, on[0]), reduction))
+            super().__init__(ReplicatedExtended(Replicas(on), Storage(on, on[0]), reduction))
             return
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)

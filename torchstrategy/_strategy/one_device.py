@@ -6,7 +6,7 @@ from typing import final
 
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.types import DeviceLike
-from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.single import SingleExtended
 from torchstrategy._strategy.strategy import Strategy
 
@@ -40,4 +40,4 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(SingleExtended(one, InPlaceStorage([one], one)))
+        super().__init__(SingleExtended(one, Storage([one], one)))

@@ -36,8 +36,9 @@ from torchstrategy._execution.replica_group import ReplicaGroup
 from torchstrategy._execution.replicas import Replicas
 from torchstrategy._input.dataset import DatasetFn, distributed, distributed_from_function
 from torchstrategy._input.options import InputOptions
+from torchstrategy._replication.replicated_run import ReplicatedRun
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage, RunState
+from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import (
     OneMachineExtended,
     creating_in,
@@ -69,7 +70,7 @@ class ReplicatedExtended(OneMachineExtended):
     def __init__(
         self,
         replicas: Replicas,
-        storage: InPlaceStorage | ReplicatedStorage,
+        storage: Storage,
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
@@ -117,12 +118,12 @@ class ReplicatedExtended(OneMachineExtended):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
-        if isinstance(self._storage, InPlaceStorage):
+        if not isinstance(self._storage, ReplicatedStorage):
             return run_alone(strategy, self._replicas.devices[0], fn, args, kwargs, options, own_containers=True)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
-        with self._storage.begin_run(weights, (fn, leaves), lambda: Frame(strategy)) as run_state:
+        with self._storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state:
 
             def call(replica: Replica) -> Tree:
                 own_args, own_kwargs = select((args, kwargs), replica.index)
@@ -142,7 +143,7 @@ class ReplicatedExtended(OneMachineExtended):
         return result
 
     def _in_replica(
-        self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: RunState
+        self, strategy: StrategyLike, replica: Replica, weights: ReplicaWeights, run_state: ReplicatedRun
     ) -> AbstractContextManager[object]:
         """A block in which this thread is the replica's, with its context and its own objects."""
         devices = self._replicas.devices

@@ -1,13 +1,22 @@
-"""A warning for writes on tensors that all replicas share.
+"""Warnings of a run: that its numbers may not be those of one device.
 
-A tensor that is neither in a module of the strategy nor in a variable is one tensor for all replicas: a total, a moving
-average in a dict, a teacher that was made outside of the scope. If it is a count, or each replica writes rows of its
-own, the writes are right. A mean or a decay is applied once by each replica, which is wrong. This file cannot tell them
-apart, so it warns.
+*Batches that were not distributed.* Every replica computes with all rows. An argument that is the same tensor in all
+replicas is nothing unusual: a mask, noise, a table of weights. So the warning comes only if three conditions hold. No
+argument is a distributed value, and one is a tensor with rows. No replica asked for its id, by which it could choose
+rows of its own. And the run trained: parameters got gradients, or were updated.
 
-Writes are known by the versions that torch counts. These are read whenever a replica stops to wait. If replicas run one
-at a time, a new version tells which replica has written. On several devices they run one at a time in the first run of
-a step that reaches such a tensor, and in the run after one in which it was not clear who wrote.
+*Buffers that replicas wrote differently*, such as a queue or a codebook. Only the numbers of the first replica are
+kept. To compare them with those of other accelerators, the program has to wait for the accelerators. So a buffer is
+compared after the first run that wrote it, the second, the fourth, the eighth and so on.
+
+*Writes on tensors that all replicas share.* A tensor that is neither in a module of the strategy nor in a variable is
+one tensor for all replicas: a total, a moving average in a dict, a teacher that was made outside of the scope. If it is
+a count, or each replica writes rows of its own, the writes are right. A mean or a decay is applied once by each
+replica, which is wrong. This file cannot tell them apart, so it warns.
+
+Such writes are known by the versions that torch counts. These are read whenever a replica stops to wait. If replicas
+run one at a time, a new version tells which replica has written. On several devices they run one at a time in the first
+run of a step that reaches such a tensor, and in the run after one in which it was not clear who wrote.
 
 Writes through `.data` and NumPy count no version. So in the first run, the second, the fourth, the eighth and so on,
 the numbers in the memory of the CPU are read as well. On accelerators the program would have to wait for the device to
@@ -21,21 +30,135 @@ import ctypes
 import functools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._binding.step_references import StepReferences
-from torchstrategy._core.torch_internals import unseen_by_function_modes, versions
-from torchstrategy._core.warnings import SharedWriteWarning, warn
+from torchstrategy._core.distributed_values import DistributedValues
+from torchstrategy._core.structured_types import is_record, parts_of
+from torchstrategy._core.torch_internals import raw_grads, unseen_by_function_modes, version, versions
+from torchstrategy._core.tree import tree_flatten
+from torchstrategy._core.warnings import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
 from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
 _READ = 2**24  # at the most so many bytes of a tensor are read, since an average changes all of them
 _SHOWN = 3  # at the most so many names are in a message
+_COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0
+
+
+# Batches that were not distributed
+
+
+def has_plain_rows(leaves: Sequence[Any]) -> bool:
+    """Whether a leaf of the arguments has rows, and none is a distributed value."""
+    flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
+    is_dealt = any(isinstance(leaf, DistributedValues) for leaf in flat)
+    return not is_dealt and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
+
+
+def _within(leaves: Sequence[Any]) -> Iterator[Any]:
+    for leaf in leaves:
+        yield from tree_flatten(list(parts_of(leaf).values()))[0] if is_record(leaf) else (leaf,)
+
+
+def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
+    """A list that differs, item by item, after some parameters got gradients or were updated."""
+    gradients = raw_grads(parameters)
+    return [*versions(parameters), *((id(g), None if g is None else version(g)) for g in gradients)]
+
+
+def warn_of_plain_batch(num_replicas: int) -> None:
+    """Warns at the user's line."""
+    warn(_NOT_DEALT.format(count=num_replicas), UndistributedBatchWarning)
+
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+_NOT_DEALT = (
+    "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
+    "costs {count} times the work, and counts each row {count} times where results are added up. Deal the batches out, "
+    "and run the step with what that yields: for batch in strategy.experimental_distribute_dataset(loader): "
+    "strategy.run(step, args=(batch,)). If each replica is to have all rows: "
+    'warnings.filterwarnings("ignore", category=torchstrategy.UndistributedBatchWarning).'
+)
+
+
+# Buffers that replicas wrote differently
+
+
+@final
+class LostBuffers:
+    """Remembers which buffers differed between replicas.
+
+    Args:
+        names: What the user calls each buffer.
+        modules: The id of the module of each.
+    """
+
+    def __init__(self, names: Sequence[str], modules: Sequence[int]) -> None:
+        self._names = names
+        self._modules = modules
+        self._runs: dict[int, int] = {}  # by the position of a buffer: how many runs wrote it
+        self._differing: list[tuple[int, str]] = []  # modules and names of buffers that are to be warned of
+
+    def look(self, index: int, kept: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Compares the value of a buffer that is kept with the values that other replicas wrote."""
+        self._runs[index] = count = self._runs.get(index, 0) + 1
+        is_due = _is_power_of_two(count) and not self._names[index].endswith(_COUNTER)
+        if is_due and not all(_are_close(kept, other.to(kept.device)) for other in others):
+            self._differing.append((self._modules[index], self._names[index]))
+
+    def look_at_new(self, name: str, module: int, kept: object, others: Sequence[object]) -> None:
+        """Compares a buffer that the step made in the first replica with those that it made in others."""
+        tensors = [other for other in others if isinstance(other, torch.Tensor)]
+        if isinstance(kept, torch.Tensor) and not all(
+            (other.shape, other.dtype) == (kept.shape, kept.dtype) and _are_close(kept, other.to(kept.device))
+            for other in tensors
+        ):
+            self._differing.append((module, name))
+
+    def warn(self, warned: set[tuple[int, str]]) -> None:
+        """Warns of buffers that differed; `warned` has those of which users were warned before."""
+        for key in self._differing:
+            if key not in warned:
+                warned.add(key)
+                warn(_DIFFERS.format(name=key[1]), ReplicaBufferWarning)
+        self._differing.clear()
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, but for rounding, which differs between devices."""
+    # `torch.allclose` takes neither sparse nor nested tensors, and a warning that may be wrong is worse than none.
+    if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested:
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    # Torch does not compare tensors of float8.
+    if one.element_size() == 1:
+        one, other = one.float(), other.float()
+    return torch.allclose(one, other, equal_nan=True)
+
+
+_DIFFERS = (
+    "The buffer {name} has other numbers in each replica after this run: each wrote it from its own rows. Those of the "
+    "first replica are kept, and what the others wrote is lost. Write it from the rows of all replicas: in forward, "
+    "rows = torchstrategy.get_replica_context().all_gather(rows, axis=0) before it is written, or all_reduce('sum', "
+    "...) for a sum or a count. Or write it in a merge function; or keep it in a torchstrategy.Variable. For "
+    "statistics of a batch there is torchstrategy.nn.SyncBatchNorm. If the first replica's will do: "
+    'warnings.filterwarnings("ignore", category=torchstrategy.ReplicaBufferWarning).'
+)
+
+
+# Writes on tensors that all replicas share
 
 
 @final
@@ -66,8 +189,7 @@ class SharedTensors:
 
     def _is_due(self, root: str) -> bool:
         """Whether tensors and modules below a name are looked at closely in this run."""
-        count = self._runs[root]
-        return count & (count - 1) == 0 or root in self._unclear
+        return _is_power_of_two(self._runs[root]) or root in self._unclear
 
     def warn(self, found: Iterable[tuple[tuple[str, torch.Tensor], list[Collection[int]]]]) -> None:
         """Warns of tensors on which several replicas have written, once for each; see `SharedWrites.warn`."""
@@ -85,7 +207,10 @@ class SharedTensors:
         if by_several:
             names = [f"`{name}`" for name in by_several]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            warn(_BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())), _KIND)
+            warn(
+                _BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())),
+                SharedWriteWarning,
+            )
 
 
 @final
@@ -192,7 +317,6 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_KIND = SharedWriteWarning
 _BY_SEVERAL = (
     "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
     "in a torchstrategy.Variable is one for all replicas, and each of them wrote on it. That is right for a count "
