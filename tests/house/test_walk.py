@@ -19,7 +19,7 @@ from processes import python
 
 pytestmark = pytest.mark.slow
 
-LIMITS = {"files": 47, "passages between rooms": 204}
+LIMITS = {"files": 40, "passages between rooms": 200}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
 PROGRAM = """
 import json

@@ -41,6 +41,10 @@ class Place(NamedTuple):
     original: Any
     local: Sequence[Any]  # by replica
 
+    def everywhere(self) -> Sequence[Any]:
+        """The copy of each replica, and after them the user's own."""
+        return [*self.local, self.original]
+
 
 class Leaf(NamedTuple):
     """A tensor with its path and the copies of the replicas. An array is taken as a tensor that shares its memory."""
@@ -75,17 +79,14 @@ def _over(array: Any) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
+def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors, arrays, modules, containers and other objects in a value, each with its path."""
+    return ((where, held) for where, held, _ in _walk(path, value, (), set()))
+
+
 def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a value, each with its path."""
-    found = _walk(path, value, (), set())
-    return ((where, held) for where, held, _ in found if isinstance(held, torch.Tensor))
-
-
-def trainable_parts(value: Any) -> Iterator[nn.Module | torch.Tensor]:
-    """The modules in a value, and the tensors that a backward gives gradients to."""
-    for _, held, _ in _walk("", value, (), set()):
-        if isinstance(held, nn.Module) or (isinstance(held, torch.Tensor) and held.is_leaf and held.requires_grad):
-            yield held
+    return ((where, held) for where, held in things_in(path, value) if isinstance(held, torch.Tensor))
 
 
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
@@ -98,49 +99,35 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
         yield path, value, local
-    for name, item in _named_items(value):
-        if type(item) not in _PLAIN_TYPES:
-            copies = [_part(copied, name) for copied in local]
-            if not any(copied is _NOTHING for copied in copies):
-                yield from _walk(f"{path}{name.text()}", item, copies, seen)
+    items, of_copies = _named_items(value), list(map(_named_items, local))
+    for name, item in items.items():
+        if type(item) not in _PLAIN_TYPES and all(name in of_copy for of_copy in of_copies):
+            yield from _walk(f"{path}{name.text()}", item, [of_copy[name] for of_copy in of_copies], seen)
 
 
 class _Name(NamedTuple):
     """The position of an item in a container."""
 
-    kind: str  # "item", "key", "attribute", or "argument" of a functools.partial
+    kind: str  # "item", "attribute", or "argument" of a functools.partial
     key: Any
 
     def text(self) -> str:
         return f".{self.key}" if self.kind == "attribute" else f"[{self.key!r}]"
 
 
-_NOTHING = object()
-
-
-def _named_items(value: Any) -> list[tuple[_Name, Any]]:
-    named: list[tuple[_Name, Any]] = []
+def _named_items(value: Any) -> dict[_Name, Any]:
+    named: dict[_Name, Any] = {}
     if isinstance(value, (list, tuple, deque)):
         if set(map(type, value)) <= _PLAIN_TYPES:
             return named
-        named += ((_Name("item", i), item) for i, item in enumerate(value))
+        named.update((_Name("item", i), item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        named += ((_Name("key", key), item) for key, item in table_type(value).items(value))
+        named.update((_Name("item", key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
         arguments = chain(enumerate(value.args), value.keywords.items())
-        named += ((_Name("argument", key), item) for key, item in arguments)
-    return [*named, *((_Name("attribute", key), item) for key, item in attributes(value).items())]
-
-
-def _part(value: Any, name: _Name) -> Any:
-    try:
-        if name.kind == "attribute":
-            return attributes(value).get(name.key, _NOTHING)
-        if name.kind == "argument":
-            return value.args[name.key] if isinstance(name.key, int) else value.keywords.get(name.key, _NOTHING)
-        return dict.get(value, name.key, _NOTHING) if name.kind == "key" else value[name.key]
-    except (IndexError, TypeError):
-        return _NOTHING
+        named.update((_Name("argument", key), item) for key, item in arguments)
+    named.update((_Name("attribute", key), item) for key, item in attributes(value).items())
+    return named
 
 
 def attributes(thing: Any) -> dict[str, Any]:
@@ -157,14 +144,17 @@ def attributes(thing: Any) -> dict[str, Any]:
         for name, member in vars(base).items()
         if isinstance(member, types.MemberDescriptorType)
     )
-    return {**found, **{name: value for name, m in members if (value := _slot(thing, m)) is not _NOTHING}}
+    return {**found, **{name: value for name, m in members if (value := _slot(thing, m)) is not _UNASSIGNED}}
+
+
+_UNASSIGNED = object()
 
 
 def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
     try:
         return member.__get__(thing)
     except AttributeError:
-        return _NOTHING  # not assigned
+        return _UNASSIGNED
 
 
 def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:

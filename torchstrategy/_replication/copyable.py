@@ -21,14 +21,15 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
 
     Args:
         roots: Modules, which are checked with all modules below them.
-        are_all: Whether there are no other modules. Else a trainable tensor in a plain attribute may be a parameter of
-            one of those, and is not refused.
+        are_all: Whether there are no other modules, and copies are made now. Else a trainable tensor in a plain
+            attribute may be a parameter of another module, and a module that does not know its sizes yet may learn
+            them before the first run. Neither is refused.
         further: Tensors that are copied besides, and that a module may hold in any way.
 
     Raises:
         TypeError: Naming what cannot be copied.
     """
-    named = _named(roots)
+    named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
     parameters = {id(parameter) for _, module in named for parameter in module.parameters(recurse=False)}
     parameters.update(map(id, further))
     for path, module in named:
@@ -42,6 +43,11 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
                 "wraps, `.module`: the batch is split already."
             )
         for name, parameter in module._parameters.items():
+            if parameter is not None and nn.parameter.is_lazy(parameter) and are_all:
+                raise TypeError(
+                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the "
+                    "module, outside of strategy.run, before the first step."
+                )
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
         for name, buffer in module._buffers.items():
@@ -55,21 +61,6 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
                 refuse_trainable(f"{path}.{name}", value, parameters, are_all)
         for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
             refuse_trainable(f"A hook of {path}", hook, parameters, are_all)
-
-
-def refuse_lazy(roots: Sequence[nn.Module]) -> None:
-    """Refuses modules that do not know their sizes yet.
-
-    Raises:
-        TypeError: Naming the parameter.
-    """
-    for path, module in _named(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and nn.parameter.is_lazy(parameter):
-                raise TypeError(
-                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the "
-                    "module, outside of strategy.run, before the first step."
-                )
 
 
 def refuse_trainable(path: str, value: object, parameters: Container[int], are_all: bool = True) -> None:
@@ -103,10 +94,6 @@ def refuse_trainable(path: str, value: object, parameters: Container[int], are_a
 
 def _trainable(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((where, value) for where, value in held if isinstance(value, torch.Tensor) and value.requires_grad)
-
-
-def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    return [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
 
 
 def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -124,9 +124,10 @@ class Attributes:
             contents = contents_of(place.local[lead])
             if is_data(contents, lambda value: id(value) in own or id(value) in shared):
                 has_brought = True
-                for target, place_of in _targets(place, lead):
-                    memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
-                    write(target, copy.deepcopy(contents, memo))
+                for i, target in enumerate(place.everywhere()):
+                    if i != lead:
+                        memo = {**shared, **{key: other.everywhere()[i] for key, other in own.items()}}
+                        write(target, copy.deepcopy(contents, memo))
                 self._unbrought.discard(id(place.original))
         if has_brought:
             self.collect(named)
@@ -161,12 +162,3 @@ class Attributes:
         self._known_local = [Snapshot({i: place.local[r] for i, place in enumerate(self._places)}) for r in count]
         self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
         self._writes = [writes_on([leaf.local[r] for leaf in self._leaves]) for r in count]
-
-
-def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:
-    """The user's container and the copies of the other replicas, each with its counterpart of any other container."""
-    others: list[tuple[Any, Callable[[Place], Any]]] = [(place.original, lambda other: other.original)]
-    for r in range(len(place.local)):
-        if r != lead:
-            others.append((place.local[r], lambda other, r=r: other.local[r]))  # type: ignore[misc]
-    return others

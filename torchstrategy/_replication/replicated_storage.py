@@ -29,8 +29,8 @@ from torchstrategy._core.thread_state import undisturbed
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._replication.replica_set import Placement, ReplicaSet
-from torchstrategy._replication.replicated_run import CrossReplica, ReplicatedRun
+from torchstrategy._replication.replicated_modules import Placement
+from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
 from torchstrategy._replication.storage import Storage
 from torchstrategy._training.all_reduced_gradients import AllReduce
@@ -67,12 +67,10 @@ class ReplicatedStorage(Storage):
         all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__(devices, parameter_device)
-        self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
-        aliases = tuple(may_alias or (is_mirrored and r == 0) for r in range(len(self.devices)))
-        self._layout = Placement(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
+        self._layout = Placement(self.devices, parameter_device, may_alias, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._counters: dict[int, weakref.ref[Stepper]] = {}  # schedulers and scalers
+        self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[ReplicaSet] = []
         self._in_use: list[ReplicaSet] = []
@@ -117,7 +115,7 @@ class ReplicatedStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += copies.originals()
-            steppers = self._steppers(named)
+            steppers = self._steppers_of(named)
             trainers = Trainers(
                 named.trainers() if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
             )
@@ -155,16 +153,16 @@ class ReplicatedStorage(Storage):
             self._return(copies)
             variables.clear()
 
-    def _steppers(self, named: StepReferences) -> list[Any]:
+    def _steppers_of(self, named: StepReferences) -> list[Any]:
         """The schedulers and scalers of the scope, and those that the step names, ready for a run."""
         seen = (thing for _, thing in named.steppers)
-        steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
+        steppers = list({id(stepper): stepper for stepper in (*self._steppers.values(), *seen)}.values())
         with undisturbed():
             make_ready(steppers, self.parameter_device)
         return steppers
 
     def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)
+        return ReplicatedStorage(*self._layout)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
@@ -192,8 +190,7 @@ class ReplicatedStorage(Storage):
 
     def take_stepper(self, stepper: Stepper) -> None:
         if not is_in_replica():
-            # No copies depend on schedulers and scalers. Those that are gone are left out here, and by `_alive`.
-            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), stepper)}
+            self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""

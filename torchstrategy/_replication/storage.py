@@ -59,7 +59,6 @@ class Storage:
             RuntimeError: If a part of it belongs to another strategy.
             TypeError: If it cannot be used in replicas.
         """
-        # All are claimed before any is taken in: if one belongs to another strategy, none has been taken in.
         parts = parts_of([module])
         # All parts are looked at first: a module that is refused leaves none of its parts claimed.
         for part in parts:
@@ -67,11 +66,9 @@ class Storage:
             for parameter in part.parameters(recurse=False):
                 self._require_free(parameter)
         for part in parts:
-            self.claim(part)
+            self.take_part(part)
             for parameter in part.parameters(recurse=False):
                 self.claim_parameter(part, parameter)
-        for part in parts:
-            self.take_part(part)
 
     def claim(self, thing: nn.Module | Variable) -> None:
         """Notes that a module or variable belongs here.
