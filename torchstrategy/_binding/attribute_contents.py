@@ -10,7 +10,7 @@ import enum
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -54,11 +54,17 @@ class Leaf(NamedTuple):
     local: Sequence[torch.Tensor]
 
 
-def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[list[Place], list[Leaf]]:
-    """All places and leaves in a value of which the replicas have copies, each once."""
+def places_and_leaves(
+    named: Iterable[tuple[str, Any, Sequence[Any]]],
+) -> tuple[dict[int, Place], dict[int, Leaf]]:
+    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+
+    Args:
+        named: For each value its path, the user's value, and the value in each replica.
+    """
     places: dict[int, Place] = {}
     leaves: dict[int, Leaf] = {}
-    for where, value, copies in _walk(path, original, local, set()):
+    for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
@@ -69,7 +75,7 @@ def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[l
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
         else:
             places[id(value)] = Place(value, copies)
-    return list(places.values()), list(leaves.values())
+    return places, leaves
 
 
 def _over(array: Any) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Metrics:
         self._metrics = [p for p, inside in enumerate(originals) if is_metric(inside)]
         self._collections = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_COLLECTION]
         # The attributes that are states: this file brings them to the replicas and back, at each run.
-        self.states = {p: set(_states(originals[p])) for p in self._metrics}
+        self.states = [set(_states(inside)) if is_metric(inside) else set() for inside in originals]
         # By replica, position and name: what each state was when the run began.
         self._given: dict[tuple[int, int, str], list[object]] = {}
 

@@ -15,8 +15,6 @@ from typing import Any, final
 import torch
 
 from torchstrategy._binding.attribute_contents import (
-    Leaf,
-    Place,
     contents_of,
     is_data,
     places_and_leaves,
@@ -50,12 +48,7 @@ class Attributes:
 
     def collect(self, named: NamedAttributes) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
-        places: dict[int, Place] = {}
-        leaves: dict[int, Leaf] = {}
-        for path, value, local in named():
-            found, tensors = places_and_leaves(path, value, local)
-            places.update((id(place.original), place) for place in found)
-            leaves.update((id(leaf.original), leaf) for leaf in tensors)
+        places, leaves = places_and_leaves(named())
         self._known_held = leaves.keys() & self._known_tensors
         self._places = list(places.values())
         self._leaves = [leaf for key, leaf in leaves.items() if key not in self._known_held]

@@ -273,17 +273,13 @@ class ReplicatedModules:
             is_lead = r == present[0]
             for edit in self.replicas[r].take_attributes():
                 is_computed = edit.name in self._computed[edit.place]
-                is_state = edit.name in self._states_of(edit.place)
+                is_state = edit.name in self._metrics.states[edit.place]
                 if is_state or (is_computed and not is_lead):
                     continue
                 if is_returned(edit, self._insides[edit.place], is_computed):
                     if is_lead:
                         return_attribute(edit, self._insides[edit.place], is_computed)
                     self._attribute_tables.forget(edit.place, edit.name)
-
-    def _states_of(self, position: int) -> set[str]:
-        """The plain attributes of a module that are states of a metric, which `Metrics` brings."""
-        return self._metrics.states.get(position, set())
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
@@ -373,7 +369,7 @@ class ReplicatedModules:
         # What a replica still has in the place of an attribute's new value is no copy of that value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._states_of(position)
+            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states[position]
             for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self.replicas]
                 is_everywhere = not any(value is MISSING for value in local)
@@ -384,7 +380,7 @@ class ReplicatedModules:
         edits = list(self._attribute_tables.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states_of(e.place)]
+        brought = [e for e in edits if e.name not in self._computed[e.place] | self._metrics.states[e.place]]
         paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
         for path, edit in zip(paths, brought, strict=True):
             refuse_trainable(path, edit.after, self._index_of)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.proxies import plain_class, users_own
+from torchstrategy._binding.proxies import plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, is_in_replica
 from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.thread_state import undisturbed
@@ -177,7 +177,6 @@ class ReplicatedRun(OptimizerHost):
         steppers: The schedulers and scalers of the strategy, and those that the step names.
         trainers: The user's objects that hold models, with their attributes in each replica.
         cross_replica: Enters the strategy's cross-replica context.
-        as_they_are: A block in which the user's parameters are no proxies.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
         has_plain_rows: Whether the arguments have rows and were not distributed.
@@ -191,7 +190,6 @@ class ReplicatedRun(OptimizerHost):
         steppers: Sequence[Any],
         trainers: Trainers,
         cross_replica: CrossReplica,
-        as_they_are: Callable[[], AbstractContextManager[None]],
         watch: Watch | None,
         warned: set[tuple[int, str]],
         has_plain_rows: bool,
@@ -201,7 +199,6 @@ class ReplicatedRun(OptimizerHost):
         self._trained = trained(copies.replicated.owners) if has_plain_rows else None
         self._lent: list[Replica] = []
         self._copies = copies
-        self._as_they_are = as_they_are
         self._replica_weights = replica_weights
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
         written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
@@ -267,7 +264,9 @@ class ReplicatedRun(OptimizerHost):
     def _published(self) -> Iterator[None]:
         # Writes of the step on parameters are looked for now: after the block they could not be told from an update.
         self._check_unwritten()
-        with self._as_they_are(), self._copies.gradients.published():
+        # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
+        # So while an optimizer steps, the user's parameters are no proxies.
+        with suspended(self._copies.plain_owners, self._copies), self._copies.gradients.published():
             yield
         with undisturbed():
             self._copies.replicated.refresh_parameters()

@@ -6,7 +6,6 @@ threads or from a merge function, get sets of their own, so no two runs ever use
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.proxies import install, suspended, uninstall, users_own
+from torchstrategy._binding.proxies import install, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_in_replica
@@ -74,7 +73,7 @@ class ReplicatedStorage(Storage):
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[ReplicaSet] = []
         self._in_use: list[ReplicaSet] = []
-        self._runs: dict[object, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
+        self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
@@ -109,7 +108,7 @@ class ReplicatedStorage(Storage):
         # See Note [The order of a run and of its undoing]; the numbers below are its steps.
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables)
-        run, run_state = object(), None
+        run_state = None
         originals: list[Any] = []
         copies = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
@@ -121,25 +120,22 @@ class ReplicatedStorage(Storage):
             )
             originals += [*steppers, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
-            # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is
-            # slow. So while an optimizer steps, the user's parameters are no proxies.
-            as_they_are = functools.partial(suspended, copies.plain_owners, run)
             several, watch = len(replica_weights.present) > 1, None
             if several:
                 watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
-            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, as_they_are, watch
+            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, watch
             run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
-            self._runs[run] = run_state  # 3
+            self._runs[copies] = run_state  # 3
             copies.replicated.hand_out(replica_weights.present)  # 4
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
-            install(originals, run)  # 6
+            install(originals, copies)  # 6
             yield run_state
-            uninstall(originals, run)
+            uninstall(originals, copies)
             run_state.end()  # 7
         except BaseException:
             # A step that failed may have written anything on the copies.
             copies.generation = -1
-            uninstall(originals, run)
+            uninstall(originals, copies)
             try:
                 if run_state is not None:
                     run_state.stop_showing()
@@ -147,7 +143,7 @@ class ReplicatedStorage(Storage):
                 copies.gradients.abort()
             raise
         finally:
-            self._runs.pop(run, None)
+            self._runs.pop(copies, None)
             if run_state is not None:
                 run_state.let_go()
             self._return(copies)
