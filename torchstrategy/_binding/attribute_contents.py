@@ -144,23 +144,13 @@ def attributes(thing: Any) -> dict[str, Any]:
         found = {}
     if not hasattr(type(thing), "__slots__"):
         return found
-    members = (
-        (name, member)
-        for base in type(thing).__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
-    return {**found, **{name: value for name, m in members if (value := _slot(thing, m)) is not _UNASSIGNED}}
-
-
-_UNASSIGNED = object()
-
-
-def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
-    try:
-        return member.__get__(thing)
-    except AttributeError:
-        return _UNASSIGNED
+    found = dict(found)
+    for base in type(thing).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # not assigned
+                    found[name] = member.__get__(thing)
+    return found
 
 
 def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:

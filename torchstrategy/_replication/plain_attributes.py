@@ -111,19 +111,18 @@ class Attributes:
         # What deepcopy left the same object in both, such as a lock, stays the same object.
         own_held = set(map(id, self._known_local[lead].held()))
         shared = {id(item): item for item in self._known.held() if id(item) in own_held}
-        has_brought = False
-        for index in changed:
-            place = self._places[index]
-            contents = contents_of(place.local[lead])
-            if is_data(contents, lambda value: id(value) in own or id(value) in shared):
-                has_brought = True
-                for i, target in enumerate(place.everywhere()):
-                    if i != lead:
-                        memo = {**shared, **{key: other.everywhere()[i] for key, other in own.items()}}
-                        write(target, copy.deepcopy(contents, memo))
-                self._unbrought.discard(id(place.original))
-        if has_brought:
-            self.collect(named)
+        pairs = [(self._places[index], contents_of(self._places[index].local[lead])) for index in changed]
+        known = own.keys() | shared.keys()
+        brought = [pair for pair in pairs if is_data(pair[1], lambda value: id(value) in known)]
+        if not brought:
+            return
+        for i in range(len(self._replicas) + 1):
+            if i != lead:
+                memo = {**shared, **{key: place.everywhere()[i] for key, place in own.items()}}
+                for place, contents in brought:
+                    write(place.everywhere()[i], copy.deepcopy(contents, dict(memo)))
+        self._unbrought.difference_update(id(place.original) for place, _ in brought)
+        self.collect(named)
 
     def _forget(self, r: int) -> None:
         """Sees to it that the data which another replica than the first put into containers does not stay there."""

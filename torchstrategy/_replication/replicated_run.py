@@ -110,9 +110,9 @@ class ReplicaSet:
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
         copies = self._optimizer_copies.get(id(optimizer))
-        return (
-            functools.partial(copies.state, optimizer, replica) if copies is not None and copies.has(replica) else None
-        )
+        if copies is None or not copies.has(replica):
+            return None
+        return functools.partial(copies.state, optimizer, replica)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """The user's optimizer is about to take a step: its copies get the settings and the state that it has now."""

@@ -120,9 +120,8 @@ class ReplicatedStorage(Storage):
             )
             originals += [*steppers, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
-            several, watch = len(replica_weights.present) > 1, None
-            if several:
-                watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
+            several = len(replica_weights.present) > 1
+            watch = self._shared.watch(named, self._modules, copies.known) if several else None
             parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, watch
             run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
             self._runs[copies] = run_state  # 3

@@ -29,7 +29,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -171,15 +171,13 @@ class SharedTensors:
         # By id and name: to keep the tensors themselves would keep their memory.
         self._warned: set[tuple[int, str]] = set()
 
-    def watch(
-        self, named: StepReferences, is_own: Callable[[nn.Module], bool], known: Collection[int]
-    ) -> SharedWrites | None:
+    def watch(self, named: StepReferences, own: Container[int], known: Collection[int]) -> SharedWrites | None:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
         roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         for root in roots:
             self._runs[root] = self._runs.get(root, 0) + 1
         due = set(filter(self._is_due, roots))
-        tensors = shared_tensors(named, is_own, known, lambda name: _root(name) in due)
+        tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
         tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self._warned]
         if not tensors:
             return None
@@ -263,7 +261,7 @@ class SharedWrites(Watch):
 
 def shared_tensors(
     named: StepReferences,
-    is_own: Callable[[nn.Module], bool],
+    own: Container[int],
     known: Collection[int],
     is_due: Callable[[str], bool] = lambda name: True,
 ) -> list[tuple[str, torch.Tensor]]:
@@ -271,15 +269,15 @@ def shared_tensors(
 
     Args:
         named: What the step names.
-        is_own: Whether replicas have copies of a module.
+        own: The ids of the modules of which replicas have copies.
         known: The ids of the parameters of which replicas have copies.
         is_due: Whether a module of this name is looked into.
     """
     pairs = [*named.others, *named.tensors]
     for name, module in named.modules:
-        if not is_own(module) and is_due(name):
+        if id(module) not in own and is_due(name):
             for path, part in module.named_modules(prefix=name):
-                if not is_own(part) and not is_metric(vars(part)):
+                if id(part) not in own and not is_metric(vars(part)):
                     pairs += _tensors_of(path, part)
     # Reversed, so that each tensor is known by the first of its names.
     found = {id(pair[1]): pair for pair in reversed(pairs)}

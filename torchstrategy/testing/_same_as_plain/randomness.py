@@ -64,7 +64,7 @@ class Sources:
         held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
         found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
         self.all += [source for source in found if source is not None]
-        reached = (pair for fn in functions for pair in shared_tensors(references_of(fn), lambda module: False, ()))
+        reached = (pair for fn in functions for pair in shared_tensors(references_of(fn), (), ()))
         tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
         self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
 
