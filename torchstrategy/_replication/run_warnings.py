@@ -114,16 +114,13 @@ class LostBuffers:
         """Compares the value of a buffer that is kept with the values that other replicas wrote."""
         self._runs[index] = count = self._runs.get(index, 0) + 1
         is_due = _is_power_of_two(count) and not self._names[index].endswith(_COUNTER)
-        if is_due and not all(_are_close(kept, other.to(kept.device)) for other in others):
+        if is_due and not all(_are_close(kept, other) for other in others):
             self._differing.append((self._modules[index], self._names[index]))
 
     def look_at_new(self, name: str, module: int, kept: object, others: Sequence[object]) -> None:
         """Compares a buffer that the step made in the first replica with those that it made in others."""
         tensors = [other for other in others if isinstance(other, torch.Tensor)]
-        if isinstance(kept, torch.Tensor) and not all(
-            (other.shape, other.dtype) == (kept.shape, kept.dtype) and _are_close(kept, other.to(kept.device))
-            for other in tensors
-        ):
+        if isinstance(kept, torch.Tensor) and not all(_are_close(kept, other) for other in tensors):
             self._differing.append((module, name))
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
@@ -137,6 +134,9 @@ class LostBuffers:
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same numbers, but for rounding, which differs between devices."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    other = other.to(one.device)
     # `torch.allclose` takes neither sparse nor nested tensors, and a warning that may be wrong is worse than none.
     if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested:
         return True
@@ -189,10 +189,10 @@ class SharedTensors:
         """Whether tensors and modules below a name are looked at closely in this run."""
         return _is_power_of_two(self._runs[root]) or root in self._unclear
 
-    def warn(self, found: Iterable[tuple[tuple[str, torch.Tensor], list[Collection[int]]]]) -> None:
+    def warn(self, found: Iterable[tuple[str, torch.Tensor, list[Collection[int]]]]) -> None:
         """Warns of tensors on which several replicas have written, once for each; see `SharedWrites.warn`."""
         by_several = {}
-        for (name, tensor), writers in found:
+        for name, tensor, writers in found:
             # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
             if any(len(who) > 1 for who in writers):
                 self._unclear.add(_root(name))
@@ -232,31 +232,29 @@ class SharedWrites(Watch):
         super().__init__(take_turns)
         self._known = known
         with unseen_by_function_modes():
-            self._counted = [pair for pair in tensors if not pair[1].is_inference()]
-        self._read = read
-        self._writers: dict[int, list[Collection[int]]] = {}
+            counted = [pair for pair in tensors if not pair[1].is_inference()]
+        self._counted = [tensor for _, tensor in counted]
+        self._read = [tensor for _, tensor in read]
+        self._pairs = [*counted, *read]
         self._marks: list[int] = []
+        # By the id of a tensor: its name, itself, and which replicas may have made each change of it.
+        self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
 
     def look(self, running: Collection[int]) -> None:
         """Notes that tensors which changed since the last look were written by these replicas; by nobody if by none."""
         # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
-            marks = [*versions([tensor for _, tensor in self._counted]), *(_digest(tensor) for _, tensor in self._read)]
+            marks = [*versions(self._counted), *map(_digest, self._read)]
         if running and marks != self._marks:
             who = frozenset(running)
-            for index, (before, now) in enumerate(zip(self._marks, marks, strict=True)):
+            for (name, tensor), before, now in zip(self._pairs, self._marks, marks, strict=True):
                 if before != now:
-                    self._writers.setdefault(index, []).append(who)
+                    self._writers.setdefault(id(tensor), (name, tensor, []))[2].append(who)
         self._marks = marks
 
     def warn(self) -> None:
         """Warns of tensors on which several replicas have written, once for each."""
-        pairs = [*self._counted, *self._read]
-        by_tensor: dict[int, list[Collection[int]]] = {}
-        for index, writers in self._writers.items():
-            by_tensor.setdefault(id(pairs[index][1]), []).extend(writers)
-        named = {id(tensor): (name, tensor) for name, tensor in pairs}
-        self._known.warn((named[key], writers) for key, writers in by_tensor.items())
+        self._known.warn(self._writers.values())
 
 
 def shared_tensors(
