@@ -212,8 +212,8 @@ def tell_of_steps(told: Any) -> None:
     """
     _told.add(told)
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_on_step_begin))
-        _hooks.append(register_optimizer_step_post_hook(_on_step_end))
+        _hooks.append(register_optimizer_step_pre_hook(on_step_begin))
+        _hooks.append(register_optimizer_step_post_hook(on_step_end))
 
 
 def others_are_told() -> bool:
@@ -221,11 +221,13 @@ def others_are_told() -> bool:
     return any(len(handle.hooks_dict_ref()) > 1 for handle in _hooks)
 
 
-def _on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook that torch calls before each step of any optimizer."""
     for told in list(_told):
         told.before_any_step(optimizer)
 
 
-def _on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook that torch calls after each step of any optimizer."""
     for told in list(_told):
         told.after_any_step(optimizer)

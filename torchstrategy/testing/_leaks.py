@@ -231,7 +231,7 @@ def _of_the_process() -> dict[str, object]:
 
 def _is_of_others(hook: Callable[..., object]) -> bool:
     """Whether it is none of those that the first strategy puts up for good."""
-    return getattr(hook, "__module__", None) != torch_hooks.__name__
+    return hook not in (torch_hooks.on_step_begin, torch_hooks.on_step_end)
 
 
 def _current_accelerator() -> int:
