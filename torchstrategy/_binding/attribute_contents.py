@@ -10,7 +10,7 @@ import enum
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -41,6 +41,10 @@ class Place(NamedTuple):
     original: Any
     local: Sequence[Any]  # by replica
 
+    def everywhere(self) -> Sequence[Any]:
+        """The copy of each replica, and after them the user's own."""
+        return [*self.local, self.original]
+
 
 class Leaf(NamedTuple):
     """A tensor with its path and the copies of the replicas. An array is taken as a tensor that shares its memory."""
@@ -50,11 +54,17 @@ class Leaf(NamedTuple):
     local: Sequence[torch.Tensor]
 
 
-def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[list[Place], list[Leaf]]:
-    """All places and leaves in a value of which the replicas have copies, each once."""
+def places_and_leaves(
+    named: Iterable[tuple[str, Any, Sequence[Any]]],
+) -> tuple[dict[int, Place], dict[int, Leaf]]:
+    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+
+    Args:
+        named: For each value its path, the user's value, and the value in each replica.
+    """
     places: dict[int, Place] = {}
     leaves: dict[int, Leaf] = {}
-    for where, value, copies in _walk(path, original, local, set()):
+    for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
@@ -65,7 +75,7 @@ def places_and_leaves(path: str, original: Any, local: Sequence[Any]) -> tuple[l
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
         else:
             places[id(value)] = Place(value, copies)
-    return list(places.values()), list(leaves.values())
+    return places, leaves
 
 
 def _over(array: Any) -> torch.Tensor:
@@ -75,17 +85,14 @@ def _over(array: Any) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
+def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors, arrays, modules, containers and other objects in a value, each with its path."""
+    return ((where, held) for where, held, _ in _walk(path, value, (), set()))
+
+
 def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a value, each with its path."""
-    found = _walk(path, value, (), set())
-    return ((where, held) for where, held, _ in found if isinstance(held, torch.Tensor))
-
-
-def trainable_parts(value: Any) -> Iterator[nn.Module | torch.Tensor]:
-    """The modules in a value, and the tensors that a backward gives gradients to."""
-    for _, held, _ in _walk("", value, (), set()):
-        if isinstance(held, nn.Module) or (isinstance(held, torch.Tensor) and held.is_leaf and held.requires_grad):
-            yield held
+    return ((where, held) for where, held in things_in(path, value) if isinstance(held, torch.Tensor))
 
 
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
@@ -98,49 +105,35 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
         yield path, value, local
-    for name, item in _named_items(value):
-        if type(item) not in _PLAIN_TYPES:
-            copies = [_part(copied, name) for copied in local]
-            if not any(copied is _NOTHING for copied in copies):
-                yield from _walk(f"{path}{name.text()}", item, copies, seen)
+    items, of_copies = _named_items(value), list(map(_named_items, local))
+    for name, item in items.items():
+        if type(item) not in _PLAIN_TYPES and all(name in of_copy for of_copy in of_copies):
+            yield from _walk(f"{path}{name.text()}", item, [of_copy[name] for of_copy in of_copies], seen)
 
 
 class _Name(NamedTuple):
     """The position of an item in a container."""
 
-    kind: str  # "item", "key", "attribute", or "argument" of a functools.partial
+    kind: str  # "item", "attribute", or "argument" of a functools.partial
     key: Any
 
     def text(self) -> str:
         return f".{self.key}" if self.kind == "attribute" else f"[{self.key!r}]"
 
 
-_NOTHING = object()
-
-
-def _named_items(value: Any) -> list[tuple[_Name, Any]]:
-    named: list[tuple[_Name, Any]] = []
+def _named_items(value: Any) -> dict[_Name, Any]:
+    named: dict[_Name, Any] = {}
     if isinstance(value, (list, tuple, deque)):
         if set(map(type, value)) <= _PLAIN_TYPES:
             return named
-        named += ((_Name("item", i), item) for i, item in enumerate(value))
+        named.update((_Name("item", i), item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        named += ((_Name("key", key), item) for key, item in table_type(value).items(value))
+        named.update((_Name("item", key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
         arguments = chain(enumerate(value.args), value.keywords.items())
-        named += ((_Name("argument", key), item) for key, item in arguments)
-    return [*named, *((_Name("attribute", key), item) for key, item in attributes(value).items())]
-
-
-def _part(value: Any, name: _Name) -> Any:
-    try:
-        if name.kind == "attribute":
-            return attributes(value).get(name.key, _NOTHING)
-        if name.kind == "argument":
-            return value.args[name.key] if isinstance(name.key, int) else value.keywords.get(name.key, _NOTHING)
-        return dict.get(value, name.key, _NOTHING) if name.kind == "key" else value[name.key]
-    except (IndexError, TypeError):
-        return _NOTHING
+        named.update((_Name("argument", key), item) for key, item in arguments)
+    named.update((_Name("attribute", key), item) for key, item in attributes(value).items())
+    return named
 
 
 def attributes(thing: Any) -> dict[str, Any]:
@@ -151,20 +144,22 @@ def attributes(thing: Any) -> dict[str, Any]:
         found = {}
     if not hasattr(type(thing), "__slots__"):
         return found
-    members = (
-        (name, member)
-        for base in type(thing).__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
-    return {**found, **{name: value for name, m in members if (value := _slot(thing, m)) is not _NOTHING}}
+    found = dict(found)
+    for base in type(thing).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # not assigned
+                    found[name] = member.__get__(thing)
+    return found
 
 
-def _slot(thing: Any, member: types.MemberDescriptorType) -> Any:
-    try:
-        return member.__get__(thing)
-    except AttributeError:
-        return _NOTHING  # not assigned
+def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
 
 
 def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:

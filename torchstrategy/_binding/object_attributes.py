@@ -16,9 +16,9 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._binding.attribute_contents import attributes
+from torchstrategy._binding.attribute_contents import contents_of, write
+from torchstrategy._binding.changes import MISSING, Edit, edits
 from torchstrategy._binding.proxies import is_all_in_dict, plain_class
-from torchstrategy._binding.snapshots import MISSING, Edit, edits
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
 from torchstrategy._core.tree import tree_flatten
 
@@ -129,15 +129,15 @@ class _Shared:
         self.refresh()
 
     def refresh(self) -> None:
-        self._known = self._contents()
+        self._known = contents_of(self._thing)
 
     def check_unwritten(self) -> None:
-        written = list(edits(self._known, self._contents()))
-        if not written:
+        table = 1 if isinstance(self._thing, dict) else 2  # which part of the contents has the items or attributes
+        written = next(edits(self._known[table], contents_of(self._thing)[table]), None)
+        if written is None:
             return
-        for edit in written:
-            self._take_back(edit)
-        key = written[0].name
+        write(self._thing, self._known)
+        key = written.name
         what = f"{self._name}[{key!r}]" if isinstance(self._thing, dict) else f"{self._name}.{key}"
         kind = plain_class(type(self._thing)).__name__
         raise RuntimeError(
@@ -145,17 +145,6 @@ class _Shared:
             "one would read what another wrote. Return the value from the step; or keep it on an object of a class of "
             "your own, as in self.loss = loss, of which each replica has its own attributes."
         )
-
-    def _contents(self) -> dict[Any, Any]:
-        return dict(self._thing if isinstance(self._thing, dict) else attributes(self._thing))
-
-    def _take_back(self, edit: Edit) -> None:
-        if isinstance(self._thing, dict):
-            edit._replace(after=edit.before).apply(self._thing)
-        elif edit.before is MISSING:
-            object.__delattr__(self._thing, edit.name)
-        else:
-            object.__setattr__(self._thing, edit.name, edit.before)
 
 
 def _as_one(values: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ import threading
 import types
 from abc import ABCMeta
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.stepper_guards import put_guards, remove_guards
+from torchstrategy._binding.torch_hooks import guards
 from torchstrategy._core.context import local_object
 from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 
@@ -83,28 +83,38 @@ class _ModuleProxy(_Proxy):
             delattr(local, name)
 
 
+def users_own(optimizer: Any, name: str) -> Any:
+    """The `param_groups` or `state` of the user's own optimizer.
+
+    It may be a property of the user's class: an optimizer that wraps another one takes it from there.
+    """
+    inside = vars(optimizer)
+    return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+
+
+def _shared_table(name: str) -> property:
+    """The `param_groups` or `state` of a proxy: in a replica, what the replica's `ReplicaOptimizer` shows."""
+
+    def get(optimizer: Any) -> Any:
+        local: Any = local_object(optimizer)
+        return users_own(optimizer, name) if local is optimizer else getattr(local, name)
+
+    def put(optimizer: Any, value: Any) -> None:
+        _only_outside(optimizer, f"{name} = ...")
+        computed = getattr(plain_class(type(optimizer)), name, None)
+        if computed is None:
+            vars(optimizer)[name] = value
+        else:
+            computed.__set__(optimizer, value)
+
+    return property(get, put)
+
+
 class _OptimizerProxy(_Proxy):
     """An optimizer that acts, in a replica, as this replica's `ReplicaOptimizer`."""
 
-    @property
-    def param_groups(self) -> Any:
-        local: Any = local_object(self)
-        return users_own(self, "param_groups") if local is self else local.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        _only_outside(self, "param_groups = ...")
-        _set_own(self, "param_groups", value)
-
-    @property
-    def state(self) -> Any:
-        local: Any = local_object(self)
-        return users_own(self, "state") if local is self else local.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        _only_outside(self, "state = ...")
-        _set_own(self, "state", value)
+    param_groups = _shared_table("param_groups")
+    state = _shared_table("state")
 
     @property
     def step(self) -> Any:
@@ -133,23 +143,6 @@ class _OptimizerProxy(_Proxy):
     def load_state_dict(self, state_dict: Any) -> None:
         _only_outside(self, "load_state_dict()")
         super().load_state_dict(state_dict)  # type: ignore[misc]
-
-
-def users_own(optimizer: Any, name: str) -> Any:
-    """The `param_groups` or `state` of the user's own optimizer.
-
-    It may be a property of the user's class: an optimizer that wraps another one takes it from there.
-    """
-    inside = vars(optimizer)
-    return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
-
-
-def _set_own(optimizer: Any, name: str, value: Any) -> None:
-    computed = getattr(plain_class(type(optimizer)), name, None)
-    if computed is None:
-        vars(optimizer)[name] = value
-    else:
-        computed.__set__(optimizer, value)
 
 
 def _methods_of(cls: type) -> dict[str, Any]:
@@ -294,17 +287,17 @@ def install(objects: Sequence[object], run: object) -> None:
     """
     with _lock:
         _under_way[run] = objects
-        put_guards()
-        _exchange_classes(objects, _PROXIES)
+        guards.begin()
+        _exchange_classes(objects, _proxy_class)
 
 
 def uninstall(objects: Sequence[object], run: object) -> None:
     """The reverse of `install`, but objects that another run has proxies of stay proxies. May be called again."""
     with _lock:
-        _exchange_classes(_of_no_other(objects, run), _PLAIN)
+        _exchange_classes(_of_no_other(objects, run), plain_class)
         _under_way.pop(run, None)
         if not _under_way:
-            remove_guards()
+            guards.end()
 
 
 @contextmanager
@@ -315,13 +308,13 @@ def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
     """
     with _lock:
         at_rest = _of_no_other(objects, run)
-        _exchange_classes(at_rest, _PLAIN)
+        _exchange_classes(at_rest, plain_class)
     try:
         yield
     finally:
         with _lock:
             if run in _under_way:
-                _exchange_classes(at_rest, _PROXIES)
+                _exchange_classes(at_rest, _proxy_class)
 
 
 def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
@@ -330,8 +323,8 @@ def _of_no_other(objects: Sequence[object], run: object) -> Sequence[object]:
     return [thing for thing in objects if id(thing) not in others] if others else objects
 
 
-def _exchange_classes(objects: Sequence[object], classes: Mapping[type, type]) -> None:
-    deque(map(_set_class, objects, map(classes.__getitem__, map(type, objects))), maxlen=0)
+def _exchange_classes(objects: Sequence[object], class_for: Callable[[type], type]) -> None:
+    deque(map(_set_class, objects, map(class_for, map(type, objects))), maxlen=0)
 
 
 _set_class = vars(object)["__class__"].__set__  # sets `__class__` without the property of the same name
@@ -350,44 +343,48 @@ def is_all_in_dict(thing: object) -> bool:
     return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
-def plain_class(cls: type) -> type:
+@final
+class _Classes(dict[type, type]):
+    """What a function returns for a class, by the class: a dict, since a run looks up the class of every object."""
+
+    def __init__(self, of: Callable[[type], type]) -> None:
+        self._of = of
+
+    def __missing__(self, cls: type) -> type:
+        self[cls] = found = self._of(cls)
+        return found
+
+
+def _without_proxy(cls: type) -> type:
     """The user's class, if `cls` is its proxy class; else `cls` itself."""
-    return _PLAIN[cls]
+    if cls is _ParameterProxy:
+        return nn.Parameter
+    return cls.__bases__[0] if issubclass(cls, _Proxy) else cls
 
 
-@final
-class _PlainClasses(dict[type, type]):
-    """A dict from a class, or its proxy class, to the class."""
-
-    def __missing__(self, cls: type) -> type:
-        plain = nn.Parameter if cls is _ParameterProxy else cls.__bases__[0] if issubclass(cls, _Proxy) else cls
-        self[cls] = plain
-        return plain
+plain_class: Callable[[type], type] = _Classes(_without_proxy).__getitem__
 
 
-@final
-class _ProxyClasses(dict[type, type]):
-    """A dict from a class, or its proxy class, to the proxy class."""
+def _with_proxy(cls: type) -> type:
+    """The proxy class of a class of the user's; or `cls` itself, if it is one."""
+    if issubclass(cls, _Proxy):
+        return cls
+    if cls is nn.Parameter:
+        return _ParameterProxy
+    kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
+    if kind is _OptimizerProxy:
+        body |= _methods_of(cls)
+    made: Any = type(type(cls))  # usually `type`
+    meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
+    # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
+    # See Note [What a proxy never shows].
+    made = ABCMeta if issubclass(meta, ABCMeta) else type
+    proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
+    return proxy
 
-    def __missing__(self, cls: type) -> type:
-        proxy = cls if issubclass(cls, _Proxy) else self._made(cls)
-        self[cls] = proxy
-        return proxy
 
-    def _made(self, cls: type) -> type:
-        if cls is nn.Parameter:
-            return _ParameterProxy
-        kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
-        if kind is _OptimizerProxy:
-            body |= _methods_of(cls)
-        made: Any = type(type(cls))  # usually `type`
-        meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
-        # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
-        # See Note [What a proxy never shows].
-        made = ABCMeta if issubclass(meta, ABCMeta) else type
-        proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
-        return proxy
+_proxy_class: Callable[[type], type] = _Classes(_with_proxy).__getitem__
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
@@ -399,7 +396,3 @@ def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
     if kind is None:
         return [proxy, _Proxy, *cls.__mro__[:-1], _Attributes, object]
     return [proxy, *kind.__mro__[:-1], *cls.__mro__]
-
-
-_PLAIN = _PlainClasses()
-_PROXIES = _ProxyClasses()

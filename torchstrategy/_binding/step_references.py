@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.attribute_contents import attributes
-from torchstrategy._binding.closure_rebinding import closed_over
+from torchstrategy._binding.attribute_contents import attributes, closed_over
 from torchstrategy._core.types import Tree
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
@@ -44,75 +43,47 @@ _NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(Non
 _NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
 
 
-class StepReferences(NamedTuple):
-    """The objects that the step uses, most of them with the name by which it does."""
-
-    modules: list[tuple[str, nn.Module]]
-    tensors: list[tuple[str, torch.Tensor]]  # leaves that require grad
-    steppers: list[tuple[str, Any]]  # schedulers and scalers, and bound methods of them
-    optimizers: list[Optimizer]  # an optimizer that wraps others comes after them
-    updates: list[tuple[str, Any]]  # bound methods of optimizers that replicas call together, such as `step`
-    trainers: list[tuple[str, Any]]
-    others: list[tuple[str, torch.Tensor]]  # tensors that are no leaves that require grad
-
-
-def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
-    """The objects that `fn` uses by name, and those in the leaves of its arguments."""
-    walk = _Walk()
-    walk.look_at("the step", fn, _FUNCTIONS + 1)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            walk.look_at("an argument", leaf, 0)
-        elif not leaf.requires_grad:
-            walk.others.append(("an argument", leaf))
-    return walk.named()
-
-
 @final
-class _Walk:
+class StepReferences:
+    """The objects that a step uses, most of them with the name by which it does."""
+
     def __init__(self) -> None:
-        self._modules: list[tuple[str, nn.Module]] = []
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        self.others: list[tuple[str, torch.Tensor]] = []
-        self._counters: list[tuple[str, Any]] = []
-        self._optimizers: list[Optimizer] = []
-        self._updates: list[tuple[str, Any]] = []
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []  # leaves that require grad
+        self.steppers: list[tuple[str, Any]] = []  # schedulers and scalers, and bound methods of them
+        self.optimizers: list[Optimizer] = []  # an optimizer that wraps others comes after them
+        self.updates: list[tuple[str, Any]] = []  # bound methods of optimizers that replicas call together, as `step`
+        self.others: list[tuple[str, torch.Tensor]] = []  # tensors that are no leaves that require grad
         self._objects: dict[int, tuple[str, Any]] = {}
-        self._holders: dict[int, set[int]] = {}  # for each object, by its id: the ids of the objects that hold it
+        # For each object, by its id: the ids of the objects that hold it.
+        self._holders: defaultdict[int, set[int]] = defaultdict(set)
         self._makers: set[int] = set()  # the ids of modules, optimizers and steppers: a trainer holds one of these
         self._seen: set[int] = set()
 
-    def named(self) -> StepReferences:
+    def trainers(self) -> list[tuple[str, Any]]:
+        """The trainers, each with its name."""
         trainers: set[int] = set()
         found = self._makers
         while found:
             found = set().union(*(self._holders.get(key, ()) for key in found)) - trainers
             trainers |= found
-        return StepReferences(
-            self._modules,
-            self._tensors,
-            self._counters,
-            self._optimizers,
-            self._updates,
-            [named for key, named in self._objects.items() if key in trainers],
-            self.others,
-        )
+        return [named for key, named in self._objects.items() if key in trainers]
 
     def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
         """Records a value and the objects in it. `holder` is the id of the object of which it is an attribute."""
         if isinstance(value, torch.Tensor):
-            (self._tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
+            (self.tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
         elif isinstance(value, _MAKE_TRAINERS):
             self._makers.add(id(value))
-            self._holders.setdefault(id(value), set()).add(holder)
+            self._holders[id(value)].add(holder)
             self._look_at_part(name, value)
         elif isinstance(value, (list, tuple, dict, deque)):
             self._look_at_items(name, value, objects, holder)
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, STEPPERS):
-            self._counters.append((value.__name__, value))
+            self.steppers.append((value.__name__, value))
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer):
             if value.__name__ == "step" or not hasattr(Optimizer, value.__name__):
-                self._updates.append((value.__name__, value))
+                self.updates.append((value.__name__, value))
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             if functions:
                 self._look_into_function(name, value, functions - 1)
@@ -126,21 +97,21 @@ class _Walk:
             return
         self._seen.add(id(value))
         if isinstance(value, STEPPERS):
-            self._counters.append((name, value))
+            self.steppers.append((name, value))
             return
         kinds = Optimizer if isinstance(value, Optimizer) else STEPPERS
         if isinstance(value, nn.Module):
-            self._modules.append((name, value))
+            self.modules.append((name, value))
         for attribute, item in held_by(value):
             if isinstance(item, kinds):
                 self._look_at_part(f"{name}.{attribute}", item)
         if isinstance(value, Optimizer):
-            self._optimizers.append(value)
+            self.optimizers.append(value)
 
     def _look_at_items(self, name: str, value: Any, objects: int, holder: int) -> None:
         if isinstance(value, dict):
             self._objects[id(value)] = name, value
-            self._holders.setdefault(id(value), set()).add(holder)
+            self._holders[id(value)].add(holder)
             holder = id(value)
         are_few = objects > 0 and len(value) <= _FEW
         for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
@@ -148,7 +119,7 @@ class _Walk:
                 self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
 
     def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
-        self._holders.setdefault(id(value), set()).add(holder)
+        self._holders[id(value)].add(holder)
         if objects <= 0 or id(value) in self._objects or _package(type(value)) in _NOT_THE_USERS:
             return
         self._objects[id(value)] = name, value
@@ -174,6 +145,18 @@ class _Walk:
             self._seen.add(id(fn))
             for found, value in _names_of(fn):
                 self.look_at(found, value, functions)
+
+
+def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
+    """The objects that `fn` uses by name, and those in the leaves of its arguments."""
+    found = StepReferences()
+    found.look_at("the step", fn, _FUNCTIONS + 1)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            found.look_at("an argument", leaf, 0)
+        elif not leaf.requires_grad:
+            found.others.append(("an argument", leaf))
+    return found
 
 
 def held_by(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -5,17 +5,13 @@ its memory. Before each run the copies get what the user has changed, and after 
 has changed.
 
     copyable                 refuses objects of which replicas cannot have copies, by their path in the model
-    lost_buffers             a warning for buffers that replicas wrote differently
-    metrics                  metrics of torchmetrics: each replica counts, and the counts become one
-    replica_variable         a variable of a module, in one replica
+    storage                  where parameters live, and to which strategy they belong; a single replica needs no more
     tensor_copies            copies of tensors, which share memory where the user's tensors do
-    storage                  what every storage of parameters offers to a strategy, and the storage of a single replica
-    undistributed_batches    a warning for steps that train on batches that were not distributed
-    module_replica           the copies of the user's modules that one replica has
-    shared_writes            a warning for writes on tensors that all replicas share
+    module_replica           the copies of the user's modules and variables that one replica has
+    metrics                  metrics of torchmetrics: each replica counts, and the counts become one
+    run_warnings             warnings of a run: of batches, of buffers and of writes on shared tensors
     plain_attributes         what plain attributes hold, in the user's modules and in the replicas' copies
     replicated_modules       the copies of all replicas, kept in step with the user's modules
-    replica_set              what all replicas have of the user's modules and optimizers, for one run at a time
-    replicated_run           one run on one replica set: how it begins, how it ends, and how it is undone
+    replicated_run           what all replicas have, and one run on it: how it begins, ends and is undone
     replicated_storage       the user's parameters, and the replica sets that runs have of them
 """

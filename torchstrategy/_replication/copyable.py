@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import tensors_in
-from torchstrategy._binding.closure_rebinding import closed_over
+from torchstrategy._binding.attribute_contents import closed_over, tensors_in
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.variable import is_variable
@@ -22,14 +21,15 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
 
     Args:
         roots: Modules, which are checked with all modules below them.
-        are_all: Whether there are no other modules. Else a trainable tensor in a plain attribute may be a parameter of
-            one of those, and is not refused.
+        are_all: Whether there are no other modules, and copies are made now. Else a trainable tensor in a plain
+            attribute may be a parameter of another module, and a module that does not know its sizes yet may learn
+            them before the first run. Neither is refused.
         further: Tensors that are copied besides, and that a module may hold in any way.
 
     Raises:
         TypeError: Naming what cannot be copied.
     """
-    named = _named(roots)
+    named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
     parameters = {id(parameter) for _, module in named for parameter in module.parameters(recurse=False)}
     parameters.update(map(id, further))
     for path, module in named:
@@ -43,71 +43,59 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
                 "wraps, `.module`: the batch is split already."
             )
         for name, parameter in module._parameters.items():
+            if parameter is not None and nn.parameter.is_lazy(parameter) and are_all:
+                raise TypeError(
+                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the "
+                    "module, outside of strategy.run, before the first step."
+                )
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
+        if not are_all:
+            continue
         for name, buffer in module._buffers.items():
             if buffer is not None and not is_variable(buffer):
-                refuse_trainable(f"{path}.{name}", buffer, parameters, are_all)
+                refuse_trainable(f"{path}.{name}", buffer, parameters)
         # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
         # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)
         for name, value in vars(module).items():
             if name not in TORCHS_OWN and name not in computed:
-                refuse_trainable(f"{path}.{name}", value, parameters, are_all)
+                refuse_trainable(f"{path}.{name}", value, parameters)
         for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
-            refuse_trainable(f"A hook of {path}", hook, parameters, are_all)
+            refuse_trainable(f"A hook of {path}", hook, parameters)
 
 
-def refuse_lazy(roots: Sequence[nn.Module]) -> None:
-    """Refuses modules that do not know their sizes yet.
-
-    Raises:
-        TypeError: Naming the parameter.
-    """
-    for path, module in _named(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and nn.parameter.is_lazy(parameter):
-                raise TypeError(
-                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the "
-                    "module, outside of strategy.run, before the first step."
-                )
-
-
-def refuse_trainable(path: str, value: object, parameters: Container[int], are_all: bool = True) -> None:
+def refuse_trainable(path: str, value: object, parameters: Container[int]) -> None:
     """Refuses a plain attribute that holds a trainable tensor, or a function that closes over one.
 
     Args:
         path: The path of the attribute.
         value: Its value.
         parameters: The ids of the parameters of modules, which may be held: an LSTM keeps a list of its own.
-        are_all: Whether there are no other modules; see `refuse_uncopyable`.
 
     Raises:
         TypeError: Naming it.
     """
+    for where in _trainable(tensors_in(path, value), parameters):
+        raise TypeError(
+            f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
+            "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "
+            "detach it."
+        )
+    for name in _trainable(closed_over(value) if isinstance(value, types.FunctionType) else (), parameters):
+        raise TypeError(
+            f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter of the "
+            "model: every replica would add to its one gradient. Make it a parameter of the module, "
+            "torch.nn.Parameter(...), or detach it."
+        )
+
+
+def _trainable(held: Iterable[tuple[str, Any]], parameters: Container[int]) -> Iterator[str]:
+    """Where a tensor is held that learns and is no parameter."""
     # Only leaves learn. A tensor with a history is an output that a forward, or the function, has kept from earlier.
-    for where, tensor in _trainable(tensors_in(path, value) if are_all else ()):
-        if id(tensor) not in parameters and tensor.is_leaf:
-            raise TypeError(
-                f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
-                "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "
-                "detach it."
-            )
-    for name, tensor in _trainable(closed_over(value) if are_all and isinstance(value, types.FunctionType) else ()):
-        if id(tensor) not in parameters and tensor.is_leaf:
-            raise TypeError(
-                f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter of the "
-                "model: every replica would add to its one gradient. Make it a parameter of the module, "
-                "torch.nn.Parameter(...), or detach it."
-            )
-
-
-def _trainable(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((where, value) for where, value in held if isinstance(value, torch.Tensor) and value.requires_grad)
-
-
-def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    return [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
+    for where, value in held:
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and id(value) not in parameters:
+            yield where
 
 
 def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:

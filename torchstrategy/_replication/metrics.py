@@ -20,6 +20,7 @@ import torch
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.torch_internals import version
 from torchstrategy._execution.replica import group_here
+from torchstrategy._replication.module_replica import ModuleReplica
 from torchstrategy._training.replica_weights import ReplicaWeights
 
 Inside = dict[str, Any]  # the `__dict__` of a module
@@ -54,25 +55,18 @@ class Metrics:
     Args:
         originals: The `__dict__` of each of the user's modules.
         names: What the user calls the modules.
-        local: For each replica, the `__dict__` of each of its copies.
-        devices: The device of each replica.
+        replicas: The copies of the modules in each replica.
     """
 
-    def __init__(
-        self,
-        originals: Sequence[Inside],
-        names: Sequence[str],
-        local: Sequence[Sequence[Inside]],
-        devices: Sequence[torch.device],
-    ) -> None:
+    def __init__(self, originals: Sequence[Inside], names: Sequence[str], replicas: Sequence[ModuleReplica]) -> None:
         self._originals = originals
         self._names = names
-        self._local = local
-        self._devices = devices
+        self._local = [replica.insides for replica in replicas]
+        self._devices = [replica.device for replica in replicas]
         self._metrics = [p for p, inside in enumerate(originals) if is_metric(inside)]
         self._collections = [p for p, inside in enumerate(originals) if inside.keys() >= _OF_A_COLLECTION]
         # The attributes that are states: this file brings them to the replicas and back, at each run.
-        self.states = {p: set(_states(originals[p])) for p in self._metrics}
+        self.states = [set(_states(inside)) if is_metric(inside) else set() for inside in originals]
         # By replica, position and name: what each state was when the run began.
         self._given: dict[tuple[int, int, str], list[object]] = {}
 

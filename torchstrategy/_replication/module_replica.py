@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, final
 
+import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.attribute_contents import PLAIN, is_data, tensors_in, trainable_parts
-from torchstrategy._binding.closure_rebinding import ClosureRebinder
-from torchstrategy._binding.deep_copy import deep_copied
+from torchstrategy._binding.attribute_contents import PLAIN, is_data, things_in
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, write_value, writes_on
+from torchstrategy._binding.copies import ClosureRebinder, deep_copied
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, tables_of
-from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
-from torchstrategy._binding.tensor_versions import TrackedTensors, write_value
-from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._communication.transfer import Write, equal, sent_to
-from torchstrategy._core.torch_internals import compile_alike, requires_grad_of, version, versions
+from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
-from torchstrategy._replication.replica_variable import ReplicaVariable
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.history_end import end_history
 from torchstrategy._training.replica_gradients import ReplicaParameter, set_plain_data
@@ -44,6 +42,46 @@ from torchstrategy._variables.variable import Variable, is_variable
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
 # - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
+
+
+_OF_VARIABLES = frozenset(
+    {"aggregation", "assign", "assign_add", "assign_sub", "read_value", "synchronization", "trainable"}
+)
+
+
+@final
+class ReplicaVariable(ReplicaParameter):
+    """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
+
+    # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
+    variable: weakref.ref[Variable]
+
+    @staticmethod
+    def of(variable: Variable, data: torch.Tensor, requires_grad: bool) -> ReplicaVariable:
+        """The copy of `variable` over the memory of `data`."""
+        local = make_parameter(ReplicaVariable, data, requires_grad)
+        assert isinstance(local, ReplicaVariable)
+        local.variable = weakref.ref(variable)
+        return local
+
+    @property
+    def name(self) -> str:
+        return self._variable.name
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
+        return self._variable.numpy(force=force)
+
+    def __getattr__(self, name: str) -> Any:
+        # A method of the user's variable acts for the replica that calls it: the variable asks whose thread it is on.
+        if name in _OF_VARIABLES:
+            return getattr(self._variable, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _variable(self) -> Variable:
+        variable = self.variable()
+        assert variable is not None, "the run holds the variables of its strategy"
+        return variable
 
 
 class BufferSlot(NamedTuple):
@@ -105,7 +143,7 @@ class ModuleReplica:
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
-        self._device = device
+        self.device = device
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own()
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
@@ -126,10 +164,12 @@ class ModuleReplica:
         others: dict[int, torch.Tensor] = {}
         known = self._memo.keys() | set(map(id, buffers))
         for module in modules:
-            self._memo.update((id(thing), thing) for thing in (*_hooks_to_share(module), *_one_for_all(_plain(module))))
+            self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
             for name, value in _plain(module).items():
-                for path, held in tensors_in(f"{type(module).__name__}.{name}", value):
-                    if id(held) not in known and id(held) not in outputs:
+                for path, held in things_in(f"{type(module).__name__}.{name}", value):
+                    if isinstance(held, _ONE_FOR_ALL):
+                        self._memo[id(held)] = held
+                    elif isinstance(held, torch.Tensor) and id(held) not in known and id(held) not in outputs:
                         if is_variable(held):
                             self._memo[id(held)] = held
                         elif held.is_leaf or not held.requires_grad:
@@ -236,7 +276,8 @@ class ModuleReplica:
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
-        return any(id(part) not in self._memo for value in values for part in trainable_parts(value))
+        held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self._memo)
+        return any(isinstance(thing, nn.Module) or _is_trainable(thing) for thing in held)
 
     def note_attributes(self) -> None:
         """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
@@ -252,10 +293,11 @@ class ModuleReplica:
         """
         memo = {**self._memo, **own}
         for (_, name), value in values.items():
-            held = {str(i): item for i, item in enumerate(value)} if isinstance(value, tuple) else {name: value}
-            memo.update((id(thing), thing) for thing in _one_for_all(held))
-            new = {id(tensor): (path, tensor) for path, tensor in tensors_in(name, value) if id(tensor) not in memo}
-            memo.update((key, _copy_of(tensor, self._device, path)) for key, (path, tensor) in new.items())
+            for path, held in things_in(name, value):
+                if isinstance(held, _ONE_FOR_ALL):
+                    memo[id(held)] = held
+                elif isinstance(held, torch.Tensor) and id(held) not in memo:
+                    memo[id(held)] = _copy_of(held, self.device, path)
         rebinding = ClosureRebinder({**self._memo, **own})
         return {key: rebinding.of(copied) for key, copied in deep_copied(dict(values), memo).items()}
 
@@ -357,28 +399,22 @@ def _hooks_to_share(module: nn.Module) -> list[object]:
     return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
 
 
-def _one_for_all(attributes: dict[str, Any], depth: int = 2) -> Iterator[object]:
-    """The optimizers, schedulers and scalers that a module holds, perhaps in an object. They are not copied."""
-    for value in attributes.values():
-        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        for item in several:
-            if isinstance(item, (Optimizer, LRScheduler, torch.amp.GradScaler)):
-                yield item
-            elif depth and not isinstance(item, (nn.Module, torch.Tensor, type)):
-                yield from _one_for_all(getattr(item, "__dict__", {}), depth - 1)
+_ONE_FOR_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)  # a module may hold one, which is not copied
 
 
-def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
-    """Writes the new value of a plain attribute on one of the user's modules, if it is data. Returns whether it is."""
-    if not is_returned(edit, original, is_computed):
-        return False
+def _is_trainable(thing: object) -> bool:
+    """Whether a backward gives gradients to a thing."""
+    return isinstance(thing, torch.Tensor) and thing.is_leaf and thing.requires_grad
+
+
+def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> None:
+    """Writes the new value of a plain attribute, which `is_returned`, on one of the user's modules."""
     before, value = original.get(edit.name, MISSING), edit.after
     if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
         value = value.detach().to(before.device, copy=not is_computed)
     elif value is not MISSING:
         value = copy.deepcopy(value)
     edit._replace(after=value).apply(original)
-    return True
 
 
 def is_returned(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:

@@ -15,17 +15,13 @@ from typing import Any, final
 import torch
 
 from torchstrategy._binding.attribute_contents import (
-    Leaf,
-    Place,
     contents_of,
     is_data,
     places_and_leaves,
     write,
 )
+from torchstrategy._binding.changes import Snapshot, TrackedTensor, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._binding.snapshots import Snapshot
-from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors, write_value
-from torchstrategy._binding.uncounted_writes import writes_on
 from torchstrategy._core.torch_internals import versions
 from torchstrategy._replication.module_replica import ModuleReplica
 
@@ -52,12 +48,7 @@ class Attributes:
 
     def collect(self, named: NamedAttributes) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
-        places: dict[int, Place] = {}
-        leaves: dict[int, Leaf] = {}
-        for path, value, local in named():
-            found, tensors = places_and_leaves(path, value, local)
-            places.update((id(place.original), place) for place in found)
-            leaves.update((id(leaf.original), leaf) for leaf in tensors)
+        places, leaves = places_and_leaves(named())
         self._known_held = leaves.keys() & self._known_tensors
         self._places = list(places.values())
         self._leaves = [leaf for key, leaf in leaves.items() if key not in self._known_held]
@@ -125,18 +116,18 @@ class Attributes:
         # What deepcopy left the same object in both, such as a lock, stays the same object.
         own_held = set(map(id, self._known_local[lead].held()))
         shared = {id(item): item for item in self._known.held() if id(item) in own_held}
-        has_brought = False
-        for index in changed:
-            place = self._places[index]
-            contents = contents_of(place.local[lead])
-            if is_data(contents, lambda value: id(value) in own or id(value) in shared):
-                has_brought = True
-                for target, place_of in _targets(place, lead):
-                    memo = {**shared, **{key: place_of(other) for key, other in own.items()}}
-                    write(target, copy.deepcopy(contents, memo))
-                self._unbrought.discard(id(place.original))
-        if has_brought:
-            self.collect(named)
+        pairs = [(self._places[index], contents_of(self._places[index].local[lead])) for index in changed]
+        known = own.keys() | shared.keys()
+        brought = [pair for pair in pairs if is_data(pair[1], lambda value: id(value) in known)]
+        if not brought:
+            return
+        for i in range(len(self._replicas) + 1):
+            if i != lead:
+                memo = {**shared, **{key: place.everywhere()[i] for key, place in own.items()}}
+                for place, contents in brought:
+                    write(place.everywhere()[i], copy.deepcopy(contents, dict(memo)))
+        self._unbrought.difference_update(id(place.original) for place, _ in brought)
+        self.collect(named)
 
     def _forget(self, r: int) -> None:
         """Sees to it that the data which another replica than the first put into containers does not stay there."""
@@ -168,12 +159,3 @@ class Attributes:
         self._known_local = [Snapshot({i: place.local[r] for i, place in enumerate(self._places)}) for r in count]
         self._versions = [versions([leaf.local[r] for leaf in self._leaves]) for r in count]
         self._writes = [writes_on([leaf.local[r] for leaf in self._leaves]) for r in count]
-
-
-def _targets(place: Place, lead: int) -> Sequence[tuple[Any, Callable[[Place], Any]]]:
-    """The user's container and the copies of the other replicas, each with its counterpart of any other container."""
-    others: list[tuple[Any, Callable[[Place], Any]]] = [(place.original, lambda other: other.original)]
-    for r in range(len(place.local)):
-        if r != lead:
-            others.append((place.local[r], lambda other, r=r: other.local[r]))  # type: ignore[misc]
-    return others

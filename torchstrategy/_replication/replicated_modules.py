@@ -19,23 +19,21 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import PLAIN
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot
-from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
 from torchstrategy._communication.transfer import write
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
-from torchstrategy._replication.copyable import refuse_lazy, refuse_trainable, refuse_uncopyable
-from torchstrategy._replication.lost_buffers import LostBuffers
+from torchstrategy._replication.copyable import refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.metrics import Metrics
 from torchstrategy._replication.module_replica import (
     BufferSlot,
@@ -46,11 +44,28 @@ from torchstrategy._replication.module_replica import (
     uncopyable,
 )
 from torchstrategy._replication.plain_attributes import Attributes
+from torchstrategy._replication.run_warnings import LostBuffers
 from torchstrategy._replication.tensor_copies import sharing_memory
+from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable, is_variable
+
+
+class Placement(NamedTuple):
+    """Where copies are, and how they are kept in step."""
+
+    devices: Sequence[Device]  # of each replica
+    parameter_device: Device
+    may_alias: bool  # whether parameters on the user's device share the user's memory
+    averages_buffers: bool
+    is_mirrored: bool  # whether replicas on other devices update their parameters themselves
+    all_reduce: AllReduce | None  # adds up gradients and leaves the sums on all devices
+
+    def aliases(self) -> list[bool]:
+        """Of each replica, whether its parameters on the user's device share the user's memory."""
+        return [self.may_alias or (self.is_mirrored and r == 0) for r in range(len(self.devices))]
 
 
 @final
@@ -59,34 +74,21 @@ class ReplicatedModules:
 
     Args:
         roots: The user's modules that are part of no other.
-        devices: The device of each replica.
-        parameter_device: The device of the user's modules.
-        may_alias: For each replica, whether parameters on the device of the user's share the user's memory.
-        averages_buffers: Whether running statistics become the mean of the replicas'.
+        layout: Where the copies are, and how they are kept in step.
         variables: Variables to be copied, too, whether or not they are in a module.
 
     Raises:
         TypeError: If a module cannot be copied; it is named, with what to do.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        devices: Sequence[Device],
-        parameter_device: Device,
-        may_alias: Sequence[bool],
-        averages_buffers: bool,
-        variables: Sequence[Variable] = (),
-    ) -> None:
-        self._device = memory_device(parameter_device)
-        self._averages_buffers = averages_buffers
+    def __init__(self, roots: Sequence[nn.Module], layout: Placement, variables: Sequence[Variable]) -> None:
+        self._layout = layout
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
         in_modules = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
         loose = [variable for variable in variables if id(variable) not in in_modules]
         refuse_uncopyable(roots, further=loose)
-        refuse_lazy(roots)
         # The user's modules are referred to weakly, and only their `__dict__`s are held: the modules die with the
         # user's last reference, and then the storage drops the copies.
         self._references = [weakref.ref(module) for module in modules]
@@ -98,14 +100,13 @@ class ReplicatedModules:
         self._slots = _slots(self._insides, self._buffers)
         tables = [id(self._insides[position]) for position, _ in self._slots]
         self.lost_buffers = LostBuffers(self._buffers.names, tables)
-        self._replicas = [
+        self.replicas = [
             ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, memory_device(device), aliases)
-            for device, aliases in zip(devices, may_alias, strict=True)
+            for device, aliases in zip(layout.devices, layout.aliases(), strict=True)
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
-        local = [replica.insides for replica in self._replicas]
-        self._metrics = Metrics(self._insides, self._paths, local, [memory_device(device) for device in devices])
+        self._metrics = Metrics(self._insides, self._paths, self.replicas)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
@@ -115,7 +116,7 @@ class ReplicatedModules:
         # The plain attributes that hooks compute, in each replica for itself.
         self._computed = [computed_by_hooks(module) for module in modules]
         self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
-        self._attribute_contents = Attributes(self._replicas, self._known_tensors, self._named_attributes)
+        self._attribute_contents = Attributes(self.replicas, self._known_tensors, self._named_attributes)
         self._pointers = self._buffers.pointers, self._attribute_contents.tensors.pointers
         self._overlaps = self._find_overlaps()
 
@@ -129,17 +130,9 @@ class ReplicatedModules:
         """What the user calls each of the `owners`: `Net.layers.0.weight`."""
         return self._parameters.names
 
-    def parameters(self, replica: int) -> list[ReplicaParameter]:
-        """The parameters of one replica, in the order of `owners`."""
-        return self._replicas[replica].parameters
-
     def originals(self) -> list[nn.Module]:
         """The user's modules."""
         return [module for reference in self._references if (module := reference()) is not None]
-
-    def local_objects(self, replica: int) -> dict[int, object]:
-        """The modules and parameters of one replica, by the ids of the user's."""
-        return self._replicas[replica].local_objects
 
     def refresh(self) -> bool:
         """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
@@ -156,11 +149,11 @@ class ReplicatedModules:
             self._attribute_contents.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.bring_requires_grad(trained)
         changed = self._changed_buffers()
         if changed:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
         return self._overlap_as_before()
 
@@ -195,12 +188,12 @@ class ReplicatedModules:
             if changed:
                 with traced("bring parameters"):
                     owners = self.owners
-                    write([replica.bring_parameters(owners, changed, moved) for replica in self._replicas])
+                    write([replica.bring_parameters(owners, changed, moved) for replica in self.replicas])
         except BaseException:
             # Some copies may not have got the values: the next refresh brings them again.
             self._parameters.note_uncounted(changed)
             raise
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.note_parameters()
         if moved:
             self._watch_parameters()
@@ -213,16 +206,16 @@ class ReplicatedModules:
 
     def sharing(self) -> list[list[bool]]:
         """For each replica, which of its parameters share the memory of the user's."""
-        return [list(replica.aliased) for replica in self._replicas]
+        return [list(replica.aliased) for replica in self.replicas]
 
-    def own_parameters(self, replica: int) -> dict[int, ReplicaParameter]:
+    def own_parameters(self, replica: ModuleReplica) -> dict[int, ReplicaParameter]:
         """The parameters of one replica that have memory of their own, by the ids of the user's."""
-        local, aliased = self._replicas[replica].parameters, self._replicas[replica].aliased
-        return {id(o): p for o, p, is_shared in zip(self.owners, local, aliased, strict=True) if not is_shared}
+        triples = zip(self.owners, replica.parameters, replica.aliased, strict=True)
+        return {id(owner): own for owner, own, is_shared in triples if not is_shared}
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.note_parameters()
         self._parameters.note_agreement(self._index_of[id(owner)] for owner in owners)
 
@@ -237,7 +230,7 @@ class ReplicatedModules:
         Raises:
             RuntimeError: Naming the parameter.
         """
-        written = [*self._parameters.written(), *(i for r in present for i in self._replicas[r].written_parameters())]
+        written = [*self._parameters.written(), *(i for r in present for i in self.replicas[r].written_parameters())]
         if written:
             raise RuntimeError(written_in_replica(self.names[min(written)]))
 
@@ -250,7 +243,7 @@ class ReplicatedModules:
         Raises:
             RuntimeError: Naming it.
         """
-        edits = [self._replicas[r].changes() for r in present]
+        edits = [self.replicas[r].changes() for r in present]
         for edit in chain.from_iterable(edits):
             where, table = self._paths[edit.place[0]], edit.place[1]
             if table in ("_parameters", "_modules"):
@@ -265,7 +258,7 @@ class ReplicatedModules:
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
-        lead = self._replicas[replica_weights.present[0]]
+        lead = self.replicas[replica_weights.present[0]]
         self._check_flags(replica_weights)
         values = self._buffer_values(replica_weights)
         states = self._metrics.put_together(replica_weights)
@@ -295,18 +288,15 @@ class ReplicatedModules:
         """
         for r in present:
             is_lead = r == present[0]
-            bring = return_attribute if is_lead else is_returned
-            for edit in self._replicas[r].take_attributes():
+            for edit in self.replicas[r].take_attributes():
                 is_computed = edit.name in self._computed[edit.place]
-                is_state = edit.name in self._states_of(edit.place)
+                is_state = edit.name in self._metrics.states[edit.place]
                 if is_state or (is_computed and not is_lead):
                     continue
-                if bring(edit, self._insides[edit.place], is_computed):
+                if is_returned(edit, self._insides[edit.place], is_computed):
+                    if is_lead:
+                        return_attribute(edit, self._insides[edit.place], is_computed)
                     self._attribute_tables.forget(edit.place, edit.name)
-
-    def _states_of(self, position: int) -> set[str]:
-        """The plain attributes of a module that are states of a metric, which `Metrics` brings."""
-        return self._metrics.states.get(position, set())
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
@@ -328,14 +318,14 @@ class ReplicatedModules:
             self._buffers.replace(index, after)
             self._known_tensors.discard(id(before))
             self._known_tensors.add(id(after))
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.replace_buffer(before, after)
         self._structure.take()
 
     def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
-        lead = self._replicas[replica_weights.present[0]]
+        lead = self.replicas[replica_weights.present[0]]
         originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
         for edit in edits[0]:
@@ -344,12 +334,12 @@ class ReplicatedModules:
                 made = [e.after for other in edits[1:] for e in other if (e.place, e.name) == (edit.place, edit.name)]
                 name = f"{self._paths[position]}.{edit.name}"
                 self.lost_buffers.look_at_new(name, id(self._insides[position]), edit.after, made)
-                lead.return_buffer(edit, self._insides[position], self._device)
+                lead.return_buffer(edit, self._insides[position], memory_device(self._layout.parameter_device))
             else:
                 lead.return_hook(edit, self._insides[position], back)
 
     def _check_flags(self, replica_weights: ReplicaWeights) -> None:
-        flags = [self._replicas[r].noted_requires_grad() for r in replica_weights.present]
+        flags = [self.replicas[r].noted_requires_grad() for r in replica_weights.present]
         for r, other in zip(replica_weights.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
@@ -365,16 +355,16 @@ class ReplicatedModules:
         Raises:
             RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
         """
-        present = [self._replicas[r] for r in replica_weights.present]
+        present = [self.replicas[r] for r in replica_weights.present]
         combined = {}
         written = [replica.written_buffers(self._buffers) for replica in present]
-        for index in set().union(*written):
+        for index in sorted(set().union(*written)):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
                 _check_fits(self._buffers.names[index], original, value)
             combined[index] = values[0]
-            if self._buffers.are_running[index] and self._averages_buffers:
+            if self._buffers.are_running[index] and self._layout.averages_buffers:
                 fractions = [replica_weights.fractions[r] for r in replica_weights.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0)
@@ -386,7 +376,7 @@ class ReplicatedModules:
     def _changed_buffers(self) -> list[int]:
         # The copies of all replicas agree between runs, so one is compared with the user's. A forward of the user's own
         # module writes running statistics, and torch's kernels do not count that.
-        buffers, local = self._buffers, self._replicas[0]
+        buffers, local = self._buffers, self.replicas[0]
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
@@ -396,9 +386,9 @@ class ReplicatedModules:
         # What a replica still has in the place of an attribute's new value is no copy of that value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._states_of(position)
+            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states[position]
             for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
-                local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
+                local = [replica.insides[position].get(name, MISSING) for replica in self.replicas]
                 is_everywhere = not any(value is MISSING for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
                     yield f"{self._paths[position]}.{name}", inside[name], local
@@ -407,19 +397,19 @@ class ReplicatedModules:
         edits = list(self._attribute_tables.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states_of(e.place)]
+        brought = [e for e in edits if e.name not in self._computed[e.place] | self._metrics.states[e.place]]
         paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
         for path, edit in zip(paths, brought, strict=True):
             refuse_trainable(path, edit.after, self._index_of)
-        if self._replicas[0].lacks_parts_in(edit.after for edit in brought):
+        if self.replicas[0].lacks_parts_in(edit.after for edit in brought):
             return False
         try:
-            for r, replica in enumerate(self._replicas):
+            for r, replica in enumerate(self.replicas):
                 replica.bring_attributes(brought, self._attribute_contents.counterparts(r))
         except Exception as error:
             raise uncopyable(", ".join(paths), error) from error
         self._attribute_tables.take()
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.note_attributes()
         return True
 

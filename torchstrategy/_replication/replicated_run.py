@@ -1,30 +1,155 @@
-"""One run on one replica set: how it begins, how it ends, and how it is undone."""
+"""What all replicas have of the user's modules and optimizers, and one run on it: how it begins, ends and is undone."""
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.proxies import plain_class
+from torchstrategy._binding.proxies import plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, is_in_replica, undisturbed
-from torchstrategy._core.devices import in_use
+from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch
-from torchstrategy._replication.replica_set import ReplicaSet
-from torchstrategy._replication.storage import CrossReplica, RunState
-from torchstrategy._replication.undistributed_batches import trained, warn_of_plain_batch
-from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
+from torchstrategy._replication.replicated_modules import Placement, ReplicatedModules
+from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
+from torchstrategy._training.gradient_reducer import GradientReducer
+from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies, is_torchs, parameters_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
 from torchstrategy._training.replica_weights import ReplicaWeights
-from torchstrategy._variables.variable import is_variable
+from torchstrategy._variables.variable import Variable, is_variable
+
+
+@final
+class ReplicaSet:
+    """What all replicas have of the user's modules and optimizers, for one run at a time.
+
+    Args:
+        roots: The user's modules that are part of no other.
+        variables: The user's variables.
+        optimizers: The user's optimizers.
+        layout: Where the copies are, and how they are kept in step.
+        generation: A number that the storage counts up when the user's set of modules changes.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        variables: Sequence[Variable],
+        optimizers: Sequence[Optimizer],
+        layout: Placement,
+        generation: int,
+    ) -> None:
+        self.generation = generation
+        self.thread = 0  # the thread that called the run which has this set
+        self._layout = layout
+        with undisturbed():
+            self.replicated = ReplicatedModules(roots, layout, variables)
+        owners = self.replicated.owners
+        self._index_of = {id(owner): index for index, owner in enumerate(owners)}
+        # A variable needs no proxy: it asks by itself which replica it is in.
+        self.plain_owners = [o for o in owners if isinstance(o, nn.Parameter) and not is_variable(o)]
+        self._optimizer_copies: dict[int, OptimizerCopies] = {}
+        self._take_optimizers(optimizers)
+
+    def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Brings what the user wrote on modules and optimizers to the copies. False if a new set has to be made."""
+        with undisturbed():
+            if not self.replicated.refresh():
+                return False
+        # The gradients of a set are those of the parameters of these optimizers, and their copies are made for these
+        # parameters: after `add_param_group`, or where a parameter moved, both are made anew.
+        if _signature(optimizers) != self._optimizer_signature or self.replicated.sharing() != self._sharing:
+            self._take_optimizers(optimizers)
+        return True
+
+    def originals(self) -> list[object]:
+        """The user's objects that become proxies during a run."""
+        return [*self.replicated.originals(), *self.optimizers(), *self.plain_owners]
+
+    def optimizers(self) -> list[Optimizer]:
+        """The user's optimizers."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._optimizer_signature = _signature(optimizers)
+        # Parameters that an optimizer has and no module, such as those of a layer that the user has removed. Replicas
+        # have no copies of them, and may clear and read their gradients.
+        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
+        self.gradients = GradientReducer(
+            [*self.replicated.owners, *(p for _, p in loose.values())],
+            [*self.replicated.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
+            [replica.parameters for replica in self.replicated.replicas],
+            # Replicas on one device run one at a time.
+            len({memory_device(device) for device in self._layout.devices}) == 1,
+            self._layout.all_reduce,
+        )
+        indices = {key: index for index, key in enumerate([*self._index_of, *loose])}
+        self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
+        self.known = indices.keys()
+        self._sharing = self.replicated.sharing()
+        local = {r: self.replicated.own_parameters(replica) for r, replica in enumerate(self.replicated.replicas)}
+        self._local = {r: parameters for r, parameters in local.items() if parameters}
+        # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
+        if self._layout.is_mirrored and self._local and all(self._sharing[0]):
+            self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
+
+    def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
+        """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
+        copies = self._optimizer_copies.get(id(optimizer))
+        if copies is None or not copies.has(replica):
+            return None
+        return functools.partial(copies.state, optimizer, replica)
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """The user's optimizer is about to take a step: its copies get the settings and the state that it has now."""
+        copies = self._optimizer_copies_of(optimizer)
+        if copies is not None:
+            with undisturbed():
+                if _signature([optimizer])[0] not in self._optimizer_signature:
+                    copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
+                self.replicated.refresh_parameters()
+                copies.begin(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The user's optimizer has taken a step: its copies take the same step."""
+        copies = self._optimizer_copies_of(optimizer)
+        if copies is not None:
+            owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._index_of]
+            copies.step(optimizer, owners, self.gradients.arrived)
+            self.replicated.note_updated(owners)
+
+    def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
+        copies = self._optimizer_copies.get(id(optimizer))
+        # If parameters moved to other memory in this run, the copies would update the old memory. So values are sent
+        # until the next run, which makes new copies.
+        is_usable = copies is not None and can_have_copies(optimizer) and self.replicated.sharing() == self._sharing
+        return copies if is_usable else None
+
+
+def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:
+    return [(id(o), [list(map(id, group["params"])) for group in users_own(o, "param_groups")]) for o in optimizers]
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for i, group in enumerate(users_own(optimizer, "param_groups")):
+        for j, parameter in enumerate(group["params"]):
+            yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter
+
+
+CrossReplica = Callable[[], AbstractContextManager[None]]
+"""Enters the strategy's cross-replica context."""
 
 # Note [The order of a run and of its undoing]
 # 1. The run takes a replica set that no other run has, and brings it up to date.
@@ -40,7 +165,7 @@ from torchstrategy._variables.variable import is_variable
 
 
 @final
-class ReplicatedRun(RunState, OptimizerHost):
+class ReplicatedRun(OptimizerHost):
     """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
 
     Args:
@@ -50,7 +175,6 @@ class ReplicatedRun(RunState, OptimizerHost):
         steppers: The schedulers and scalers of the strategy, and those that the step names.
         trainers: The user's objects that hold models, with their attributes in each replica.
         cross_replica: Enters the strategy's cross-replica context.
-        as_they_are: A block in which the user's parameters are no proxies.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
         has_plain_rows: Whether the arguments have rows and were not distributed.
@@ -64,7 +188,6 @@ class ReplicatedRun(RunState, OptimizerHost):
         steppers: Sequence[Any],
         trainers: Trainers,
         cross_replica: CrossReplica,
-        as_they_are: Callable[[], AbstractContextManager[None]],
         watch: Watch | None,
         warned: set[tuple[int, str]],
         has_plain_rows: bool,
@@ -74,7 +197,6 @@ class ReplicatedRun(RunState, OptimizerHost):
         self._trained = trained(copies.replicated.owners) if has_plain_rows else None
         self._lent: list[Replica] = []
         self._copies = copies
-        self._as_they_are = as_they_are
         self._replica_weights = replica_weights
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
         written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
@@ -94,6 +216,10 @@ class ReplicatedRun(RunState, OptimizerHost):
         self._shown = ExitStack()  # while it is open, the user's parameters have their gradients; see `show`
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
+        """The objects that `replica` has in the place of the user's, by the ids of the user's.
+
+        Called on the replica's thread, when the step begins there.
+        """
         copies, leads = self._copies, replica.index == self._replica_weights.present[0]
         self._lent.append(replica)
         gradients = copies.gradients.of_replicas[replica.index]
@@ -113,7 +239,7 @@ class ReplicatedRun(RunState, OptimizerHost):
         self._optimizers[replica.index] = list(optimizers.values())
         steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self._steppers}
         self._local[replica.index] = local = {
-            **copies.replicated.local_objects(replica.index),
+            **copies.replicated.replicas[replica.index].local_objects,
             **self._trainers.local_objects(replica.index),
             **optimizers,
             **steppers,
@@ -121,10 +247,12 @@ class ReplicatedRun(RunState, OptimizerHost):
         return local
 
     def ends(self, replica: Replica) -> None:
+        """Called on the thread of `replica`, when the step has ended there."""
         self._copies.gradients.accumulate(replica.index)
 
     @contextmanager
     def published(self) -> Iterator[None]:
+        """For the length of the block, the user's own parameters have the accumulated gradients of the run."""
         with self._published():
             # A merge function may write on gradients through `.data`, so copies of them may be outdated from here on.
             self._copies.gradients.forget_arrived()
@@ -134,7 +262,9 @@ class ReplicatedRun(RunState, OptimizerHost):
     def _published(self) -> Iterator[None]:
         # Writes of the step on parameters are looked for now: after the block they could not be told from an update.
         self._check_unwritten()
-        with self._as_they_are(), self._copies.gradients.published():
+        # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
+        # So while an optimizer steps, the user's parameters are no proxies.
+        with suspended(self._copies.plain_owners, self._copies), self._copies.gradients.published():
             yield
         with undisturbed():
             self._copies.replicated.refresh_parameters()
@@ -175,6 +305,7 @@ class ReplicatedRun(RunState, OptimizerHost):
         return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
 
     def results_require_grad(self) -> None:
+        """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
         self._copies.gradients.deliver_late_ones()
 
     def end(self) -> None:
@@ -193,6 +324,7 @@ class ReplicatedRun(RunState, OptimizerHost):
         self._copies.gradients.end()
 
     def warn(self) -> None:
+        """After the run: warns of numbers that may not be those of one device."""
         if self.watch is not None:
             self.watch.warn()
         replicated = self._copies.replicated

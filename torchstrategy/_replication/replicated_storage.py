@@ -6,7 +6,6 @@ threads or from a merge function, get sets of their own, so no two runs ever use
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,23 +16,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.creation_hooks import Stepper
+from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.optimizer_hooks import stop_telling, tell_always, tell_before
-from torchstrategy._binding.proxies import install, suspended, uninstall, users_own
+from torchstrategy._binding.proxies import install, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
-from torchstrategy._binding.uncounted_writes import listen_to_data
+from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_in_replica, undisturbed
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.trace import traced
-from torchstrategy._core.types import Device
+from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._replication.replica_set import Placement, ReplicaSet
-from torchstrategy._replication.replicated_run import ReplicatedRun
-from torchstrategy._replication.shared_writes import SharedTensors
-from torchstrategy._replication.storage import CrossReplica, RunState, Step, Storage
-from torchstrategy._replication.undistributed_batches import has_plain_rows
+from torchstrategy._replication.replicated_modules import Placement
+from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
+from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
+from torchstrategy._replication.storage import Storage
 from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
@@ -68,15 +65,14 @@ class ReplicatedStorage(Storage):
         all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__(devices, parameter_device)
-        self._settings = may_alias, averages_buffers, is_mirrored, all_reduce
-        aliases = tuple(may_alias or (is_mirrored and r == 0) for r in range(len(self.devices)))
-        self._layout = Placement(self.devices, parameter_device, aliases, averages_buffers, is_mirrored, all_reduce)
+        self._layout = Placement(self.devices, parameter_device, may_alias, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._counters: dict[int, weakref.ref[Stepper]] = {}  # schedulers and scalers
+        self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._idle: list[ReplicaSet] = []
         self._in_use: list[ReplicaSet] = []
+        self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
@@ -84,7 +80,7 @@ class ReplicatedStorage(Storage):
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's
-        tell_always(self._before_any_step, self._after_any_step)
+        tell_of_steps(self)
         if any(map(is_accelerator, (*self.devices, parameter_device))):
             listen_to_data()
 
@@ -93,45 +89,51 @@ class ReplicatedStorage(Storage):
         return self.devices if self._layout.is_mirrored else (self.parameter_device,)
 
     @contextmanager
-    def begin_run(self, replica_weights: ReplicaWeights, step: Step, cross_replica: CrossReplica) -> Iterator[RunState]:
-        named = references_of(*step)
+    def begin_run(
+        self, replica_weights: ReplicaWeights, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
+    ) -> Iterator[ReplicatedRun]:
+        """A run, from when it begins until it ends or fails.
+
+        Args:
+            replica_weights: How much each replica counts.
+            fn: The step.
+            leaves: The leaves of its arguments.
+            cross_replica: Enters the strategy's cross-replica context.
+        """
+        named = references_of(fn, leaves)
         self._take_around(named)
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
         refuse_bound_methods([*named.steppers, *ours])
         # See Note [The order of a run and of its undoing]; the numbers below are its steps.
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables)
-        run, run_state = object(), None
+        run_state = None
         originals: list[Any] = []
         copies = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += copies.originals()
-            steppers = self._steppers(named)
+            steppers = self._steppers_of(named)
             trainers = Trainers(
-                named.trainers if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
+                named.trainers() if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
             )
             originals += [*steppers, *trainers.originals()]
             outsiders = list(self._outsiders(named, copies))
-            # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is
-            # slow. So while an optimizer steps, the user's parameters are no proxies.
-            as_they_are = functools.partial(suspended, copies.plain_owners, run)
-            several, watch = len(replica_weights.present) > 1, None
-            if several:
-                watch = self._shared.watch(named, lambda module: id(module) in self._modules, copies.known)
-            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, as_they_are, watch
-            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(step[1]))  # 2
-            tell_before(run, run_state.before_any_step)  # 3
+            several = len(replica_weights.present) > 1
+            watch = self._shared.watch(named, self._modules, copies.known) if several else None
+            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, watch
+            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
+            self._runs[copies] = run_state  # 3
             copies.replicated.hand_out(replica_weights.present)  # 4
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
-            install(originals, run)  # 6
+            install(originals, copies)  # 6
             yield run_state
-            uninstall(originals, run)
+            uninstall(originals, copies)
             run_state.end()  # 7
         except BaseException:
             # A step that failed may have written anything on the copies.
             copies.generation = -1
-            uninstall(originals, run)
+            uninstall(originals, copies)
             try:
                 if run_state is not None:
                     run_state.stop_showing()
@@ -139,22 +141,22 @@ class ReplicatedStorage(Storage):
                 copies.gradients.abort()
             raise
         finally:
-            stop_telling(run)
+            self._runs.pop(copies, None)
             if run_state is not None:
                 run_state.let_go()
             self._return(copies)
             variables.clear()
 
-    def _steppers(self, named: StepReferences) -> list[Any]:
+    def _steppers_of(self, named: StepReferences) -> list[Any]:
         """The schedulers and scalers of the scope, and those that the step names, ready for a run."""
         seen = (thing for _, thing in named.steppers)
-        steppers = list({id(stepper): stepper for stepper in (*_alive(self._counters), *seen)}.values())
+        steppers = list({id(stepper): stepper for stepper in (*self._steppers.values(), *seen)}.values())
         with undisturbed():
             make_ready(steppers, self.parameter_device)
         return steppers
 
     def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(self.devices, self.parameter_device, *self._settings)
+        return ReplicatedStorage(*self._layout)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
@@ -182,8 +184,7 @@ class ReplicatedStorage(Storage):
 
     def take_stepper(self, stepper: Stepper) -> None:
         if not is_in_replica():
-            # No copies depend on schedulers and scalers. Those that are gone are left out here, and by `_alive`.
-            self._counters = {id(known): weakref.ref(known) for known in (*_alive(self._counters), stepper)}
+            self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
@@ -275,12 +276,16 @@ class ReplicatedStorage(Storage):
                     if id(parameter) not in copies.known:
                         yield parameter, f"{name}.{path}"
 
-    def _before_any_step(self, optimizer: Optimizer) -> None:
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer in the process takes a step, on its thread."""
+        for run in list(self._runs.values()):
+            run.before_any_step(optimizer)
         if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.begin_step(optimizer)
 
-    def _after_any_step(self, optimizer: Optimizer) -> None:
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Called after any optimizer in the process has taken a step, on its thread."""
         if self._layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)

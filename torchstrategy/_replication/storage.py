@@ -1,69 +1,30 @@
-"""What every storage of parameters offers to a strategy, and the storage of a single replica.
+"""Where parameters live, and to which strategy each module, variable and parameter belongs.
 
-A storage takes in the modules, variables and optimizers that are created in the strategy's scope, and gives each run
-what its replicas need of them.
+A storage takes in the modules, variables and optimizers that are created in the strategy's scope.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchstrategy._binding.creation_hooks import Stepper, watched
 from torchstrategy._binding.module_traversal import parts_of
+from torchstrategy._binding.torch_hooks import Stepper, watched
 from torchstrategy._core.types import Device
-from torchstrategy._execution.replica import Replica, Watch
 from torchstrategy._variables.variable import Variable, is_variable
 
-CrossReplica = Callable[[], AbstractContextManager[None]]
-"""Enters the strategy's cross-replica context."""
 
-
-Step = tuple[Callable[..., Any], Sequence[Any]]
-"""The step that is run, and the leaves of its arguments."""
-
-
-class RunState(ABC):
-    """What one run has of the user's modules and optimizers, from when it begins until it ends or fails."""
-
-    watch: Watch | None
-    """Looks on while the replicas run."""
-
-    @abstractmethod
-    def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        """The objects that `replica` has in the place of the user's, by the ids of the user's.
-
-        Called on the replica's thread, when the step begins there.
-        """
-
-    @abstractmethod
-    def ends(self, replica: Replica) -> None:
-        """Called on the thread of `replica`, when the step has ended there."""
-
-    @abstractmethod
-    def published(self) -> AbstractContextManager[None]:
-        """For the length of the block, the user's own parameters have the accumulated gradients of the run."""
-
-    @abstractmethod
-    def results_require_grad(self) -> None:
-        """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
-
-    @abstractmethod
-    def warn(self) -> None:
-        """After the run: warns of numbers that may not be those of one device."""
-
-
-class Storage(ABC):
+class Storage:
     """Where parameters live.
+
+    This storage is that of a single replica, which uses the user's own objects, so that a run has nothing to prepare.
 
     Args:
         devices: The device of each replica.
@@ -81,7 +42,15 @@ class Storage(ABC):
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
-        return watched(self.take_part, self.claim_parameter, self.take_optimizer, self.take_stepper)
+        return watched(self._take, self.claim_parameter)
+
+    def _take(self, thing: nn.Module | Optimizer | Stepper) -> None:
+        if isinstance(thing, nn.Module):
+            self.take_part(thing)
+        elif isinstance(thing, Optimizer):
+            self.take_optimizer(thing)
+        else:
+            self.take_stepper(thing)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all modules below it.
@@ -90,7 +59,6 @@ class Storage(ABC):
             RuntimeError: If a part of it belongs to another strategy.
             TypeError: If it cannot be used in replicas.
         """
-        # All are claimed before any is taken in: if one belongs to another strategy, none has been taken in.
         parts = parts_of([module])
         # All parts are looked at first: a module that is refused leaves none of its parts claimed.
         for part in parts:
@@ -98,11 +66,9 @@ class Storage(ABC):
             for parameter in part.parameters(recurse=False):
                 self._require_free(parameter)
         for part in parts:
-            self.claim(part)
+            self.take_part(part)
             for parameter in part.parameters(recurse=False):
                 self.claim_parameter(part, parameter)
-        for part in parts:
-            self.take_part(part)
 
     def claim(self, thing: nn.Module | Variable) -> None:
         """Notes that a module or variable belongs here.
@@ -120,10 +86,8 @@ class Storage(ABC):
         Raises:
             RuntimeError: If it belongs to another strategy.
         """
-        if is_variable(parameter):
-            self._require_free(parameter)
-        else:
-            self._require_free(parameter)
+        self._require_free(parameter)
+        if not is_variable(parameter):
             holder = weakref.ref(module, functools.partial(_forget, id(parameter)))
             _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
 
@@ -138,25 +102,23 @@ class Storage(ABC):
         """Whether a module or parameter belongs here."""
         return _owner_now(thing) is self
 
-    @abstractmethod
     def like(self) -> Storage:
         """An empty storage of the same kind on the same devices."""
+        return Storage(self.devices, self.parameter_device)
 
-    @abstractmethod
     def take_part(self, module: nn.Module) -> None:
         """Takes in one module. It may have been taken in before, and have got another child since."""
+        self.claim(module)
 
-    @abstractmethod
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Takes in an optimizer."""
+        """Takes in an optimizer. A single replica uses it as it is."""
 
     def take_variable(self, variable: Variable) -> None:
         """Takes in a variable."""
         self.claim(variable)
 
-    @abstractmethod
     def take_stepper(self, stepper: Stepper) -> None:
-        """Takes in a learning-rate scheduler or a `GradScaler`."""
+        """Takes in a learning-rate scheduler or a `GradScaler`. A single replica counts each step once."""
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
@@ -199,20 +161,3 @@ def _owner_now(thing: nn.Module | torch.Tensor) -> Storage | None:
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
     return _owner_now(thing) is None and not (is_variable(thing) and thing in _owners)
-
-
-@final
-class InPlaceStorage(Storage):
-    """The one replica uses the user's own modules, so a run has nothing to prepare."""
-
-    def like(self) -> InPlaceStorage:
-        return InPlaceStorage(self.devices, self.parameter_device)
-
-    def take_part(self, module: nn.Module) -> None:
-        self.claim(module)
-
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        pass  # the replica uses it as it is
-
-    def take_stepper(self, stepper: Stepper) -> None:
-        pass  # the one replica counts each step once

@@ -33,7 +33,7 @@ from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage, is_nobodys
+from torchstrategy._replication.storage import Storage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -48,7 +48,7 @@ class OneMachineExtended(StrategyExtended):
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
     """
 
-    def __init__(self, storage: InPlaceStorage | ReplicatedStorage, between_graph: bool = False) -> None:
+    def __init__(self, storage: Storage | ReplicatedStorage, between_graph: bool = False) -> None:
         super().__init__()
         self._storage = storage
         self._between_graph = between_graph
@@ -164,7 +164,7 @@ class DefaultExtended(OneDeviceExtended):
     """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
 
     def __init__(self) -> None:
-        super().__init__(InPlaceStorage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+        super().__init__(Storage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:

@@ -27,7 +27,7 @@ from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone, run_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -50,7 +50,7 @@ class ReplicatedExtended(OneMachineExtended):
 
     def __init__(
         self,
-        storage: InPlaceStorage | ReplicatedStorage,
+        storage: Storage,
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
@@ -73,12 +73,12 @@ class ReplicatedExtended(OneMachineExtended):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         strategy, count = self._container_strategy(), self._num_replicas_in_sync
-        if isinstance(self._storage, InPlaceStorage):
+        if not isinstance(self._storage, ReplicatedStorage):
             return run_alone(strategy, self._storage.devices[0], fn, args, kwargs, options, own_containers=True)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
-        with self._storage.begin_run(weights, (fn, leaves), lambda: Frame(strategy)) as run_state:
+        with self._storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state:
 
             def call(replica: Replica) -> Tree:
                 own_args, own_kwargs = select((args, kwargs), replica.index)

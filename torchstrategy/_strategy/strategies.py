@@ -13,7 +13,7 @@ from torchstrategy._core.devices import canonical_device, local_accelerators, me
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import InPlaceStorage
+from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
@@ -42,7 +42,7 @@ class OneDeviceBase(StrategyBase):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(OneDeviceExtended(InPlaceStorage([one], one)))
+        super().__init__(OneDeviceExtended(Storage([one], one)))
 
 
 @final
@@ -91,7 +91,7 @@ class CentralStorageBase(StrategyBase):
         is_in_place = len(devices) == 1 and memory_device(devices[0]) == memory_device(owner)
         averages_buffers = _averages(buffer_aggregation)
         storage = (
-            InPlaceStorage(devices, owner)
+            Storage(devices, owner)
             if is_in_place
             else ReplicatedStorage(devices, owner, averages_buffers=averages_buffers)
         )
@@ -155,7 +155,7 @@ class MirroredBase(StrategyBase):
         ops = default_for(on) if cross_device_ops is None else _checked(cross_device_ops, on)
         reduction = ReduceOp.of(gradient_reduction)
         if len(on) == 1:
-            super().__init__(ReplicatedExtended(InPlaceStorage(on, on[0]), reduction))
+            super().__init__(ReplicatedExtended(Storage(on, on[0]), reduction))
             return
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)

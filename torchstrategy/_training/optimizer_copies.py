@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from torchstrategy._binding.optimizer_hooks import others_are_told
+from torchstrategy._binding.changes import TrackedTensor, TrackedTensors
 from torchstrategy._binding.proxies import plain_class, users_own
-from torchstrategy._binding.tensor_versions import TrackedTensor, TrackedTensors
+from torchstrategy._binding.torch_hooks import others_are_told
 from torchstrategy._communication.transfer import brought
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import raw_grad

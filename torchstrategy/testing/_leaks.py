@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding import optimizer_hooks
+from torchstrategy._binding import torch_hooks
 from torchstrategy._core.context import CallerState, Frame, current_frame
 from torchstrategy._core.errors import add_note
 from torchstrategy._core.torch_internals import global_hooks
@@ -229,7 +229,7 @@ def _of_the_process() -> dict[str, object]:
 
 def _is_of_others(hook: Callable[..., object]) -> bool:
     """Whether it is none of those that the first strategy puts up for good."""
-    return getattr(hook, "__module__", None) != optimizer_hooks.__name__
+    return hook not in (torch_hooks.on_step_begin, torch_hooks.on_step_end)
 
 
 def _current_accelerator() -> int:

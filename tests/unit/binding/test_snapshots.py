@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._binding.snapshots import MISSING, Edit, Snapshot, edits
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, edits
 
 
 class Thing:

@@ -115,7 +115,7 @@ def test_a_buffer_that_was_written_after_the_run_is_seen_also_where_parameters_a
     training.train()
     training.agree()
     copies = training.strategy.extended._storage._idle[-1]
-    copies.replicated._replicas[1].local_objects[id(training.model)].table.data[2] += 7
+    copies.replicated.replicas[1].local_objects[id(training.model)].table.data[2] += 7
     with pytest.raises(AssertionError, match=r"Net\.table: replica 1 differs by up to 7, in 1 of 3 numbers"):
         training.agree()
 
@@ -125,7 +125,7 @@ def test_a_running_statistic_that_was_written_after_the_run_is_seen() -> None:
     training.train()
     training.agree()  # which has brought the mean of the replicas to their copies
     copies = training.strategy.extended._storage._idle[-1]
-    copies.replicated._replicas[2].local_objects[id(training.model)].norm.running_mean.data[1] += 1
+    copies.replicated.replicas[2].local_objects[id(training.model)].norm.running_mean.data[1] += 1
     before = training.model.norm.running_mean.clone()
     with pytest.raises(AssertionError, match=r"norm\.running_mean: replica 2 differs by up to 1, in 1 of 4"):
         training.agree()
@@ -194,7 +194,7 @@ def test_tensors_of_another_kind_differ(tensor: torch.Tensor | None, message: st
     training = Training(central(2))
     training.train()
     copies = training.strategy.extended._storage._idle[-1]
-    copies.replicated._replicas[1].local_objects[id(training.model)]._buffers["table"] = tensor
+    copies.replicated.replicas[1].local_objects[id(training.model)]._buffers["table"] = tensor
     with pytest.raises(AssertionError, match=rf"Net\.table: replica 1 {message}"):
         training.agree()
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy
 from problems import data, deal, mlp, mse, sgd
-from torchstrategy._binding import optimizer_hooks
+from torchstrategy._binding import torch_hooks
 from torchstrategy._core.context import Frame
 from torchstrategy._execution.replica_threads import ReplicaThreads
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
@@ -347,7 +347,7 @@ def test_random_numbers_that_were_drawn_are_no_leak() -> None:
 
 def test_the_hooks_that_the_first_strategy_puts_up_for_good_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     handles: list[Any] = []
-    monkeypatch.setattr(optimizer_hooks, "_hooks", handles)
+    monkeypatch.setattr(torch_hooks, "_hooks", handles)
     with no_torch_state_leaks():
         train(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
     assert len(handles) == 2

@@ -20,7 +20,7 @@ import torch
 from torchstrategy._binding.step_references import references_of
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.types import Device
-from torchstrategy._replication.shared_writes import shared_tensors
+from torchstrategy._replication.run_warnings import shared_tensors
 from torchstrategy.testing._same_as_plain.held import held_by
 
 
@@ -64,7 +64,7 @@ class Sources:
         held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
         found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
         self.all += [source for source in found if source is not None]
-        reached = (pair for fn in functions for pair in shared_tensors(references_of(fn), lambda module: False, ()))
+        reached = (pair for fn in functions for pair in shared_tensors(references_of(fn), (), ()))
         tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
         self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
 

@@ -1,18 +1,26 @@
-"""Functions that close over parts of a model, for a replica's parts.
+"""How a replica gets copies of what the user's objects hold: deep copies, and functions over its own objects.
 
-Such a function may be a `model.forward = lambda x: model.head(model.body(x))`, a hook or a wrapper. `copy.deepcopy`
-does not copy functions, so a replica's copy of the model would have the user's function, which uses the user's own
-model. During a run, a proxy leads from this to the replica's model, but not on every thread: autograd has threads of
-its own, on which activation checkpoints call such functions again. So each replica gets functions over its own parts.
+`copy.deepcopy` does not copy functions. A function may close over parts of a model: a
+`model.forward = lambda x: model.head(model.body(x))`, a hook or a wrapper. A replica's copy of the model would have the
+user's function, which uses the user's own model. During a run, a proxy leads from this to the replica's model, but not
+on every thread: autograd has threads of its own, on which activation checkpoints call such functions again. So each
+replica gets functions over its own parts.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import is_
 from typing import Any, TypeGuard, final
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.attribute_contents import closed_over
 
 _DEPTH = 3  # how deep containers are looked into: more than a list of lists is rare
 
@@ -86,18 +94,37 @@ class ClosureRebinder:
         return made
 
 
-def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue
-
-
 def is_users(fn: object) -> TypeGuard[types.FunctionType]:
     """Whether this is a function that is not torch's.
 
     torch's decorators keep the function that they decorate in several places, so that their functions are left alone.
     """
     return isinstance(fn, types.FunctionType) and fn.__globals__.get("__name__", "").split(".")[0] != "torch"
+
+
+def deep_copied(value: Any, memo: Mapping[int, Any]) -> Any:
+    """A copy made by `copy.deepcopy`, which shares with `value` each lock, file, generator or Python module in it.
+
+    Args:
+        value: The value to copy.
+        memo: By the id of an object in the value, the object that the copy has in its place.
+
+    Raises:
+        Exception: Whatever the copy of a tensor, or of a module, raises.
+    """
+    shared: dict[int, Any] = {}
+    while True:
+        try:
+            return copy.deepcopy(value, {**memo, **shared})
+        except Exception as error:
+            held = _failed_at(error)
+            if id(held) in shared or isinstance(held, (torch.Tensor, nn.Module)):
+                raise
+            shared[id(held)] = held
+
+
+def _failed_at(error: Exception) -> Any:
+    """The innermost object that `copy.deepcopy` was copying when an error was raised."""
+    code = copy.deepcopy.__code__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    return frames[-1].f_locals[code.co_varnames[0]]

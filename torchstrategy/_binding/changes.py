@@ -1,0 +1,417 @@
+"""How changes of the user's objects, and of the replicas' copies, are seen.
+
+Modules, the containers in their attributes and the attributes of trainers are all seen to change in one way: a snapshot
+keeps the objects that some containers hold, and compares them with those that the containers hold later. Objects are
+compared by identity.
+
+What is written inside of tensors is seen by torch's version counters. A run checks all tensors several times. So there
+is one list for the versions of all tensors, one for their addresses and one for their layouts. Comparing two such lists
+needs no Python call for each tensor.
+
+Some writes change no version: those through `.data`, from NumPy, from another process, or from a kernel that does not
+count its writes. The copies of a tensor have to be brought up to date after such a write, too. So the library compares
+CPU memory with what it was before: that of small tensors bit by bit, that of large tensors by checksums. To compare the
+memory of an accelerator, it would have to wait for the accelerator. There, a tensor counts as written if the program
+has read its `.data` since, or still holds a `.data` that it has read.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext, suppress
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any, NamedTuple, final
+
+import torch
+
+from torchstrategy._binding.attribute_contents import SEQUENCES, attributes, table_type
+from torchstrategy._core.torch_internals import keeping_version, marks_of, num_users, pointers, version, versions
+
+_VALUES = methodcaller("values")
+MISSING = object()
+_UNCOUNTED = -1  # takes the place of a version: the tensor was written without a change of its version
+_SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
+_COLUMNS = 1021  # a prime, so that the checksums also change if two rows of a usual length change places
+
+
+class Edit(NamedTuple):
+    """A change of an entry in a table. `MISSING`: there was, or is, no such entry."""
+
+    place: Any  # which table: the key that a snapshot has for it
+    name: Any
+    before: object
+    after: object
+
+    def verb(self) -> str:
+        """What was done to the entry."""
+        return "made" if self.before is MISSING else "taken away" if self.after is MISSING else "replaced"
+
+    def apply(self, table: dict[Any, Any]) -> None:
+        """Makes the same change in another table."""
+        if self.after is MISSING:
+            table.pop(self.name, None)
+        else:
+            table[self.name] = self.after
+
+
+def edits(before: Mapping[Any, Any], after: Mapping[Any, Any], place: Any = None) -> Iterator[Edit]:
+    """The entries in which two tables differ. The order of the entries does not matter."""
+    for name in {**before, **after}:
+        one, other = before.get(name, MISSING), after.get(name, MISSING)
+        if one is not other:
+            yield Edit(place, name, one, other)
+
+
+@final
+class Snapshot:
+    """What some containers held when this was made, or when it was last taken again.
+
+    Args:
+        containers: Dictionaries, lists, sets, or objects with attributes, by keys that the caller chooses.
+    """
+
+    def __init__(self, containers: Mapping[Any, Any]) -> None:
+        # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
+        self._tables = {k: c for k, c in containers.items() if type(c) is dict or _is_plain_ordered(c)}
+        self._others = {k: c for k, c in containers.items() if k not in self._tables}
+        self.take()
+
+    def take(self) -> None:
+        """Makes what the containers hold now that with which later contents are compared."""
+        self._known = {key: dict(table) for key, table in self._tables.items()}
+        self._known_items = {key: _items(container) for key, container in self._others.items()}
+        self._sizes, self._held = self._contents()
+
+    def forget(self, place: Any, name: Any) -> None:
+        """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
+        self._known[place][name] = _FORGOTTEN
+        self._sizes, self._held = [], []
+
+    def is_same(self) -> bool:
+        """Whether the containers hold the same objects in the same order."""
+        sizes, held = self._contents()
+        return sizes == self._sizes and all(map(is_, held, self._held))
+
+    def edits(self) -> Iterator[Edit]:
+        """The entries of tables that have changed."""
+        if not self.is_same():
+            for (place, known), now in zip(self._known.items(), self._tables.values(), strict=True):
+                if len(known) != len(now) or not all(map(is_, chain(known, known.values()), chain(now, now.values()))):
+                    yield from edits(known, now, place)
+
+    def differing(self) -> list[Any]:
+        """The keys of the containers that hold other objects."""
+        if self.is_same():
+            return []
+        now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
+        return [key for key in known if not _are_same(_items(now[key]), _items(known[key]))]
+
+    def held(self) -> list[Any]:
+        """The objects that the containers held."""
+        return self._held
+
+    def _contents(self) -> tuple[list[int], list[Any]]:
+        """How many objects each container holds, and all of them."""
+        tables, others = self._tables.values(), list(map(_items, self._others.values()))
+        sizes = [*map(len, tables), *map(len, others)]
+        full = list(filter(None, tables))  # an empty `OrderedDict` takes longer to iterate over than to skip
+        entries = chain(chain.from_iterable(full), chain.from_iterable(map(_VALUES, full)))
+        return sizes, [*entries, *chain.from_iterable(others)]
+
+
+_FORGOTTEN = object()
+
+
+def _is_plain_ordered(container: Any) -> bool:
+    return type(container) is OrderedDict and not vars(container)
+
+
+def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(items) == len(others) and all(map(is_, items, others))
+
+
+def _items(container: Any) -> list[Any]:
+    if type(container) is list:
+        return container[:]
+    items = list(container) if isinstance(container, SEQUENCES) else []
+    if isinstance(container, dict):
+        table = table_type(container)
+        items += [*table.keys(container), *table.values(container)]
+    inside = attributes(container)
+    return [*items, *inside, *inside.values()]
+
+
+# Writes on tensors
+
+
+class TrackedTensor(NamedTuple):
+    """A tensor of the user's, and its name."""
+
+    name: str
+    tensor: torch.Tensor
+    is_running: bool = False  # a running statistic: torch's kernels write it without changing its version
+
+
+@final
+class TrackedTensors:
+    """Some tensors of the user's.
+
+    Args:
+        held: The tensors that are part of a module.
+        loose: The tensors that are not part of a module. They are not kept alive.
+    """
+
+    def __init__(self, held: Sequence[TrackedTensor], loose: Sequence[TrackedTensor] = ()) -> None:
+        self.names = [original.name for original in (*held, *loose)]
+        self.are_running = [original.is_running for original in (*held, *loose)]
+        self._held = [original.tensor for original in held]
+        self._loose = [weakref.ref(original.tensor) for original in loose]
+        self._versions: list[int] = []
+        self.pointers: list[int] = []  # the addresses of the tensors; another list when one has moved
+        self._layouts: list[object] = []
+        self._memory: list[object] = []  # keeps the memory, so that no other tensor can get one of the addresses
+        self._watched: set[int] = set()
+        self._uncounted = UncountedWrites({})
+        self.take_changes()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors themselves."""
+        if not self._loose:
+            return self._held
+        loose = [tensor for reference in self._loose if (tensor := reference()) is not None]
+        assert len(loose) == len(self._loose), "copies are given up when a variable dies"
+        return [*self._held, *loose]
+
+    def watch(self, indices: Iterable[int]) -> None:
+        """Starts to look for uncounted writes on some of the tensors: those of which replicas have real copies."""
+        self._watched = set(indices)
+        self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
+
+    def written(self) -> list[int]:
+        """The indices of the tensors whose version or address has changed.
+
+        It does not check whether a tensor has another shape or other strides over the same memory.
+        """
+        tensors = self.tensors
+        now, known = (versions(tensors), pointers(tensors)), (self._versions, self.pointers)
+        return [] if now == known else _differing(now, known)
+
+    def take_changes(self) -> tuple[list[int], set[int]]:
+        """The tensors that have changed since the copies agreed with them, and among these, the tensors that moved.
+
+        A tensor has moved if its address, shape, strides or dtype has changed. The caller brings the copies up to date:
+        later calls compare with the tensors as they are now.
+        """
+        tensors = self.tensors
+        count, where, how = marks_of(tensors)
+        has_moved = (where, how) != (self.pointers, self._layouts)
+        moved = set(_differing((where, how), (self.pointers, self._layouts))) if has_moved else set()
+        written = set(_differing((count,), (self._versions,))) if count != self._versions else set()
+        self._versions = count
+        if has_moved:
+            self.pointers, self._layouts = where, how
+            self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
+            # All watched tensors count as written: to look at the old memory of those that did not move is not worth
+            # its risk.
+            written |= moved | self._watched
+            self.watch(self._watched)
+        elif self._watched:
+            written |= self._uncounted.take(written)
+        return sorted(written), moved
+
+    def note_agreement(self, indices: Iterable[int]) -> None:
+        """Says that the copies agree with some of the tensors."""
+        tensors = self.tensors
+        for index in indices:
+            self._versions[index] = version(tensors[index])
+
+    def note_uncounted(self, indices: Iterable[int]) -> None:
+        """Says that some of the tensors were written without a change of their version."""
+        for index in indices:
+            self._versions[index] = _UNCOUNTED
+
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Takes another tensor, one that is part of a module, in the place of one. The copies do not agree with it."""
+        self._held[index] = tensor
+        self.note_uncounted([index])
+
+    def take(self, index: int, value: torch.Tensor) -> None:
+        """Writes one of the tensors. After this, the copies do not agree with it."""
+        write_value(self.tensors[index], value, self.are_running[index])
+        self.note_uncounted([index])
+
+
+def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:
+    """Writes a buffer, or a copy of one."""
+    # torch's kernels write running statistics without changing their version, so that an earlier forward, which has
+    # saved them for its backward, may still run this backward. The library does the same.
+    if buffer.is_inference():
+        with torch.inference_mode():
+            buffer.copy_(value)
+        return
+    with keeping_version(buffer) if is_running else nullcontext():
+        buffer.copy_(value.detach())
+
+
+def _differing(columns: Sequence[Sequence[object]], others: Sequence[Sequence[object]]) -> list[int]:
+    rows, known = list(zip(*columns, strict=True)), list(zip(*others, strict=False))
+    return [index for index, row in enumerate(rows) if index >= len(known) or row != known[index]]
+
+
+# Writes that torch does not count
+
+
+@final
+class UncountedWrites:
+    """Finds out whether some tensors were written without a change of their version.
+
+    Args:
+        tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is.
+        is_exact: Whether a large tensor counts as written only if it was. If not, a large tensor may count as written
+            without having been; but then no checksum is computed for a tensor that is written between all calls.
+    """
+
+    def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
+        dense = {key: t for key, t in tensors.items() if t.layout is torch.strided}
+        here = {key: _bits(tensor) for key, tensor in dense.items() if tensor.is_cpu}
+        self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
+        self._kept = self._bits_of_small()
+        self._large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
+        self._is_exact = is_exact
+        # The checksums of the large tensors, as far as they are known:
+        self._sums = {key: _sums(bits) for key, bits in self._large.items()} if is_exact else {}
+        self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
+        self._never_known = tensors.keys() - dense.keys()
+        self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
+
+    def take(self, counted: Set[int]) -> set[int]:
+        """The tensors that were, or may have been, written since the last call.
+
+        Args:
+            counted: The tensors whose version has changed, of which the caller knows that they were written. Unless
+                `is_exact`, no checksum of a large one of them is computed now, and it counts as written at the next
+                call.
+        """
+        written = set(self._never_known) | self._reads.take()
+        for key, bits in self._large.items():
+            before = self._sums.pop(key, None)
+            if key not in counted or self._is_exact:
+                self._sums[key] = _sums(bits)
+            if key not in counted and (before is None or not torch.equal(before, self._sums[key])):
+                written.add(key)
+        now, before = self._bits_of_small(), self._kept
+        if not torch.equal(now, before):
+            sizes = [bits.numel() for bits in self._small.values()]
+            pairs = zip(self._small, now.split(sizes), before.split(sizes), strict=True)
+            written.update(key for key, one, other in pairs if not torch.equal(one, other))
+            self._kept = now
+        return written
+
+    def agree(self) -> None:
+        """Says that the caller itself has written the tensors: later calls compare with the tensors as they are now."""
+        self._kept = self._bits_of_small()
+        if self._is_exact:
+            self._sums = {key: _sums(bits) for key, bits in self._large.items()}
+        self._reads.take()
+
+    def _bits_of_small(self) -> torch.Tensor:
+        return torch.cat(list(self._small.values())) if self._small else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@final
+class DataReads:
+    """Records of which tensors on accelerators a program has read the `.data`, on which it can write uncounted.
+
+    Args:
+        tensors: The tensors, by keys that the caller chooses. They are not kept alive, but their memory is.
+    """
+
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._storages = {key: tensor.untyped_storage() for key, tensor in tensors.items()}
+        self._keys = {storage._cdata for storage in self._storages.values()}
+        self._read = self._keys & _given.keys()  # the program has read these before, and still holds the `.data`
+        given = {storage: len(_given.get(storage, ())) for storage in self._keys}
+        self._users = {key: num_users(s) - given[s._cdata] for key, s in self._storages.items()}
+        if tensors:
+            listen_to_data()
+            _listeners.add(self)
+
+    def note(self, storage: int) -> None:
+        """Records that the program has read the `.data` of a tensor of this storage. Called on any thread."""
+        if storage in self._keys:
+            self._read.add(storage)
+
+    def take(self) -> set[int]:
+        """The tensors that may have been written: their `.data` was read, or the program still holds it."""
+        if not self._read:
+            return set()
+        found, self._read = {key for key, s in self._storages.items() if s._cdata in self._read}, set()
+        for storage, users in ((self._storages[key], self._users[key]) for key in found):
+            if storage._cdata in _given or num_users(storage) > users:
+                self._read.add(storage._cdata)
+        return found
+
+
+def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
+    """Finds out which of some tensors a step writes, by position. Sparse tensors are left to torch's own counter."""
+    return UncountedWrites({i: t for i, t in enumerate(tensors) if t.layout is torch.strided}, is_exact=True)
+
+
+_listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
+_is_listening: list[bool] = []
+_given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that reading `.data` returned
+
+
+def listen_to_data() -> None:
+    """Replaces the property `torch.Tensor.data` by one that records each read of a tensor on an accelerator.
+
+    torch has no hook for this.
+    """
+    if _is_listening:
+        return
+    _is_listening.append(True)
+    plain: Any = torch.Tensor.data
+
+    def data(tensor: torch.Tensor) -> torch.Tensor:
+        given: torch.Tensor = plain.__get__(tensor)
+        if not tensor.is_cpu and tensor.layout is torch.strided:
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # a tensor without a storage
+                storage = tensor.untyped_storage()._cdata
+                gone = functools.partial(_forget, storage, id(given))
+                _given.setdefault(storage, {})[id(given)] = weakref.ref(given, gone)
+                for listener in list(_listeners):
+                    listener.note(storage)
+        return given
+
+    torch.Tensor.data = property(data, plain.__set__, doc=plain.__doc__)  # type: ignore[assignment]
+
+
+def _forget(storage: int, given: int, _: object) -> None:
+    tensors = _given.get(storage, {})
+    tensors.pop(given, None)
+    if not tensors:
+        _given.pop(storage, None)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from the first element of a tensor to its last, as bytes."""
+    size = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    bits = torch.empty(0, dtype=torch.uint8, device="cpu")
+    begin = tensor.storage_offset() * tensor.element_size()
+    length = size * tensor.element_size() if tensor.numel() else 0
+    return bits.set_(tensor.untyped_storage(), begin, (length,), (1,))
+
+
+def _sums(bits: torch.Tensor) -> torch.Tensor:
+    """Checksums of some memory: so many sums of its words that changed or exchanged values change one of them."""
+    begin = -bits.data_ptr() % 8
+    words = bits[begin : begin + (bits.numel() - begin) // 8 * 8].view(torch.int64)
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    columns = words[:whole].view(-1, _COLUMNS).sum(0)
+    rest = torch.cat([words[whole:].view(torch.uint8), bits[:begin], bits[begin + words.nbytes :]])
+    return torch.cat([columns.view(torch.uint8), rest])
