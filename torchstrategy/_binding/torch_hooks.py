@@ -201,7 +201,7 @@ guards = _Exchange(
 # Who is told of the steps of optimizers
 
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_told: list[weakref.ref[Any]] = []  # no WeakSet, which must not grow on one thread while another iterates over it
 _hooks: list[Any] = []
 
 
@@ -210,7 +210,8 @@ def tell_of_steps(told: Any) -> None:
 
     They are called with the optimizer, on the thread of the step.
     """
-    _told.add(told)
+    _told[:] = [known for known in _told if known() is not None]
+    _told.append(weakref.ref(told))
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(on_step_begin))
         _hooks.append(register_optimizer_step_post_hook(on_step_end))
@@ -223,11 +224,15 @@ def others_are_told() -> bool:
 
 def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The hook that torch calls before each step of any optimizer."""
-    for told in list(_told):
-        told.before_any_step(optimizer)
+    for storage in _alive():
+        storage.before_any_step(optimizer)
 
 
 def on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The hook that torch calls after each step of any optimizer."""
-    for told in list(_told):
-        told.after_any_step(optimizer)
+    for storage in _alive():
+        storage.after_any_step(optimizer)
+
+
+def _alive() -> list[Any]:
+    return [told for known in list(_told) if (told := known()) is not None]
