@@ -60,9 +60,13 @@ class Row(NamedTuple):
 
 
 def compared(contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms") -> list[Row]:
-    """Measures all contenders in every round, each time in another order, after one that does not count."""
-    for contender in contenders.values():
-        contender.measure()
+    """Measures all contenders in every round, each time in another order, after one that does not count.
+
+    One round alone shows that everything runs, and its figures mean nothing: nothing is warmed up for it.
+    """
+    if rounds > 1:
+        for contender in contenders.values():
+            contender.measure()
     shuffled = random.Random(0)  # torch's generators and Python's own are those of the contenders
     orders = [shuffled.sample(list(contenders), len(contenders)) for _ in range(rounds)]
     amounts = [{name: contenders[name].measure() for name in order} for order in orders]
