@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.object_attributes import Trainers
+from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
 from torchstrategy._binding.proxies import plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, is_in_replica, undisturbed
 from torchstrategy._core.devices import in_use, memory_device
@@ -174,6 +174,7 @@ class ReplicatedRun(OptimizerHost):
         outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
         steppers: The schedulers and scalers of the strategy, and those that the step names.
         trainers: The user's objects that hold models, with their attributes in each replica.
+        shared_trainers: Those that all replicas share.
         cross_replica: Enters the strategy's cross-replica context.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
@@ -186,7 +187,8 @@ class ReplicatedRun(OptimizerHost):
         replica_weights: ReplicaWeights,
         outsiders: Sequence[tuple[torch.Tensor, str]],
         steppers: Sequence[Any],
-        trainers: Trainers,
+        trainers: Sequence[Trainer],
+        shared_trainers: Sequence[SharedTrainer],
         cross_replica: CrossReplica,
         watch: Watch | None,
         warned: set[tuple[int, str]],
@@ -204,6 +206,7 @@ class ReplicatedRun(OptimizerHost):
         self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
         self._steppers = steppers
         self._trainers = trainers
+        self._shared_trainers = shared_trainers
         self._cross_replica = cross_replica
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
@@ -240,7 +243,7 @@ class ReplicatedRun(OptimizerHost):
         steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self._steppers}
         self._local[replica.index] = local = {
             **copies.replicated.replicas[replica.index].local_objects,
-            **self._trainers.local_objects(replica.index),
+            **{id(trainer.original): trainer.attributes[replica.index] for trainer in self._trainers},
             **optimizers,
             **steppers,
         }
@@ -268,7 +271,10 @@ class ReplicatedRun(OptimizerHost):
             yield
         with undisturbed():
             self._copies.replicated.refresh_parameters()
-        self._trainers.refresh()
+        for trainer in self._trainers:
+            trainer.refresh()
+        for shared in self._shared_trainers:
+            shared.refresh()
         self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
@@ -316,9 +322,10 @@ class ReplicatedRun(OptimizerHost):
         self._check_settings()
         with undisturbed():
             self._copies.gradients.reduce()
-            self._trainers.put_together()
+            for trainer in self._trainers:
+                trainer.put_together()
             self._copies.replicated.return_to_originals(self._replica_weights, changes)
-        if self._trainers.write_back():
+        if any([trainer.write_back() for trainer in self._trainers]):
             self.results_require_grad()
         self._return_settings()
         self._copies.gradients.end()
@@ -373,7 +380,8 @@ class ReplicatedRun(OptimizerHost):
             self._copies.replicated.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
-        self._trainers.check_unwritten()
+        for trainer in self._shared_trainers:
+            trainer.check_unwritten()
         # Else a run of another thread may have trained the same parameters meanwhile.
         if self._copies.gradients.is_alone:
             if self._on_other_thread is not None:

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
-from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.proxies import install, uninstall, users_own
+from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
+from torchstrategy._binding.proxies import install, is_all_in_dict, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_in_replica, undisturbed
@@ -114,14 +114,15 @@ class ReplicatedStorage(Storage):
         try:
             originals += copies.originals()
             steppers = self._steppers_of(named)
-            trainers = Trainers(
-                named.trainers() if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
-            )
-            originals += [*steppers, *trainers.originals()]
+            named_trainers = named.trainers() if len(self.devices) > 1 else []
+            own = [thing for _, thing in named_trainers if is_all_in_dict(thing)]
+            trainers = [Trainer(thing, len(self.devices), replica_weights.present) for thing in own]
+            shared = [SharedTrainer(name, thing) for name, thing in named_trainers if not is_all_in_dict(thing)]
+            originals += [*steppers, *own]
             outsiders = list(self._outsiders(named, copies))
             several = len(replica_weights.present) > 1
             watch = self._shared.watch(named, self._modules, copies.known) if several else None
-            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, watch
+            parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
             run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
             self._runs[copies] = run_state  # 3
             copies.replicated.hand_out(replica_weights.present)  # 4
