@@ -14,12 +14,7 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._binding.attribute_contents import (
-    contents_of,
-    is_data,
-    places_and_leaves,
-    write,
-)
+from torchstrategy._binding.attribute_contents import contents_of, is_data, places_and_leaves, write
 from torchstrategy._binding.changes import Snapshot, TrackedTensor, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.torch_internals import versions
@@ -52,14 +47,11 @@ class Attributes:
         self._known_held = leaves.keys() & self._known_tensors
         self._places = list(places.values())
         self._leaves = [leaf for key, leaf in leaves.items() if key not in self._known_held]
-        self._tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
-        self._tensors.watch(range(len(self._leaves)))
+        # The user's tensors that attributes hold, other than parameters and buffers.
+        self.tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
+        self.tensors.watch(range(len(self._leaves)))
+        self.is_empty = not (self._places or self._leaves)
         self._agree()
-
-    @property
-    def tensors(self) -> TrackedTensors:
-        """The user's tensors that attributes hold, other than parameters and buffers."""
-        return self._tensors
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether an attribute holds a parameter or buffer."""
@@ -77,7 +69,7 @@ class Attributes:
         if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
-        written = unbrought.union(self._tensors.take_changes()[0])
+        written = unbrought.union(self.tensors.take_changes()[0])
         others = {i for i, place in enumerate(self._places) if id(place.original) in self._unbrought}
         changed = sorted(others.union(self._known.differing()))
         self._unbrought.clear()
@@ -102,8 +94,6 @@ class Attributes:
 
     def give_back(self, present: Sequence[int], named: NamedAttributes) -> None:
         """After a run: brings what the first replica changed to the user's modules, and to the other replicas."""
-        if not self._places and not self._leaves:
-            return
         lead = present[0]
         changed = self._known_local[lead].differing()
         if self._leaves:

@@ -34,7 +34,7 @@ from torchstrategy._core.torch_internals import requires_grad_of
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_trainable, refuse_uncopyable
-from torchstrategy._replication.metrics import Metrics
+from torchstrategy._replication.metrics import metrics_of, states_of
 from torchstrategy._replication.module_replica import (
     BufferSlot,
     ModuleReplica,
@@ -106,7 +106,9 @@ class ReplicatedModules:
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
-        self._metrics = Metrics(self._insides, self._paths, self.replicas)
+        self.metrics = metrics_of(self._insides, self._paths, self.replicas)
+        # The plain attributes that are states of metrics, which `metrics` brings to the replicas and back.
+        self._states = [set(states_of(inside)) for inside in self._insides]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
@@ -137,16 +139,15 @@ class ReplicatedModules:
     def refresh(self) -> bool:
         """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
         # A layer that was added or replaced changes what there is to copy.
-        if self._is_outdated or not self._structure.is_same():
+        if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
             return False
-        if not self._have_same_classes():
-            return False
-        if not self._attribute_contents.bring(self._named_attributes):
+        contents = self._attribute_contents
+        if not contents.is_empty and not contents.bring(self._named_attributes):
             return False
         if not self._attribute_tables.is_same():
             if not self._bring_attributes():
                 return False
-            self._attribute_contents.collect(self._named_attributes)
+            contents.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self.replicas:
@@ -175,10 +176,6 @@ class ReplicatedModules:
         now = list(map(type, self.originals()))
         # During a run of another thread they are proxies.
         return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
-
-    def hand_out(self, present: Sequence[int]) -> None:
-        """Says which replicas take part in the run that begins. Metrics get their states."""
-        self._metrics.hand_out(present)
 
     def refresh_parameters(self) -> None:
         """Brings changed values of parameters to the copies."""
@@ -261,15 +258,16 @@ class ReplicatedModules:
         lead = self.replicas[replica_weights.present[0]]
         self._check_flags(replica_weights)
         values = self._buffer_values(replica_weights)
-        states = self._metrics.put_together(replica_weights)
+        for metric in self.metrics:
+            metric.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
         self._return_attributes(replica_weights.present)
-        self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
+        if not self._attribute_contents.is_empty:
+            self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
             self._return_changes(replica_weights, changes)
-        for state in states:
-            state.write(self._insides[state.position])
-        self._metrics.let_go()
+        for metric in self.metrics:
+            metric.write_back()
         trained = lead.trained
         if requires_grad_of(self.owners) != trained:
             for owner, flag in zip(self.owners, trained, strict=True):
@@ -290,7 +288,7 @@ class ReplicatedModules:
             is_lead = r == present[0]
             for edit in self.replicas[r].take_attributes():
                 is_computed = edit.name in self._computed[edit.place]
-                is_state = edit.name in self._metrics.states[edit.place]
+                is_state = edit.name in self._states[edit.place]
                 if is_state or (is_computed and not is_lead):
                     continue
                 if is_returned(edit, self._insides[edit.place], is_computed):
@@ -386,7 +384,7 @@ class ReplicatedModules:
         # What a replica still has in the place of an attribute's new value is no copy of that value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states[position]
+            left_out = TORCHS_OWN | self._computed[position] | self._states[position]
             for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self.replicas]
                 is_everywhere = not any(value is MISSING for value in local)
@@ -397,7 +395,7 @@ class ReplicatedModules:
         edits = list(self._attribute_tables.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        brought = [e for e in edits if e.name not in self._computed[e.place] | self._metrics.states[e.place]]
+        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states[e.place]]
         paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
         for path, edit in zip(paths, brought, strict=True):
             refuse_trainable(path, edit.after, self._index_of)

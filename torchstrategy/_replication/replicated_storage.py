@@ -125,7 +125,8 @@ class ReplicatedStorage(Storage):
             parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
             run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
             self._runs[copies] = run_state  # 3
-            copies.replicated.hand_out(replica_weights.present)  # 4
+            for metric in copies.replicated.metrics:  # 4
+                metric.hand_out(replica_weights.present)
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
             install(originals, copies)  # 6
             yield run_state
