@@ -75,10 +75,8 @@ class Metric:
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
-        touched = {name for r, name in self._given if self._is_touched(name, r)}
-        self._together = {
-            name: self._one(name, replica_weights) for name in states_of(self._original) if name in touched
-        }
+        touched = dict.fromkeys(name for r, name in self._given if self._is_touched(name, r))
+        self._together = {name: self._one(name, replica_weights) for name in touched}
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
