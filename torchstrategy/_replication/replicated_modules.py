@@ -98,8 +98,7 @@ class ReplicatedModules:
         self._parameters = TrackedTensors(_originals(modules, paths, "_parameters"), by_name)
         self._buffers = TrackedTensors(_originals(modules, paths, "_buffers"))
         self._slots = _slots(self._insides, self._buffers)
-        tables = [id(self._insides[position]) for position, _ in self._slots]
-        self.lost_buffers = LostBuffers(self._buffers.names, tables)
+        self.lost_buffers = LostBuffers()
         self.replicas = [
             ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, memory_device(device), aliases)
             for device, aliases in zip(layout.devices, layout.aliases(), strict=True)
@@ -331,7 +330,7 @@ class ReplicatedModules:
             if table == "_buffers":
                 made = [e.after for other in edits[1:] for e in other if (e.place, e.name) == (edit.place, edit.name)]
                 name = f"{self._paths[position]}.{edit.name}"
-                self.lost_buffers.look_at_new(name, id(self._insides[position]), edit.after, made)
+                self.lost_buffers.look(id(self._insides[position]), name, edit.after, made)
                 lead.return_buffer(edit, self._insides[position], memory_device(self._layout.parameter_device))
             else:
                 lead.return_hook(edit, self._insides[position], back)
@@ -368,7 +367,8 @@ class ReplicatedModules:
                 combined[index] = torch.stack(here).sum(0)
             elif not self._buffers.are_running[index]:
                 others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
-                self.lost_buffers.look(index, values[0], others)
+                module = id(self._insides[self._slots[index].position])
+                self.lost_buffers.look(module, self._buffers.names[index], values[0], others)
         return combined
 
     def _changed_buffers(self) -> list[int]:

@@ -335,7 +335,8 @@ class ReplicatedRun(OptimizerHost):
         if self.watch is not None:
             self.watch.warn()
         replicated = self._copies.replicated
-        replicated.lost_buffers.warn(self._warned)
+        if replicated.lost_buffers.differing:
+            replicated.lost_buffers.warn(self._warned)
         if self._trained is None or _PLAIN_BATCH in self._warned or any(replica.was_asked for replica in self._lent):
             return
         if self._trained != trained(replicated.owners):

@@ -29,6 +29,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -97,39 +98,29 @@ _NOT_DEALT = (
 
 @final
 class LostBuffers:
-    """Remembers which buffers differed between replicas.
+    """Remembers which buffers differed between replicas."""
 
-    Args:
-        names: What the user calls each buffer.
-        modules: The id of the module of each.
-    """
+    def __init__(self) -> None:
+        # A buffer is known by the id of its module and by its name.
+        self._runs: Counter[tuple[int, str]] = Counter()  # how many runs wrote it
+        self.differing: list[tuple[int, str]] = []  # those that are to be warned of
 
-    def __init__(self, names: Sequence[str], modules: Sequence[int]) -> None:
-        self._names = names
-        self._modules = modules
-        self._runs: dict[int, int] = {}  # by the position of a buffer: how many runs wrote it
-        self._differing: list[tuple[int, str]] = []  # modules and names of buffers that are to be warned of
-
-    def look(self, index: int, kept: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Compares the value of a buffer that is kept with the values that other replicas wrote."""
-        self._runs[index] = count = self._runs.get(index, 0) + 1
-        is_due = _is_power_of_two(count) and not self._names[index].endswith(_COUNTER)
-        if is_due and not all(_are_close(kept, other) for other in others):
-            self._differing.append((self._modules[index], self._names[index]))
-
-    def look_at_new(self, name: str, module: int, kept: object, others: Sequence[object]) -> None:
-        """Compares a buffer that the step made in the first replica with those that it made in others."""
-        tensors = [other for other in others if isinstance(other, torch.Tensor)]
-        if isinstance(kept, torch.Tensor) and not all(_are_close(kept, other) for other in tensors):
-            self._differing.append((module, name))
+    def look(self, module: int, name: str, kept: object, others: Sequence[object]) -> None:
+        """Compares a buffer that is kept, or that the step made, with those of other replicas."""
+        if isinstance(kept, torch.Tensor) and not name.endswith(_COUNTER):
+            self._runs[module, name] += 1
+            tensors = [other for other in others if isinstance(other, torch.Tensor)]
+            is_due = _is_power_of_two(self._runs[module, name])
+            if is_due and not all(_are_close(kept, other) for other in tensors):
+                self.differing.append((module, name))
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
         """Warns of buffers that differed; `warned` has those of which users were warned before."""
-        for key in self._differing:
+        for key in self.differing:
             if key not in warned:
                 warned.add(key)
                 warn(_DIFFERS.format(name=key[1]), ReplicaBufferWarning)
-        self._differing.clear()
+        self.differing.clear()
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
