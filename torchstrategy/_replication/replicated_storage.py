@@ -24,6 +24,7 @@ from torchstrategy._binding.step_references import StepReferences, held_by, refe
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_in_replica, undisturbed
 from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
@@ -121,9 +122,12 @@ class ReplicatedStorage(Storage):
             originals += [*steppers, *own]
             outsiders = list(self._outsiders(named, copies))
             several = len(replica_weights.present) > 1
-            watch = self._shared.watch(named, self._modules, copies.known) if several else None
+            reaches_more = any(id(module) not in self._modules for _, module in named.modules)
+            may_share = several and (named.others or named.tensors or reaches_more)
+            watch = self._shared.watch(named, self._modules, copies.known) if may_share else None
+            may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
             parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
-            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
+            run_state = ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))  # 2
             self._runs[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
                 metric.hand_out(replica_weights.present)

@@ -30,7 +30,7 @@ import ctypes
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -157,49 +157,27 @@ class SharedTensors:
     """What a strategy remembers of tensors that its steps reach and of which replicas have no copies."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, int] = {}  # by name: how many runs have reached it
-        self._unclear: set[str] = set()  # names of tensors on which somebody wrote, nobody knows which replica
+        self._runs: Counter[str] = Counter()  # by name: how many runs have reached it
+        self.unclear: set[str] = set()  # names of tensors on which somebody wrote, nobody knows which replica
         # By id and name: to keep the tensors themselves would keep their memory.
-        self._warned: set[tuple[int, str]] = set()
+        self.warned: set[tuple[int, str]] = set()
 
     def watch(self, named: StepReferences, own: Container[int], known: Collection[int]) -> SharedWrites | None:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
         roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
-        for root in roots:
-            self._runs[root] = self._runs.get(root, 0) + 1
+        self._runs.update(roots)
         due = set(filter(self._is_due, roots))
         tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
-        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self._warned]
+        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
         if not tensors:
             return None
         read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
-        take_turns = any(self._runs[root] == 1 or root in self._unclear for root in {_root(name) for name, _ in read})
+        take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
         return SharedWrites(self, tensors, read, take_turns)
 
     def _is_due(self, root: str) -> bool:
         """Whether tensors and modules below a name are looked at closely in this run."""
-        return _is_power_of_two(self._runs[root]) or root in self._unclear
-
-    def warn(self, found: Iterable[tuple[str, torch.Tensor, list[Collection[int]]]]) -> None:
-        """Warns of tensors on which several replicas have written, once for each; see `SharedWrites.warn`."""
-        by_several = {}
-        for name, tensor, writers in found:
-            # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
-            if any(len(who) > 1 for who in writers):
-                self._unclear.add(_root(name))
-                continue
-            self._unclear.discard(_root(name))
-            count = len(set().union(*writers))
-            if count > 1:
-                self._warned.add((id(tensor), _root(name)))
-                by_several[name] = count
-        if by_several:
-            names = [f"`{name}`" for name in by_several]
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            warn(
-                _BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())),
-                SharedWriteWarning,
-            )
+        return _is_power_of_two(self._runs[root]) or root in self.unclear
 
 
 @final
@@ -245,7 +223,24 @@ class SharedWrites(Watch):
 
     def warn(self) -> None:
         """Warns of tensors on which several replicas have written, once for each."""
-        self._known.warn(self._writers.values())
+        by_several = {}
+        for name, tensor, writers in self._writers.values():
+            # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
+            if any(len(who) > 1 for who in writers):
+                self._known.unclear.add(_root(name))
+                continue
+            self._known.unclear.discard(_root(name))
+            count = len(set().union(*writers))
+            if count > 1:
+                self._known.warned.add((id(tensor), _root(name)))
+                by_several[name] = count
+        if by_several:
+            names = [f"`{name}`" for name in by_several]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            warn(
+                _BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())),
+                SharedWriteWarning,
+            )
 
 
 def shared_tensors(
