@@ -398,13 +398,21 @@ def _forget(storage: int, given: int, _: object) -> None:
         _given.pop(storage, None)
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its storage, in bytes."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start * size, start * size
+    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (last + 1) * size
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The memory from the first element of a tensor to its last, as bytes."""
-    size = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start, stop = extent(tensor)
     bits = torch.empty(0, dtype=torch.uint8, device="cpu")
-    begin = tensor.storage_offset() * tensor.element_size()
-    length = size * tensor.element_size() if tensor.numel() else 0
-    return bits.set_(tensor.untyped_storage(), begin, (length,), (1,))
+    return bits.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
 def _sums(bits: torch.Tensor) -> torch.Tensor:

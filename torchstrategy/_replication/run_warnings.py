@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchstrategy._binding.changes import extent
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._binding.step_references import StepReferences
 from torchstrategy._core.distributed_values import DistributedValues
@@ -285,17 +286,12 @@ def _digest(tensor: torch.Tensor) -> int:
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.device.type != "cpu":
         return 0
-    # Bytes in gaps between the numbers may belong to another tensor.
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return 0
-        expected *= size
-    begin, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-    # Some programs take the memory of a tensor away while they do not use it, as FSDP does by `storage.resize_(0)`.
-    if not size or begin + size > tensor.untyped_storage().nbytes():
+    start, stop = extent(tensor)
+    # Bytes in gaps between the numbers may belong to another tensor. And some programs take the memory of a tensor away
+    # while they do not use it, as FSDP does by `storage.resize_(0)`.
+    if start == stop or stop - start != tensor.nbytes or stop > tensor.untyped_storage().nbytes():
         return 0
-    return zlib.crc32((ctypes.c_char * min(size, _READ)).from_address(tensor.data_ptr()))
+    return zlib.crc32((ctypes.c_char * min(stop - start, _READ)).from_address(tensor.data_ptr()))
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
