@@ -95,9 +95,10 @@ class ReplicatedModules:
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
         by_name = [TrackedTensor(variable.name, variable) for variable in loose]
-        self._parameters = TrackedTensors(_originals(modules, paths, "_parameters"), by_name)
-        self._buffers = TrackedTensors(_originals(modules, paths, "_buffers"))
-        self._slots = _slots(self._insides, self._buffers)
+        self._parameters = TrackedTensors([held for _, held in _originals(modules, paths, "_parameters")], by_name)
+        buffers = _originals(modules, paths, "_buffers")
+        self._buffers = TrackedTensors([held for _, held in buffers])
+        self._slots = [slot for slot, _ in buffers]
         self.lost_buffers = LostBuffers()
         self.replicas = [
             ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, memory_device(device), aliases)
@@ -412,9 +413,12 @@ class ReplicatedModules:
         return True
 
 
-def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[TrackedTensor]:
-    found: dict[int, TrackedTensor] = {}
-    for module in modules:
+def _originals(
+    modules: Sequence[nn.Module], paths: dict[int, str], table: str
+) -> list[tuple[BufferSlot, TrackedTensor]]:
+    """The tensors in the tables of this name, each once, with its first place."""
+    found: dict[int, tuple[BufferSlot, TrackedTensor]] = {}
+    for position, module in enumerate(modules):
         for name, tensor in module.__dict__[table].items():
             # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
             # it holds a component for each replica already.
@@ -422,17 +426,9 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
                 continue
             if tensor is not None:
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
-                found.setdefault(id(tensor), TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running))
+                tracked = TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running)
+                found.setdefault(id(tensor), (BufferSlot(position, name), tracked))
     return list(found.values())
-
-
-def _slots(insides: Sequence[dict[str, Any]], buffers: TrackedTensors) -> list[BufferSlot]:
-    """The first place of each buffer."""
-    found: dict[int, BufferSlot] = {}
-    for position, inside in enumerate(insides):
-        for name, buffer in inside["_buffers"].items():
-            found.setdefault(id(buffer), BufferSlot(position, name))
-    return [found[id(buffer)] for buffer in buffers.tensors]
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
