@@ -184,12 +184,12 @@ class ReplicatedStorage(Storage):
             for copies in self._standing_still() if self._in_use else []:
                 copies.gradients.watch(variable, variable.name)
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        if not is_in_replica():
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
-
-    def take_stepper(self, stepper: Stepper) -> None:
-        if not is_in_replica():
+    def take_stepper(self, stepper: Optimizer | Stepper) -> None:
+        if is_in_replica():
+            return
+        if isinstance(stepper, Optimizer):
+            self._optimizers[id(stepper)] = weakref.ref(stepper, _weakly(self._forget))
+        else:
             self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
@@ -262,7 +262,7 @@ class ReplicatedStorage(Storage):
             # created, and nobody is told when it takes a step.
             is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
             if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
-                self.take_optimizer(optimizer)
+                self.take_stepper(optimizer)
         for _, module in named.modules:
             if id(module) not in self._modules:
                 parts = parts_of([module])

@@ -47,8 +47,6 @@ class Storage:
     def _take(self, thing: nn.Module | Optimizer | Stepper) -> None:
         if isinstance(thing, nn.Module):
             self.take_part(thing)
-        elif isinstance(thing, Optimizer):
-            self.take_optimizer(thing)
         else:
             self.take_stepper(thing)
 
@@ -62,9 +60,8 @@ class Storage:
         parts = parts_of([module])
         # All parts are looked at first: a module that is refused leaves none of its parts claimed.
         for part in parts:
-            self._require_free(part)
-            for parameter in part.parameters(recurse=False):
-                self._require_free(parameter)
+            for thing in (part, *part.parameters(recurse=False)):
+                self._require_free(thing)
         for part in parts:
             self.take_part(part)
             for parameter in part.parameters(recurse=False):
@@ -110,15 +107,12 @@ class Storage:
         """Takes in one module. It may have been taken in before, and have got another child since."""
         self.claim(module)
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Takes in an optimizer. A single replica uses it as it is."""
-
     def take_variable(self, variable: Variable) -> None:
         """Takes in a variable."""
         self.claim(variable)
 
-    def take_stepper(self, stepper: Stepper) -> None:
-        """Takes in a learning-rate scheduler or a `GradScaler`. A single replica counts each step once."""
+    def take_stepper(self, stepper: Optimizer | Stepper) -> None:
+        """Takes in an optimizer, a learning-rate scheduler or a `GradScaler`. A single replica uses it as it is."""
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
