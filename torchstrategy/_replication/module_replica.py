@@ -407,24 +407,26 @@ def _is_trainable(thing: object) -> bool:
     return isinstance(thing, torch.Tensor) and thing.is_leaf and thing.requires_grad
 
 
-def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> None:
-    """Writes the new value of a plain attribute, which `is_returned`, on one of the user's modules."""
-    before, value = original.get(edit.name, MISSING), edit.after
-    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
-        value = value.detach().to(before.device, copy=not is_computed)
-    elif value is not MISSING:
-        value = copy.deepcopy(value)
-    edit._replace(after=value).apply(original)
+def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool, is_lead: bool) -> bool:
+    """Writes the new value of a plain attribute on one of the user's modules, if `is_lead`.
 
-
-def is_returned(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
-    """Whether the new value of a plain attribute is data, which the user's module gets. Else the replica keeps it."""
+    Returns:
+        Whether the new value is data, which the user's module gets. Else the replica keeps it.
+    """
     before, value = original.get(edit.name, MISSING), edit.after
     if isinstance(value, torch.Tensor):
         fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
         # An output that forward keeps has the rows of one replica only, so it stays in the replica.
-        return fits and (is_computed or not (value.requires_grad or before.requires_grad))
-    return value is MISSING or is_data(value, lambda _: False)
+        is_returned = fits and (is_computed or not (value.requires_grad or before.requires_grad))
+    else:
+        is_returned = value is MISSING or is_data(value, lambda _: False)
+    if is_returned and is_lead:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to(before.device, copy=not is_computed)
+        elif value is not MISSING:
+            value = copy.deepcopy(value)
+        edit._replace(after=value).apply(original)
+    return is_returned
 
 
 def _kept_output(path: str) -> str:

@@ -39,7 +39,6 @@ from torchstrategy._replication.module_replica import (
     BufferSlot,
     ModuleReplica,
     differ,
-    is_returned,
     return_attribute,
     uncopyable,
 )
@@ -291,9 +290,7 @@ class ReplicatedModules:
                 is_state = edit.name in self._states[edit.place]
                 if is_state or (is_computed and not is_lead):
                     continue
-                if is_returned(edit, self._insides[edit.place], is_computed):
-                    if is_lead:
-                        return_attribute(edit, self._insides[edit.place], is_computed)
+                if return_attribute(edit, self._insides[edit.place], is_computed, is_lead):
                     self._attribute_tables.forget(edit.place, edit.name)
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
