@@ -90,11 +90,6 @@ def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     return ((where, held) for where, held, _ in _walk(path, value, (), set()))
 
 
-def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value, each with its path."""
-    return ((where, held) for where, held in things_in(path, value) if isinstance(held, torch.Tensor))
-
-
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module)):
         yield path, value, local

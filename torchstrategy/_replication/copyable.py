@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import closed_over, tensors_in
+from torchstrategy._binding.attribute_contents import closed_over, things_in
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.variable import is_variable
@@ -76,7 +76,7 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
     Raises:
         TypeError: Naming it.
     """
-    for where in _trainable(tensors_in(path, value), parameters):
+    for where in _trainable(things_in(path, value), parameters):
         raise TypeError(
             f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
             "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "
