@@ -84,17 +84,17 @@ class Snapshot:
         """Makes what the containers hold now that with which later contents are compared."""
         self._known = {key: dict(table) for key, table in self._tables.items()}
         self._known_items = {key: _items(container) for key, container in self._others.items()}
-        self._sizes, self._held = self._contents()
+        self._sizes, self.held = self._contents()  # how many objects each container holds, and all of them
 
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
         self._known[place][name] = _FORGOTTEN
-        self._sizes, self._held = [], []
+        self._sizes, self.held = [], []
 
     def is_same(self) -> bool:
         """Whether the containers hold the same objects in the same order."""
         sizes, held = self._contents()
-        return sizes == self._sizes and all(map(is_, held, self._held))
+        return sizes == self._sizes and all(map(is_, held, self.held))
 
     def edits(self) -> Iterator[Edit]:
         """The entries of tables that have changed."""
@@ -109,10 +109,6 @@ class Snapshot:
             return []
         now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
         return [key for key in known if not _are_same(_items(now[key]), _items(known[key]))]
-
-    def held(self) -> list[Any]:
-        """The objects that the containers held."""
-        return self._held
 
     def _contents(self) -> tuple[list[int], list[Any]]:
         """How many objects each container holds, and all of them."""
@@ -311,13 +307,6 @@ class UncountedWrites:
             written.update(key for key, one, other in pairs if not torch.equal(one, other))
             self._kept = now
         return written
-
-    def agree(self) -> None:
-        """Says that the caller itself has written the tensors: later calls compare with the tensors as they are now."""
-        self._kept = self._bits_of_small()
-        if self._is_exact:
-            self._sums = {key: _sums(bits) for key, bits in self._large.items()}
-        self._reads.take()
 
     def _bits_of_small(self) -> torch.Tensor:
         return torch.cat(list(self._small.values())) if self._small else torch.empty(0, dtype=torch.uint8, device="cpu")

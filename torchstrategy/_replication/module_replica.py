@@ -266,7 +266,7 @@ class ModuleReplica:
         if are_others:
             self._writes = writes_on([own for own, _ in self._agreed])
         else:
-            self._writes.agree()
+            self._writes.take(set())
 
     def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
         """Brings plain attributes of modules; `MISSING` removes one. `own` is that of `copied`."""

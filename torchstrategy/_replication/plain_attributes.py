@@ -104,8 +104,8 @@ class Attributes:
             return
         own = {id(place.local[lead]): place for place in self._places}
         # What deepcopy left the same object in both, such as a lock, stays the same object.
-        own_held = set(map(id, self._known_local[lead].held()))
-        shared = {id(item): item for item in self._known.held() if id(item) in own_held}
+        own_held = set(map(id, self._known_local[lead].held))
+        shared = {id(item): item for item in self._known.held if id(item) in own_held}
         pairs = [(self._places[index], contents_of(self._places[index].local[lead])) for index in changed]
         known = own.keys() | shared.keys()
         brought = [pair for pair in pairs if is_data(pair[1], lambda value: id(value) in known)]
@@ -124,7 +124,7 @@ class Attributes:
         differing = self._known_local[r].differing()
         if not differing:
             return
-        own = {*(id(place.local[r]) for place in self._places), *map(id, self._known_local[r].held())}
+        own = {*(id(place.local[r]) for place in self._places), *map(id, self._known_local[r].held)}
         for place in map(self._places.__getitem__, differing):
             if is_data(contents_of(place.local[r]), lambda value: id(value) in own):
                 self._unbrought.add(id(place.original))
