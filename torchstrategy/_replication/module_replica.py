@@ -56,14 +56,6 @@ class ReplicaVariable(ReplicaParameter):
     # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
     variable: weakref.ref[Variable]
 
-    @staticmethod
-    def of(variable: Variable, data: torch.Tensor, requires_grad: bool) -> ReplicaVariable:
-        """The copy of `variable` over the memory of `data`."""
-        local = make_parameter(ReplicaVariable, data, requires_grad)
-        assert isinstance(local, ReplicaVariable)
-        local.variable = weakref.ref(variable)
-        return local
-
     @property
     def name(self) -> str:
         return self._variable.name
@@ -387,9 +379,13 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
-    if isinstance(owner, Variable):
-        return ReplicaVariable.of(owner, data, owner.requires_grad)
-    return ReplicaParameter.over(data, owner.requires_grad)
+    """The copy of a parameter or variable over the memory of `data`."""
+    if not isinstance(owner, Variable):
+        return ReplicaParameter.over(data, owner.requires_grad)
+    local = make_parameter(ReplicaVariable, data, owner.requires_grad)
+    assert isinstance(local, ReplicaVariable)
+    local.variable = weakref.ref(owner)
+    return local
 
 
 def _hooks_to_share(module: nn.Module) -> list[object]:
@@ -429,14 +425,6 @@ def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool, is
     return is_returned
 
 
-def _kept_output(path: str) -> str:
-    return (
-        f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
-        "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
-        "detach it."
-    )
-
-
 def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     """A replica's copy of a tensor that a module holds in a plain attribute."""
     if is_variable(tensor):
@@ -444,7 +432,12 @@ def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     copied = sent_to([tensor], [device])[0][0]
     if tensor.is_leaf or not tensor.requires_grad:
         return copied
-    return end_history(copied, _kept_output(path))
+    return end_history(
+        copied,
+        f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
+        "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
+        "detach it.",
+    )
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
