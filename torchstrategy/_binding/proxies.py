@@ -9,14 +9,13 @@ When no run is under way, the object has its own class again: between runs, noth
 from __future__ import annotations
 
 import copyreg
-import functools
 import threading
 import types
 from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -344,16 +343,29 @@ def is_all_in_dict(thing: object) -> bool:
     return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
-@functools.cache  # a run looks up the class of every object
-def plain_class(cls: type) -> type:
+@final
+class _Classes(dict[type, type]):
+    """What a function returns for a class, by the class: a dict, since a run looks up the class of every object."""
+
+    def __init__(self, of: Callable[[type], type]) -> None:
+        self._of = of
+
+    def __missing__(self, cls: type) -> type:
+        self[cls] = found = self._of(cls)
+        return found
+
+
+def _without_proxy(cls: type) -> type:
     """The user's class, if `cls` is its proxy class; else `cls` itself."""
     if cls is _ParameterProxy:
         return nn.Parameter
     return cls.__bases__[0] if issubclass(cls, _Proxy) else cls
 
 
-@functools.cache
-def _proxy_class(cls: type) -> type:
+plain_class: Callable[[type], type] = _Classes(_without_proxy).__getitem__
+
+
+def _with_proxy(cls: type) -> type:
     """The proxy class of a class of the user's; or `cls` itself, if it is one."""
     if issubclass(cls, _Proxy):
         return cls
@@ -370,6 +382,9 @@ def _proxy_class(cls: type) -> type:
     made = ABCMeta if issubclass(meta, ABCMeta) else type
     proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
     return proxy
+
+
+_proxy_class: Callable[[type], type] = _Classes(_with_proxy).__getitem__
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
