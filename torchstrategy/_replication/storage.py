@@ -60,8 +60,9 @@ class Storage:
         parts = parts_of([module])
         # All parts are looked at first: a module that is refused leaves none of its parts claimed.
         for part in parts:
-            for thing in (part, *part.parameters(recurse=False)):
-                self._require_free(thing)
+            self._require_free(part)
+            for parameter in part.parameters(recurse=False):
+                self._require_free(parameter)
         for part in parts:
             self.take_part(part)
             for parameter in part.parameters(recurse=False):
