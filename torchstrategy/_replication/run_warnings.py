@@ -49,6 +49,7 @@ from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
+Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
 _READ = 2**24  # at the most so many bytes of a tensor are read, since an average changes all of them
 _SHOWN = 3  # at the most so many names are in a message
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
@@ -192,20 +193,12 @@ class SharedWrites(Watch):
         take_turns: Whether replicas should run one at a time.
     """
 
-    def __init__(
-        self,
-        known: SharedTensors,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        read: Sequence[tuple[str, torch.Tensor]],
-        take_turns: bool,
-    ) -> None:
+    def __init__(self, known: SharedTensors, tensors: Sequence[Named], read: Sequence[Named], take_turns: bool) -> None:
         self.take_turns = take_turns
         self._known = known
-        with unseen_by_function_modes():
-            counted = [pair for pair in tensors if not pair[1].is_inference()]
-        self._counted = [tensor for _, tensor in counted]
+        self._pairs = [*tensors, *read]
+        self._counted = [tensor for _, tensor in tensors]
         self._read = [tensor for _, tensor in read]
-        self._pairs = [*counted, *read]
         self._marks: list[int] = []
         # By the id of a tensor: its name, itself, and which replicas may have made each change of it.
         self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
