@@ -130,7 +130,11 @@ class ModuleReplica:
         copies = copies_of(tensors, device)
         own = copies[: len(buffers.tensors)]
         self._memo.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
-        copied = _copied(roots, {**self._memo, **outputs, **_empty_tables(modules)})
+        try:
+            # All roots are copied at once, so that objects that they share stay shared.
+            copied = deep_copied(list(roots), {**self._memo, **outputs, **_empty_tables(modules)})
+        except Exception as error:
+            raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
@@ -449,15 +453,6 @@ def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
     # Most tables of hooks are empty. For `copy.deepcopy` they would be most of the work.
     tables = (value for module in modules for value in vars(module).values() if type(value) in (OrderedDict, dict))
     return {id(table): type(table)() for table in tables if not table}
-
-
-def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
-    """Copies all roots at once, so that objects that they share stay shared."""
-    try:
-        copied: list[nn.Module] = deep_copied(list(roots), memo)
-        return copied
-    except Exception as error:
-        raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
 
 
 def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
