@@ -66,6 +66,8 @@ class ReplicatedStorage(Storage):
         all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__(devices, parameter_device)
+        if is_mirrored:
+            self.parameter_devices = self.devices
         self._layout = Placement(self.devices, parameter_device, may_alias, averages_buffers, is_mirrored, all_reduce)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -84,10 +86,6 @@ class ReplicatedStorage(Storage):
         tell_of_steps(self)
         if any(map(is_accelerator, (*self.devices, parameter_device))):
             listen_to_data()
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        return self.devices if self._layout.is_mirrored else (self.parameter_device,)
 
     @contextmanager
     def begin_run(

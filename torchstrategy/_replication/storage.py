@@ -34,11 +34,8 @@ class Storage:
     def __init__(self, devices: Sequence[Device], parameter_device: Device) -> None:
         self.devices = tuple(devices)
         self.parameter_device = parameter_device
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """Where parameters are: one device, or every device that has copies of them."""
-        return (self.parameter_device,)
+        # Where parameters are: one device, or every device that has copies of them.
+        self.parameter_devices: tuple[Device, ...] = (parameter_device,)
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
