@@ -95,6 +95,7 @@ class ReplicatedModules:
         self._paths = [paths[id(module)] for module in modules]
         by_name = [TrackedTensor(variable.name, variable) for variable in loose]
         self._parameters = TrackedTensors([held for _, held in _originals(modules, paths, "_parameters")], by_name)
+        self.names = self._parameters.names  # what the user calls each of the `owners`: `Net.layers.0.weight`
         buffers = _originals(modules, paths, "_buffers")
         self._buffers = TrackedTensors([held for _, held in buffers])
         self._slots = [slot for slot, _ in buffers]
@@ -125,11 +126,6 @@ class ReplicatedModules:
     def owners(self) -> list[torch.Tensor]:
         """The user's parameters."""
         return self._parameters.tensors
-
-    @property
-    def names(self) -> list[str]:
-        """What the user calls each of the `owners`: `Net.layers.0.weight`."""
-        return self._parameters.names
 
     def originals(self) -> list[nn.Module]:
         """The user's modules."""
