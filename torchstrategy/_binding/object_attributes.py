@@ -37,10 +37,11 @@ class Trainer:
         self.original = original
         self._inside: dict[str, Any] = object.__getattribute__(original, "__dict__")
         self._present = present
-        self._known = dict(self._inside)
         self._num_replicas = num_replicas
-        self._given = [self._attributes_of(r) for r in range(num_replicas)]
-        self.attributes = [dict(given) for given in self._given]
+        self._known: dict[str, Any] = {}
+        self._given: list[dict[str, Any]] = [{} for _ in range(num_replicas)]
+        self.attributes: list[dict[str, Any]] = [{} for _ in range(num_replicas)]
+        self.refresh()
 
     def refresh(self) -> None:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
@@ -69,10 +70,6 @@ class Trainer:
         counts = [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
         values = (own.get(name, MISSING) for own in self.attributes)
         return Edit(None, name, before, _as_one([v if c else ABSENT for v, c in zip(values, counts, strict=True)]))
-
-    def _attributes_of(self, replica: int) -> dict[str, Any]:
-        values = {name: self._in_replica(value, replica) for name, value in self._known.items()}
-        return {name: value for name, value in values.items() if value is not MISSING}
 
     def _in_replica(self, value: Any, replica: int) -> Any:
         if not isinstance(value, DistributedValues) or len(value._components) != self._num_replicas:
