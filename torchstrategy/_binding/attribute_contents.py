@@ -54,14 +54,12 @@ class Leaf(NamedTuple):
     local: Sequence[torch.Tensor]
 
 
-def places_and_leaves(
-    named: Iterable[tuple[str, Any, Sequence[Any]]],
-) -> tuple[dict[int, Place], dict[int, Leaf]]:
-    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+Attribute = tuple[str, Any, Sequence[Any]]
+"""The path of an attribute, its value in the user's object, and its value in each replica."""
 
-    Args:
-        named: For each value its path, the user's value, and the value in each replica.
-    """
+
+def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dict[int, Leaf]]:
+    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects."""
     places: dict[int, Place] = {}
     leaves: dict[int, Leaf] = {}
     for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
