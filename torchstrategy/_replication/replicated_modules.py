@@ -353,7 +353,9 @@ class ReplicatedModules:
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
-                _check_fits(self._buffers.names[index], original, value)
+                if (original.shape, original.dtype) != (value.shape, value.dtype):
+                    shapes = tuple(original.shape), original.dtype, tuple(value.shape), value.dtype
+                    raise RuntimeError(_REPLACED.format(self._buffers.names[index], *shapes))
             combined[index] = values[0]
             if self._buffers.are_running[index] and self._layout.averages_buffers:
                 fractions = [replica_weights.fractions[r] for r in replica_weights.present]
@@ -431,21 +433,17 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, norms) or name.startswith("running_")
 
 
-def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:
-    if original.shape != value.shape or original.dtype != value.dtype:
-        raise RuntimeError(
-            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of "
-            f"shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a plain "
-            "attribute."
-        )
-
-
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 _REBUILT = (
     "{name} was {verb} in a replica: the model and its optimizer would not have this change, and the other replicas "
     "would not, either. Do it outside of strategy.run. If forward makes it when it is first called, call the module "
     "with one batch before the first run; the module of a DataParallel is model.module."
+)
+
+_REPLACED = (
+    "A replica replaced the buffer {}, of shape {} and {}, by one of shape {} and {}. Write the buffer in place, or "
+    "keep such a value in a plain attribute."
 )
 
 _HOOK = (
