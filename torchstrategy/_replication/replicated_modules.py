@@ -53,14 +53,26 @@ from torchstrategy._variables.variable import Variable, is_variable
 
 
 class Placement(NamedTuple):
-    """Where copies are, and how they are kept in step."""
+    """Where copies are, and how they are kept in step.
 
-    devices: Sequence[Device]  # of each replica
+    Args:
+        devices: The device of each replica.
+        parameter_device: The device of the user's parameters.
+        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
+            copies, as replicas on several devices have; the numbers are the same.
+        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
+        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
+            own; else values are sent to them.
+        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
+            themselves.
+    """
+
+    devices: Sequence[Device]
     parameter_device: Device
-    may_alias: bool  # whether parameters on the user's device share the user's memory
-    averages_buffers: bool
-    is_mirrored: bool  # whether replicas on other devices update their parameters themselves
-    all_reduce: AllReduce | None  # adds up gradients and leaves the sums on all devices
+    may_alias: bool = True
+    averages_buffers: bool = True
+    is_mirrored: bool = False
+    all_reduce: AllReduce | None = None
 
     def aliases(self) -> list[bool]:
         """Of each replica, whether its parameters on the user's device share the user's memory."""

@@ -26,13 +26,12 @@ from torchstrategy._core.context import is_in_replica, undisturbed
 from torchstrategy._core.devices import is_accelerator
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
-from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
 from torchstrategy._replication.storage import Storage
-from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -45,30 +44,14 @@ class ReplicatedStorage(Storage):
     """The user's parameters live on one device, and each replica has copies, which follow them or are updated alike.
 
     Args:
-        devices: The device of each replica.
-        parameter_device: The device of the user's parameters.
-        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
-            copies, as replicas on several devices have; the numbers are the same.
-        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
-        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
-            own; else values are sent to them.
-        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
-            themselves.
+        layout: Where the copies are, and how they are kept in step.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        parameter_device: Device,
-        may_alias: bool = True,
-        averages_buffers: bool = True,
-        is_mirrored: bool = False,
-        all_reduce: AllReduce | None = None,
-    ) -> None:
-        super().__init__(devices, parameter_device)
-        if is_mirrored:
+    def __init__(self, layout: Placement) -> None:
+        super().__init__(layout.devices, layout.parameter_device)
+        if layout.is_mirrored:
             self.parameter_devices = self.devices
-        self._layout = Placement(self.devices, parameter_device, may_alias, averages_buffers, is_mirrored, all_reduce)
+        self._layout = layout
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
@@ -84,7 +67,7 @@ class ReplicatedStorage(Storage):
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's
         tell_of_steps(self)
-        if any(map(is_accelerator, (*self.devices, parameter_device))):
+        if any(map(is_accelerator, (*self.devices, self.parameter_device))):
             listen_to_data()
 
     @contextmanager
@@ -160,7 +143,7 @@ class ReplicatedStorage(Storage):
         return steppers
 
     def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(*self._layout)
+        return ReplicatedStorage(self._layout)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
