@@ -14,14 +14,14 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._binding.attribute_contents import contents_of, is_data, places_and_leaves, write
+from torchstrategy._binding.attribute_contents import Attribute, contents_of, is_data, places_and_leaves, write
 from torchstrategy._binding.changes import Snapshot, TrackedTensor, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.torch_internals import versions
 from torchstrategy._replication.module_replica import ModuleReplica
 
-NamedAttributes = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
-"""Lists attributes: for each its path, its value in the user's module, and its value in each replica."""
+NamedAttributes = Callable[[], Iterator[Attribute]]
+"""Lists attributes of the user's modules."""
 
 
 @final

@@ -19,12 +19,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import PLAIN
+from torchstrategy._binding.attribute_contents import PLAIN, Attribute
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
 from torchstrategy._binding.proxies import plain_class
@@ -387,7 +387,7 @@ class ReplicatedModules:
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
 
-    def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    def _named_attributes(self) -> Iterator[Attribute]:
         """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
         # What a replica still has in the place of an attribute's new value is no copy of that value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
