@@ -168,7 +168,8 @@ class SharedTensors:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
         roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
         self._runs.update(roots)
-        due = set(filter(self._is_due, roots))
+        # Tensors and modules below these names are looked at closely in this run.
+        due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
         tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
         tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
         if not tensors:
@@ -176,10 +177,6 @@ class SharedTensors:
         read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
         take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
         return SharedWrites(self, tensors, read, take_turns)
-
-    def _is_due(self, root: str) -> bool:
-        """Whether tensors and modules below a name are looked at closely in this run."""
-        return _is_power_of_two(self._runs[root]) or root in self.unclear
 
 
 @final
