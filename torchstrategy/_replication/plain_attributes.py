@@ -12,8 +12,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, final
 
-import torch
-
 from torchstrategy._binding.attribute_contents import Attribute, contents_of, is_data, places_and_leaves, write
 from torchstrategy._binding.changes import Snapshot, TrackedTensor, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.proxies import plain_class
@@ -44,18 +42,15 @@ class Attributes:
     def collect(self, named: NamedAttributes) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places, leaves = places_and_leaves(named())
-        self._known_held = leaves.keys() & self._known_tensors
+        # The ids of the parameters and buffers that attributes hold.
+        self.known_held = leaves.keys() & self._known_tensors
         self._places = list(places.values())
-        self._leaves = [leaf for key, leaf in leaves.items() if key not in self._known_held]
+        self._leaves = [leaf for key, leaf in leaves.items() if key not in self.known_held]
         # The user's tensors that attributes hold, other than parameters and buffers.
         self.tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
         self.tensors.watch(range(len(self._leaves)))
         self.is_empty = not (self._places or self._leaves)
         self._agree()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether an attribute holds a parameter or buffer."""
-        return id(tensor) in self._known_held
 
     def counterparts(self, r: int) -> dict[int, Any]:
         """By the ids of the user's containers and tensors: what one replica has in their place."""

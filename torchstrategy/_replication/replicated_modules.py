@@ -316,7 +316,7 @@ class ReplicatedModules:
             if left is not None and left.shape == before.shape:
                 self._buffers.take(index, left)
             # A tensor that is also in another place stays there, and is something else from here on.
-            self._is_outdated |= places[id(before)] > 1 or self._attribute_contents.holds(before)
+            self._is_outdated |= places[id(before)] > 1 or id(before) in self._attribute_contents.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
             self._known_tensors.discard(id(before))
