@@ -191,12 +191,11 @@ class ReplicatedStorage(Storage):
                 self._new.clear()
                 self._generation += 1
             # The last set that was returned comes first. One that does not fit any more is dropped.
-            copies = None
-            while self._idle and copies is None:
+            while self._idle:
                 copies = self._idle.pop()
-                if copies.generation != self._generation or not copies.bring_up_to_date(optimizers):
-                    copies = None
-            if copies is None:
+                if copies.generation == self._generation and copies.bring_up_to_date(optimizers):
+                    break
+            else:
                 copies = self._copied(variables, optimizers)
             if self._in_use:
                 for other in (copies, *self._in_use):
