@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._binding.attribute_contents import PLAIN, is_data, things_in
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied
-from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, tables_of
+from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, plain_attributes, tables_of
 from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
@@ -161,7 +161,7 @@ class ModuleReplica:
         known = self._memo.keys() | set(map(id, buffers))
         for module in modules:
             self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
-            for name, value in _plain(module).items():
+            for name, value in plain_attributes(module).items():
                 for path, held in things_in(f"{type(module).__name__}.{name}", value):
                     if isinstance(held, _ONE_FOR_ALL):
                         self._memo[id(held)] = held
@@ -442,10 +442,6 @@ def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
         "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
         "detach it.",
     )
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
 
 
 def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
