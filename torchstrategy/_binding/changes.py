@@ -352,18 +352,15 @@ def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
-_is_listening: list[bool] = []
 _given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that reading `.data` returned
 
 
+@functools.cache  # once in a process
 def listen_to_data() -> None:
     """Replaces the property `torch.Tensor.data` by one that records each read of a tensor on an accelerator.
 
     torch has no hook for this.
     """
-    if _is_listening:
-        return
-    _is_listening.append(True)
     plain: Any = torch.Tensor.data
 
     def data(tensor: torch.Tensor) -> torch.Tensor:
