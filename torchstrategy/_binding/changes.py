@@ -88,7 +88,7 @@ class Snapshot:
 
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
-        self._known[place][name] = _FORGOTTEN
+        self._known[place][name] = object()  # which no table holds
         self._sizes, self.held = [], []
 
     def is_same(self) -> bool:
@@ -117,9 +117,6 @@ class Snapshot:
         full = list(filter(None, tables))  # an empty `OrderedDict` takes longer to iterate over than to skip
         entries = chain(chain.from_iterable(full), chain.from_iterable(map(_VALUES, full)))
         return sizes, [*entries, *chain.from_iterable(others)]
-
-
-_FORGOTTEN = object()
 
 
 def _is_plain_ordered(container: Any) -> bool:

@@ -72,8 +72,7 @@ class Storage:
             RuntimeError: If it belongs to another strategy.
         """
         self._require_free(thing)
-        if thing not in _owners:
-            _owners[thing] = weakref.ref(self)
+        _owners.setdefault(thing, weakref.ref(self))
 
     def claim_parameter(self, module: nn.Module, parameter: torch.Tensor) -> None:
         """Notes that a parameter belongs here, for as long as a module has it.
