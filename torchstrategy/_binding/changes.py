@@ -108,7 +108,7 @@ class Snapshot:
         if self.is_same():
             return []
         now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
-        return [key for key in known if not _are_same(_items(now[key]), _items(known[key]))]
+        return [key for key in known if not are_same(_items(now[key]), _items(known[key]))]
 
     def _contents(self) -> tuple[list[int], list[Any]]:
         """How many objects each container holds, and all of them."""
@@ -123,7 +123,8 @@ def _is_plain_ordered(container: Any) -> bool:
     return type(container) is OrderedDict and not vars(container)
 
 
-def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
     return len(items) == len(others) and all(map(is_, items, others))
 
 

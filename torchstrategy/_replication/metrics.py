@@ -11,12 +11,12 @@ torchmetrics is not imported: a metric is recognized by its attributes.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 
+from torchstrategy._binding.changes import are_same
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Device
@@ -97,8 +97,7 @@ class Metric:
         self._given.clear()
 
     def _is_touched(self, name: str, r: int) -> bool:
-        before, now = self._given[r, name], _noted(self._local[r][name])
-        return len(before) != len(now) or not all(map(operator.is_, before, now))
+        return not are_same(self._given[r, name], _noted(self._local[r][name]))
 
     def _one(self, name: str, replica_weights: ReplicaWeights) -> Any:
         original, present = self._original, replica_weights.present
