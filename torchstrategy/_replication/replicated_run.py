@@ -319,6 +319,7 @@ class ReplicatedRun(OptimizerHost):
             for trainer in self.trainers:
                 trainer.put_together()
             self.copies.replicated.return_to_originals(self.replica_weights, changes)
+        # A list, since all trainers are written.
         if any([trainer.write_back() for trainer in self.trainers]):
             self.results_require_grad()
         self._return_settings()

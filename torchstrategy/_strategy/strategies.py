@@ -160,16 +160,9 @@ class MirroredBase(StrategyBase):
             return
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
-        storage = ReplicatedStorage(
-            Placement(
-                on,
-                on[0],
-                averages_buffers=averages_buffers,
-                is_mirrored=True,
-                all_reduce=ops._weighted_sums if is_all_reduced else None,
-            )
-        )
-        super().__init__(ReplicatedExtended(storage, reduction, cross_device_ops=ops))
+        all_reduce = ops._weighted_sums if is_all_reduced else None
+        layout = Placement(on, on[0], averages_buffers=averages_buffers, is_mirrored=True, all_reduce=all_reduce)
+        super().__init__(ReplicatedExtended(ReplicatedStorage(layout), reduction, cross_device_ops=ops))
 
 
 @final
