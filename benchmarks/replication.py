@@ -23,6 +23,7 @@ from torch.nn.parallel import replicate
 import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, timed
 from torchstrategy import ReduceOp
+from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
@@ -146,7 +147,7 @@ def strategies(replicas: int) -> list[torchstrategy.Strategy]:
 def mirrored(devices: Sequence[str]) -> torchstrategy.Strategy:
     """One that copies parameters to every replica but the first, though all are on one device."""
     compute = [torch.device(device) for device in devices]
-    storage = ReplicatedStorage(compute, compute[0], may_alias=False, is_mirrored=True)
+    storage = ReplicatedStorage(Placement(compute, compute[0], may_alias=False, is_mirrored=True))
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 

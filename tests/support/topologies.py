@@ -9,6 +9,7 @@ import torch
 import torchstrategy
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.options import ReduceOp
+from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
@@ -38,7 +39,7 @@ def central_with_copies(replicas: int) -> torchstrategy.Strategy:
     """The same, but each replica's parameters are real copies of those on another device, or as if on another."""
     devices = [canonical_device(device) for device in compute_devices(replicas)]
     owner = SIMULATED[4] if SIMULATED else devices[0]
-    storage = ReplicatedStorage(devices, owner, may_alias=False)
+    storage = ReplicatedStorage(Placement(devices, owner, may_alias=False))
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 
@@ -50,7 +51,7 @@ def mirrored(replicas: int) -> torchstrategy.Strategy:
 def mirrored_with_copies(replicas: int) -> torchstrategy.Strategy:
     """The same, but on one device, too, each replica has parameters of its own, as if it had a device of its own."""
     devices = [canonical_device(device) for device in compute_devices(replicas)]
-    storage = ReplicatedStorage(devices, devices[0], may_alias=False, is_mirrored=True)
+    storage = ReplicatedStorage(Placement(devices, devices[0], may_alias=False, is_mirrored=True))
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 

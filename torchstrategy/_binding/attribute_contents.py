@@ -54,14 +54,12 @@ class Leaf(NamedTuple):
     local: Sequence[torch.Tensor]
 
 
-def places_and_leaves(
-    named: Iterable[tuple[str, Any, Sequence[Any]]],
-) -> tuple[dict[int, Place], dict[int, Leaf]]:
-    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+Attribute = tuple[str, Any, Sequence[Any]]
+"""The path of an attribute, its value in the user's object, and its value in each replica."""
 
-    Args:
-        named: For each value its path, the user's value, and the value in each replica.
-    """
+
+def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dict[int, Leaf]]:
+    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects."""
     places: dict[int, Place] = {}
     leaves: dict[int, Leaf] = {}
     for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
@@ -90,12 +88,7 @@ def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     return ((where, held) for where, held, _ in _walk(path, value, (), set()))
 
 
-def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value, each with its path."""
-    return ((where, held) for where, held in things_in(path, value) if isinstance(held, torch.Tensor))
-
-
-def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Attribute]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module)):
         yield path, value, local
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
@@ -106,33 +99,28 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
     if not isinstance(value, (tuple, frozenset)):
         yield path, value, local
     items, of_copies = _named_items(value), list(map(_named_items, local))
-    for name, item in items.items():
-        if type(item) not in _PLAIN_TYPES and all(name in of_copy for of_copy in of_copies):
-            yield from _walk(f"{path}{name.text()}", item, [of_copy[name] for of_copy in of_copies], seen)
+    for place, item in items.items():
+        if type(item) not in _PLAIN_TYPES and all(place in of_copy for of_copy in of_copies):
+            shown, key = place
+            yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen)
 
 
-class _Name(NamedTuple):
-    """The position of an item in a container."""
-
-    kind: str  # "item", "attribute", or "argument" of a functools.partial
-    key: Any
-
-    def text(self) -> str:
-        return f".{self.key}" if self.kind == "attribute" else f"[{self.key!r}]"
+_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
 
 
-def _named_items(value: Any) -> dict[_Name, Any]:
-    named: dict[_Name, Any] = {}
+def _named_items(value: Any) -> dict[tuple[str, Any], Any]:
+    """What a value holds, by how a path shows it and by its position, key or name."""
+    named: dict[tuple[str, Any], Any] = {}
     if isinstance(value, (list, tuple, deque)):
         if set(map(type, value)) <= _PLAIN_TYPES:
             return named
-        named.update((_Name("item", i), item) for i, item in enumerate(value))
+        named.update(((_ITEM, i), item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        named.update((_Name("item", key), item) for key, item in table_type(value).items(value))
+        named.update(((_ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
         arguments = chain(enumerate(value.args), value.keywords.items())
-        named.update((_Name("argument", key), item) for key, item in arguments)
-    named.update((_Name("attribute", key), item) for key, item in attributes(value).items())
+        named.update(((_ITEM, key), item) for key, item in arguments)
+    named.update(((_ATTRIBUTE, key), item) for key, item in attributes(value).items())
     return named
 
 

@@ -84,17 +84,17 @@ class Snapshot:
         """Makes what the containers hold now that with which later contents are compared."""
         self._known = {key: dict(table) for key, table in self._tables.items()}
         self._known_items = {key: _items(container) for key, container in self._others.items()}
-        self._sizes, self._held = self._contents()
+        self._sizes, self.held = self._contents()  # how many objects each container holds, and all of them
 
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
-        self._known[place][name] = _FORGOTTEN
-        self._sizes, self._held = [], []
+        self._known[place][name] = object()  # which no table holds
+        self._sizes, self.held = [], []
 
     def is_same(self) -> bool:
         """Whether the containers hold the same objects in the same order."""
         sizes, held = self._contents()
-        return sizes == self._sizes and all(map(is_, held, self._held))
+        return sizes == self._sizes and all(map(is_, held, self.held))
 
     def edits(self) -> Iterator[Edit]:
         """The entries of tables that have changed."""
@@ -108,11 +108,7 @@ class Snapshot:
         if self.is_same():
             return []
         now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
-        return [key for key in known if not _are_same(_items(now[key]), _items(known[key]))]
-
-    def held(self) -> list[Any]:
-        """The objects that the containers held."""
-        return self._held
+        return [key for key in known if not are_same(_items(now[key]), _items(known[key]))]
 
     def _contents(self) -> tuple[list[int], list[Any]]:
         """How many objects each container holds, and all of them."""
@@ -123,14 +119,12 @@ class Snapshot:
         return sizes, [*entries, *chain.from_iterable(others)]
 
 
-_FORGOTTEN = object()
-
-
 def _is_plain_ordered(container: Any) -> bool:
     return type(container) is OrderedDict and not vars(container)
 
 
-def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
     return len(items) == len(others) and all(map(is_, items, others))
 
 
@@ -312,13 +306,6 @@ class UncountedWrites:
             self._kept = now
         return written
 
-    def agree(self) -> None:
-        """Says that the caller itself has written the tensors: later calls compare with the tensors as they are now."""
-        self._kept = self._bits_of_small()
-        if self._is_exact:
-            self._sums = {key: _sums(bits) for key, bits in self._large.items()}
-        self._reads.take()
-
     def _bits_of_small(self) -> torch.Tensor:
         return torch.cat(list(self._small.values())) if self._small else torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -363,18 +350,15 @@ def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
 
 
 _listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
-_is_listening: list[bool] = []
 _given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that reading `.data` returned
 
 
+@functools.cache  # once in a process
 def listen_to_data() -> None:
     """Replaces the property `torch.Tensor.data` by one that records each read of a tensor on an accelerator.
 
     torch has no hook for this.
     """
-    if _is_listening:
-        return
-    _is_listening.append(True)
     plain: Any = torch.Tensor.data
 
     def data(tensor: torch.Tensor) -> torch.Tensor:
@@ -398,13 +382,21 @@ def _forget(storage: int, given: int, _: object) -> None:
         _given.pop(storage, None)
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its storage, in bytes."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start * size, start * size
+    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (last + 1) * size
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The memory from the first element of a tensor to its last, as bytes."""
-    size = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start, stop = extent(tensor)
     bits = torch.empty(0, dtype=torch.uint8, device="cpu")
-    begin = tensor.storage_offset() * tensor.element_size()
-    length = size * tensor.element_size() if tensor.numel() else 0
-    return bits.set_(tensor.untyped_storage(), begin, (length,), (1,))
+    return bits.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
 def _sums(bits: torch.Tensor) -> torch.Tensor:

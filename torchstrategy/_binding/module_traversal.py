@@ -30,9 +30,13 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """The modules and tensors among the plain attributes of a module, each with its path."""
-    for name, value in vars(module).items():
-        if name not in TORCHS_OWN:
-            yield from within(f".{name}", value)
+    for name, value in plain_attributes(module).items():
+        yield from within(f".{name}", value)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are not torch's own."""
+    return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
 
 
 def computed_by_hooks(module: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@ it is, and values that differ become a `PerReplica`. In the next run, each repli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -18,99 +18,58 @@ import torch
 
 from torchstrategy._binding.attribute_contents import contents_of, write
 from torchstrategy._binding.changes import MISSING, Edit, edits
-from torchstrategy._binding.proxies import is_all_in_dict, plain_class
+from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
 from torchstrategy._core.tree import tree_flatten
 
 
 @final
-class Trainers:
-    """The attributes, in each replica of one run, of the trainers that the step names.
+class Trainer:
+    """A trainer that becomes a proxy, and its attributes in each replica of one run.
 
     Args:
-        named: The trainers, and the name of each.
+        original: The user's trainer. All of it is in its `__dict__`.
         num_replicas: How many replicas the strategy has.
         present: The replicas that take part in the run.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Any]], num_replicas: int, present: Sequence[int]) -> None:
-        self._trainers: list[_Trainer] = []
-        self._shared: list[_Shared] = []
-        for name, thing in named:
-            if is_all_in_dict(thing):
-                self._trainers.append(_Trainer(thing, num_replicas, present))
-            else:
-                self._shared.append(_Shared(name, thing))
-
-    def originals(self) -> list[object]:
-        """The trainers that become proxies."""
-        return [trainer.original for trainer in self._trainers]
-
-    def local_objects(self, replica: int) -> Mapping[int, object]:
-        """The attributes of the trainers in one replica, by the id of the trainer."""
-        return {id(trainer.original): trainer.attributes[replica] for trainer in self._trainers}
-
-    def check_unwritten(self) -> None:
-        """Raises an error if a step wrote on a trainer that all replicas share.
-
-        Raises:
-            RuntimeError: Naming it, and what was written, which is taken back.
-        """
-        for shared in self._shared:
-            shared.check_unwritten()
+    def __init__(self, original: Any, num_replicas: int, present: Sequence[int]) -> None:
+        self.original = original
+        self._inside: dict[str, Any] = object.__getattribute__(original, "__dict__")
+        self._present = present
+        self._num_replicas = num_replicas
+        self._known: dict[str, Any] = {}
+        self._given: list[dict[str, Any]] = [{} for _ in range(num_replicas)]
+        self.attributes: list[dict[str, Any]] = [{} for _ in range(num_replicas)]
+        self.refresh()
 
     def refresh(self) -> None:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
-        for trainer in self._trainers:
-            trainer.refresh()
-        for shared in self._shared:
-            shared.refresh()
-
-    def put_together(self) -> None:
-        """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
-        self._edits = [(trainer.inside, edit) for trainer in self._trainers for edit in trainer.edits()]
-
-    def write_back(self) -> bool:
-        """Writes the attributes on the user's trainers. Returns whether somebody may call backward on one of them."""
-        for inside, edit in self._edits:
-            edit.apply(inside)
-        values = [list(e.after.values) for _, e in self._edits if isinstance(e.after, DistributedValues)]
-        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
-
-
-@final
-class _Trainer:
-    """One trainer, and its attributes in each replica."""
-
-    def __init__(self, original: Any, num_replicas: int, present: Sequence[int]) -> None:
-        self.original = original
-        self.inside: dict[str, Any] = object.__getattribute__(original, "__dict__")
-        self._present = present
-        self._known = dict(self.inside)
-        self._num_replicas = num_replicas
-        self._given = [self._attributes_of(r) for r in range(num_replicas)]
-        self.attributes = [dict(given) for given in self._given]
-
-    def refresh(self) -> None:
-        now = dict(self.inside)
+        now = dict(self._inside)
         for edit in edits(self._known, now):
             for r, tables in enumerate(zip(self._given, self.attributes, strict=True)):
                 for table in tables:
                     edit._replace(after=self._in_replica(edit.after, r)).apply(table)
         self._known = now
 
-    def edits(self) -> Iterator[Edit]:
+    def put_together(self) -> None:
+        """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
         written = (edits(self._given[r], self.attributes[r]) for r in self._present)
-        for name in dict.fromkeys(edit.name for edit in chain.from_iterable(written)):
-            # A replica that takes no part in the step keeps its value, if it had a value of its own.
-            before = self._known.get(name, MISSING)
-            counts = [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
-            values = (own.get(name, MISSING) for own in self.attributes)
-            yield Edit(None, name, before, _as_one([v if c else ABSENT for v, c in zip(values, counts, strict=True)]))
+        self._edits = [self._of_all(name) for name in dict.fromkeys(edit.name for edit in chain.from_iterable(written))]
 
-    def _attributes_of(self, replica: int) -> dict[str, Any]:
-        values = {name: self._in_replica(value, replica) for name, value in self._known.items()}
-        return {name: value for name, value in values.items() if value is not MISSING}
+    def write_back(self) -> bool:
+        """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
+        for edit in self._edits:
+            edit.apply(self._inside)
+        values = [list(edit.after.values) for edit in self._edits if isinstance(edit.after, DistributedValues)]
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
+
+    def _of_all(self, name: str) -> Edit:
+        # A replica that takes no part in the step keeps its value, if it had a value of its own.
+        before = self._known.get(name, MISSING)
+        counts = [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
+        values = (own.get(name, MISSING) for own in self.attributes)
+        return Edit(None, name, before, _as_one([v if c else ABSENT for v, c in zip(values, counts, strict=True)]))
 
     def _in_replica(self, value: Any, replica: int) -> Any:
         if not isinstance(value, DistributedValues) or len(value._components) != self._num_replicas:
@@ -120,7 +79,7 @@ class _Trainer:
 
 
 @final
-class _Shared:
+class SharedTrainer:
     """A trainer that all replicas share, as not all of it is in its `__dict__`: a dict, or an object with slots."""
 
     def __init__(self, name: str, thing: Any) -> None:
@@ -129,9 +88,15 @@ class _Shared:
         self.refresh()
 
     def refresh(self) -> None:
+        """Notes what the trainer holds now: what is written from here on, a step writes."""
         self._known = contents_of(self._thing)
 
     def check_unwritten(self) -> None:
+        """Raises an error if a step wrote on the trainer.
+
+        Raises:
+            RuntimeError: Naming what was written, which is taken back.
+        """
         table = 1 if isinstance(self._thing, dict) else 2  # which part of the contents has the items or attributes
         written = next(edits(self._known[table], contents_of(self._thing)[table]), None)
         if written is None:

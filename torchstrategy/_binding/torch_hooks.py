@@ -115,16 +115,12 @@ def _telling(plain: Callable[..., None]) -> Callable[..., None]:
     return method
 
 
+# The constructors of the last three schedulers do not call that of LRScheduler.
+_STEPPERS = (torch.amp.GradScaler, LRScheduler, ChainedScheduler, ReduceLROnPlateau, SequentialLR)
 _constructors = _Exchange(
     {
-        (nn.Module, "__init__"): _telling,
-        (nn.Module, "__setstate__"): _telling,
-        (Optimizer, "__init__"): _telling,
-        (LRScheduler, "__init__"): _telling,
-        # The constructors of these schedulers do not call that of LRScheduler.
-        **{(kind, "__init__"): _telling for kind in (ChainedScheduler, ReduceLROnPlateau, SequentialLR)},
-        (torch.amp.GradScaler, "__init__"): _telling,
-        (torch.amp.GradScaler, "__setstate__"): _telling,
+        **{(kind, "__init__"): _telling for kind in (nn.Module, Optimizer, *_STEPPERS)},
+        **{(kind, "__setstate__"): _telling for kind in (nn.Module, torch.amp.GradScaler)},
     }
 )
 

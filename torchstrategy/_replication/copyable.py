@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import closed_over, tensors_in
-from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks
+from torchstrategy._binding.attribute_contents import closed_over, things_in
+from torchstrategy._binding.module_traversal import HOOK_TABLES, computed_by_hooks, plain_attributes
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.variable import is_variable
 
@@ -58,8 +58,8 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
         # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
         # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)
-        for name, value in vars(module).items():
-            if name not in TORCHS_OWN and name not in computed:
+        for name, value in plain_attributes(module).items():
+            if name not in computed:
                 refuse_trainable(f"{path}.{name}", value, parameters)
         for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
             refuse_trainable(f"A hook of {path}", hook, parameters)
@@ -76,7 +76,7 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
     Raises:
         TypeError: Naming it.
     """
-    for where in _trainable(tensors_in(path, value), parameters):
+    for where in _trainable(things_in(path, value), parameters):
         raise TypeError(
             f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
             "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "

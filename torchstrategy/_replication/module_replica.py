@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._binding.attribute_contents import PLAIN, is_data, things_in
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied
-from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, tables_of
+from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, plain_attributes, tables_of
 from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
@@ -55,14 +55,6 @@ class ReplicaVariable(ReplicaParameter):
 
     # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
     variable: weakref.ref[Variable]
-
-    @staticmethod
-    def of(variable: Variable, data: torch.Tensor, requires_grad: bool) -> ReplicaVariable:
-        """The copy of `variable` over the memory of `data`."""
-        local = make_parameter(ReplicaVariable, data, requires_grad)
-        assert isinstance(local, ReplicaVariable)
-        local.variable = weakref.ref(variable)
-        return local
 
     @property
     def name(self) -> str:
@@ -138,7 +130,11 @@ class ModuleReplica:
         copies = copies_of(tensors, device)
         own = copies[: len(buffers.tensors)]
         self._memo.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
-        copied = _copied(roots, {**self._memo, **outputs, **_empty_tables(modules)})
+        try:
+            # All roots are copied at once, so that objects that they share stay shared.
+            copied = deep_copied(list(roots), {**self._memo, **outputs, **_empty_tables(modules)})
+        except Exception as error:
+            raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
@@ -165,7 +161,7 @@ class ModuleReplica:
         known = self._memo.keys() | set(map(id, buffers))
         for module in modules:
             self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
-            for name, value in _plain(module).items():
+            for name, value in plain_attributes(module).items():
                 for path, held in things_in(f"{type(module).__name__}.{name}", value):
                     if isinstance(held, _ONE_FOR_ALL):
                         self._memo[id(held)] = held
@@ -266,7 +262,7 @@ class ModuleReplica:
         if are_others:
             self._writes = writes_on([own for own, _ in self._agreed])
         else:
-            self._writes.agree()
+            self._writes.take(set())
 
     def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
         """Brings plain attributes of modules; `MISSING` removes one. `own` is that of `copied`."""
@@ -387,9 +383,13 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
-    if isinstance(owner, Variable):
-        return ReplicaVariable.of(owner, data, owner.requires_grad)
-    return ReplicaParameter.over(data, owner.requires_grad)
+    """The copy of a parameter or variable over the memory of `data`."""
+    if not isinstance(owner, Variable):
+        return ReplicaParameter.over(data, owner.requires_grad)
+    local = make_parameter(ReplicaVariable, data, owner.requires_grad)
+    assert isinstance(local, ReplicaVariable)
+    local.variable = weakref.ref(owner)
+    return local
 
 
 def _hooks_to_share(module: nn.Module) -> list[object]:
@@ -407,32 +407,26 @@ def _is_trainable(thing: object) -> bool:
     return isinstance(thing, torch.Tensor) and thing.is_leaf and thing.requires_grad
 
 
-def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool) -> None:
-    """Writes the new value of a plain attribute, which `is_returned`, on one of the user's modules."""
-    before, value = original.get(edit.name, MISSING), edit.after
-    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
-        value = value.detach().to(before.device, copy=not is_computed)
-    elif value is not MISSING:
-        value = copy.deepcopy(value)
-    edit._replace(after=value).apply(original)
+def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool, is_lead: bool) -> bool:
+    """Writes the new value of a plain attribute on one of the user's modules, if `is_lead`.
 
-
-def is_returned(edit: Edit, original: dict[str, Any], is_computed: bool) -> bool:
-    """Whether the new value of a plain attribute is data, which the user's module gets. Else the replica keeps it."""
+    Returns:
+        Whether the new value is data, which the user's module gets. Else the replica keeps it.
+    """
     before, value = original.get(edit.name, MISSING), edit.after
     if isinstance(value, torch.Tensor):
         fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
         # An output that forward keeps has the rows of one replica only, so it stays in the replica.
-        return fits and (is_computed or not (value.requires_grad or before.requires_grad))
-    return value is MISSING or is_data(value, lambda _: False)
-
-
-def _kept_output(path: str) -> str:
-    return (
-        f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
-        "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
-        "detach it."
-    )
+        is_returned = fits and (is_computed or not (value.requires_grad or before.requires_grad))
+    else:
+        is_returned = value is MISSING or is_data(value, lambda _: False)
+    if is_returned and is_lead:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to(before.device, copy=not is_computed)
+        elif value is not MISSING:
+            value = copy.deepcopy(value)
+        edit._replace(after=value).apply(original)
+    return is_returned
 
 
 def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
@@ -442,11 +436,12 @@ def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     copied = sent_to([tensor], [device])[0][0]
     if tensor.is_leaf or not tensor.requires_grad:
         return copied
-    return end_history(copied, _kept_output(path))
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+    return end_history(
+        copied,
+        f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
+        "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
+        "detach it.",
+    )
 
 
 def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
@@ -454,15 +449,6 @@ def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
     # Most tables of hooks are empty. For `copy.deepcopy` they would be most of the work.
     tables = (value for module in modules for value in vars(module).values() if type(value) in (OrderedDict, dict))
     return {id(table): type(table)() for table in tables if not table}
-
-
-def _copied(roots: Sequence[nn.Module], memo: dict[int, Any]) -> list[nn.Module]:
-    """Copies all roots at once, so that objects that they share stay shared."""
-    try:
-        copied: list[nn.Module] = deep_copied(list(roots), memo)
-        return copied
-    except Exception as error:
-        raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
 
 
 def _pairs(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -12,21 +12,14 @@ import copy
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, final
 
-import torch
-
-from torchstrategy._binding.attribute_contents import (
-    contents_of,
-    is_data,
-    places_and_leaves,
-    write,
-)
+from torchstrategy._binding.attribute_contents import Attribute, contents_of, is_data, places_and_leaves, write
 from torchstrategy._binding.changes import Snapshot, TrackedTensor, TrackedTensors, write_value, writes_on
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.torch_internals import versions
 from torchstrategy._replication.module_replica import ModuleReplica
 
-NamedAttributes = Callable[[], Iterator[tuple[str, Any, Sequence[Any]]]]
-"""Lists attributes: for each its path, its value in the user's module, and its value in each replica."""
+NamedAttributes = Callable[[], Iterator[Attribute]]
+"""Lists attributes of the user's modules."""
 
 
 @final
@@ -49,21 +42,15 @@ class Attributes:
     def collect(self, named: NamedAttributes) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places, leaves = places_and_leaves(named())
-        self._known_held = leaves.keys() & self._known_tensors
+        # The ids of the parameters and buffers that attributes hold.
+        self.known_held = leaves.keys() & self._known_tensors
         self._places = list(places.values())
-        self._leaves = [leaf for key, leaf in leaves.items() if key not in self._known_held]
-        self._tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
-        self._tensors.watch(range(len(self._leaves)))
+        self._leaves = [leaf for key, leaf in leaves.items() if key not in self.known_held]
+        # The user's tensors that attributes hold, other than parameters and buffers.
+        self.tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
+        self.tensors.watch(range(len(self._leaves)))
+        self.is_empty = not (self._places or self._leaves)
         self._agree()
-
-    @property
-    def tensors(self) -> TrackedTensors:
-        """The user's tensors that attributes hold, other than parameters and buffers."""
-        return self._tensors
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether an attribute holds a parameter or buffer."""
-        return id(tensor) in self._known_held
 
     def counterparts(self, r: int) -> dict[int, Any]:
         """By the ids of the user's containers and tensors: what one replica has in their place."""
@@ -77,7 +64,7 @@ class Attributes:
         if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
         unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
-        written = unbrought.union(self._tensors.take_changes()[0])
+        written = unbrought.union(self.tensors.take_changes()[0])
         others = {i for i, place in enumerate(self._places) if id(place.original) in self._unbrought}
         changed = sorted(others.union(self._known.differing()))
         self._unbrought.clear()
@@ -102,8 +89,6 @@ class Attributes:
 
     def give_back(self, present: Sequence[int], named: NamedAttributes) -> None:
         """After a run: brings what the first replica changed to the user's modules, and to the other replicas."""
-        if not self._places and not self._leaves:
-            return
         lead = present[0]
         changed = self._known_local[lead].differing()
         if self._leaves:
@@ -114,8 +99,8 @@ class Attributes:
             return
         own = {id(place.local[lead]): place for place in self._places}
         # What deepcopy left the same object in both, such as a lock, stays the same object.
-        own_held = set(map(id, self._known_local[lead].held()))
-        shared = {id(item): item for item in self._known.held() if id(item) in own_held}
+        own_held = set(map(id, self._known_local[lead].held))
+        shared = {id(item): item for item in self._known.held if id(item) in own_held}
         pairs = [(self._places[index], contents_of(self._places[index].local[lead])) for index in changed]
         known = own.keys() | shared.keys()
         brought = [pair for pair in pairs if is_data(pair[1], lambda value: id(value) in known)]
@@ -134,7 +119,7 @@ class Attributes:
         differing = self._known_local[r].differing()
         if not differing:
             return
-        own = {*(id(place.local[r]) for place in self._places), *map(id, self._known_local[r].held())}
+        own = {*(id(place.local[r]) for place in self._places), *map(id, self._known_local[r].held)}
         for place in map(self._places.__getitem__, differing):
             if is_data(contents_of(place.local[r]), lambda value: id(value) in own):
                 self._unbrought.add(id(place.original))

@@ -19,12 +19,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import PLAIN
+from torchstrategy._binding.attribute_contents import PLAIN, Attribute
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
 from torchstrategy._binding.proxies import plain_class
@@ -34,12 +34,11 @@ from torchstrategy._core.torch_internals import requires_grad_of
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_trainable, refuse_uncopyable
-from torchstrategy._replication.metrics import Metrics
+from torchstrategy._replication.metrics import metrics_of, states_of
 from torchstrategy._replication.module_replica import (
     BufferSlot,
     ModuleReplica,
     differ,
-    is_returned,
     return_attribute,
     uncopyable,
 )
@@ -54,14 +53,26 @@ from torchstrategy._variables.variable import Variable, is_variable
 
 
 class Placement(NamedTuple):
-    """Where copies are, and how they are kept in step."""
+    """Where copies are, and how they are kept in step.
 
-    devices: Sequence[Device]  # of each replica
+    Args:
+        devices: The device of each replica.
+        parameter_device: The device of the user's parameters.
+        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
+            copies, as replicas on several devices have; the numbers are the same.
+        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
+        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
+            own; else values are sent to them.
+        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
+            themselves.
+    """
+
+    devices: Sequence[Device]
     parameter_device: Device
-    may_alias: bool  # whether parameters on the user's device share the user's memory
-    averages_buffers: bool
-    is_mirrored: bool  # whether replicas on other devices update their parameters themselves
-    all_reduce: AllReduce | None  # adds up gradients and leaves the sums on all devices
+    may_alias: bool = True
+    averages_buffers: bool = True
+    is_mirrored: bool = False
+    all_reduce: AllReduce | None = None
 
     def aliases(self) -> list[bool]:
         """Of each replica, whether its parameters on the user's device share the user's memory."""
@@ -95,18 +106,21 @@ class ReplicatedModules:
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
         by_name = [TrackedTensor(variable.name, variable) for variable in loose]
-        self._parameters = TrackedTensors(_originals(modules, paths, "_parameters"), by_name)
-        self._buffers = TrackedTensors(_originals(modules, paths, "_buffers"))
-        self._slots = _slots(self._insides, self._buffers)
-        tables = [id(self._insides[position]) for position, _ in self._slots]
-        self.lost_buffers = LostBuffers(self._buffers.names, tables)
+        self._parameters = TrackedTensors([held for _, held in _originals(modules, paths, "_parameters")], by_name)
+        self.names = self._parameters.names  # what the user calls each of the `owners`: `Net.layers.0.weight`
+        buffers = _originals(modules, paths, "_buffers")
+        self._buffers = TrackedTensors([held for _, held in buffers])
+        self._slots = [slot for slot, _ in buffers]
+        self.lost_buffers = LostBuffers()
         self.replicas = [
             ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, memory_device(device), aliases)
             for device, aliases in zip(layout.devices, layout.aliases(), strict=True)
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
-        self._metrics = Metrics(self._insides, self._paths, self.replicas)
+        self.metrics = metrics_of(self._insides, self._paths, self.replicas)
+        # The plain attributes that are states of metrics, which `metrics` brings to the replicas and back.
+        self._states = [set(states_of(inside)) for inside in self._insides]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
@@ -125,11 +139,6 @@ class ReplicatedModules:
         """The user's parameters."""
         return self._parameters.tensors
 
-    @property
-    def names(self) -> list[str]:
-        """What the user calls each of the `owners`: `Net.layers.0.weight`."""
-        return self._parameters.names
-
     def originals(self) -> list[nn.Module]:
         """The user's modules."""
         return [module for reference in self._references if (module := reference()) is not None]
@@ -137,16 +146,15 @@ class ReplicatedModules:
     def refresh(self) -> bool:
         """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
         # A layer that was added or replaced changes what there is to copy.
-        if self._is_outdated or not self._structure.is_same():
+        if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
             return False
-        if not self._have_same_classes():
-            return False
-        if not self._attribute_contents.bring(self._named_attributes):
+        contents = self._attribute_contents
+        if not contents.is_empty and not contents.bring(self._named_attributes):
             return False
         if not self._attribute_tables.is_same():
             if not self._bring_attributes():
                 return False
-            self._attribute_contents.collect(self._named_attributes)
+            contents.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self.replicas:
@@ -175,10 +183,6 @@ class ReplicatedModules:
         now = list(map(type, self.originals()))
         # During a run of another thread they are proxies.
         return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
-
-    def hand_out(self, present: Sequence[int]) -> None:
-        """Says which replicas take part in the run that begins. Metrics get their states."""
-        self._metrics.hand_out(present)
 
     def refresh_parameters(self) -> None:
         """Brings changed values of parameters to the copies."""
@@ -261,15 +265,16 @@ class ReplicatedModules:
         lead = self.replicas[replica_weights.present[0]]
         self._check_flags(replica_weights)
         values = self._buffer_values(replica_weights)
-        states = self._metrics.put_together(replica_weights)
+        for metric in self.metrics:
+            metric.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
         self._return_attributes(replica_weights.present)
-        self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
+        if not self._attribute_contents.is_empty:
+            self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
         if any(changes):
             self._return_changes(replica_weights, changes)
-        for state in states:
-            state.write(self._insides[state.position])
-        self._metrics.let_go()
+        for metric in self.metrics:
+            metric.write_back()
         trained = lead.trained
         if requires_grad_of(self.owners) != trained:
             for owner, flag in zip(self.owners, trained, strict=True):
@@ -290,12 +295,10 @@ class ReplicatedModules:
             is_lead = r == present[0]
             for edit in self.replicas[r].take_attributes():
                 is_computed = edit.name in self._computed[edit.place]
-                is_state = edit.name in self._metrics.states[edit.place]
+                is_state = edit.name in self._states[edit.place]
                 if is_state or (is_computed and not is_lead):
                     continue
-                if is_returned(edit, self._insides[edit.place], is_computed):
-                    if is_lead:
-                        return_attribute(edit, self._insides[edit.place], is_computed)
+                if return_attribute(edit, self._insides[edit.place], is_computed, is_lead):
                     self._attribute_tables.forget(edit.place, edit.name)
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
@@ -313,7 +316,7 @@ class ReplicatedModules:
             if left is not None and left.shape == before.shape:
                 self._buffers.take(index, left)
             # A tensor that is also in another place stays there, and is something else from here on.
-            self._is_outdated |= places[id(before)] > 1 or self._attribute_contents.holds(before)
+            self._is_outdated |= places[id(before)] > 1 or id(before) in self._attribute_contents.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
             self._known_tensors.discard(id(before))
@@ -333,7 +336,7 @@ class ReplicatedModules:
             if table == "_buffers":
                 made = [e.after for other in edits[1:] for e in other if (e.place, e.name) == (edit.place, edit.name)]
                 name = f"{self._paths[position]}.{edit.name}"
-                self.lost_buffers.look_at_new(name, id(self._insides[position]), edit.after, made)
+                self.lost_buffers.look(id(self._insides[position]), name, edit.after, made)
                 lead.return_buffer(edit, self._insides[position], memory_device(self._layout.parameter_device))
             else:
                 lead.return_hook(edit, self._insides[position], back)
@@ -362,7 +365,9 @@ class ReplicatedModules:
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
-                _check_fits(self._buffers.names[index], original, value)
+                if (original.shape, original.dtype) != (value.shape, value.dtype):
+                    shapes = tuple(original.shape), original.dtype, tuple(value.shape), value.dtype
+                    raise RuntimeError(_REPLACED.format(self._buffers.names[index], *shapes))
             combined[index] = values[0]
             if self._buffers.are_running[index] and self._layout.averages_buffers:
                 fractions = [replica_weights.fractions[r] for r in replica_weights.present]
@@ -370,7 +375,8 @@ class ReplicatedModules:
                 combined[index] = torch.stack(here).sum(0)
             elif not self._buffers.are_running[index]:
                 others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
-                self.lost_buffers.look(index, values[0], others)
+                module = id(self._insides[self._slots[index].position])
+                self.lost_buffers.look(module, self._buffers.names[index], values[0], others)
         return combined
 
     def _changed_buffers(self) -> list[int]:
@@ -381,12 +387,12 @@ class ReplicatedModules:
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
 
-    def _named_attributes(self) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    def _named_attributes(self) -> Iterator[Attribute]:
         """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
         # What a replica still has in the place of an attribute's new value is no copy of that value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._metrics.states[position]
+            left_out = TORCHS_OWN | self._computed[position] | self._states[position]
             for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
                 local = [replica.insides[position].get(name, MISSING) for replica in self.replicas]
                 is_everywhere = not any(value is MISSING for value in local)
@@ -397,7 +403,7 @@ class ReplicatedModules:
         edits = list(self._attribute_tables.edits())
         if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
             return False
-        brought = [e for e in edits if e.name not in self._computed[e.place] | self._metrics.states[e.place]]
+        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states[e.place]]
         paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
         for path, edit in zip(paths, brought, strict=True):
             refuse_trainable(path, edit.after, self._index_of)
@@ -414,9 +420,12 @@ class ReplicatedModules:
         return True
 
 
-def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) -> list[TrackedTensor]:
-    found: dict[int, TrackedTensor] = {}
-    for module in modules:
+def _originals(
+    modules: Sequence[nn.Module], paths: dict[int, str], table: str
+) -> list[tuple[BufferSlot, TrackedTensor]]:
+    """The tensors in the tables of this name, each once, with its first place."""
+    found: dict[int, tuple[BufferSlot, TrackedTensor]] = {}
+    for position, module in enumerate(modules):
         for name, tensor in module.__dict__[table].items():
             # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
             # it holds a component for each replica already.
@@ -424,17 +433,9 @@ def _originals(modules: Sequence[nn.Module], paths: dict[int, str], table: str) 
                 continue
             if tensor is not None:
                 is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
-                found.setdefault(id(tensor), TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running))
+                tracked = TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running)
+                found.setdefault(id(tensor), (BufferSlot(position, name), tracked))
     return list(found.values())
-
-
-def _slots(insides: Sequence[dict[str, Any]], buffers: TrackedTensors) -> list[BufferSlot]:
-    """The first place of each buffer."""
-    found: dict[int, BufferSlot] = {}
-    for position, inside in enumerate(insides):
-        for name, buffer in inside["_buffers"].items():
-            found.setdefault(id(buffer), BufferSlot(position, name))
-    return [found[id(buffer)] for buffer in buffers.tensors]
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
@@ -444,21 +445,17 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, norms) or name.startswith("running_")
 
 
-def _check_fits(name: str, original: torch.Tensor, value: torch.Tensor) -> None:
-    if original.shape != value.shape or original.dtype != value.dtype:
-        raise RuntimeError(
-            f"A replica replaced the buffer {name}, of shape {tuple(original.shape)} and {original.dtype}, by one of "
-            f"shape {tuple(value.shape)} and {value.dtype}. Write the buffer in place, or keep such a value in a plain "
-            "attribute."
-        )
-
-
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 _REBUILT = (
     "{name} was {verb} in a replica: the model and its optimizer would not have this change, and the other replicas "
     "would not, either. Do it outside of strategy.run. If forward makes it when it is first called, call the module "
     "with one batch before the first run; the module of a DataParallel is model.module."
+)
+
+_REPLACED = (
+    "A replica replaced the buffer {}, of shape {} and {}, by one of shape {} and {}. Write the buffer in place, or "
+    "keep such a value in a plain attribute."
 )
 
 _HOOK = (

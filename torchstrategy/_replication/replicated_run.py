@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.object_attributes import Trainers
+from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
 from torchstrategy._binding.proxies import plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, is_in_replica, undisturbed
 from torchstrategy._core.devices import in_use, memory_device
@@ -165,6 +166,7 @@ CrossReplica = Callable[[], AbstractContextManager[None]]
 
 
 @final
+@dataclass(eq=False)
 class ReplicatedRun(OptimizerHost):
     """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
 
@@ -174,53 +176,48 @@ class ReplicatedRun(OptimizerHost):
         outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
         steppers: The schedulers and scalers of the strategy, and those that the step names.
         trainers: The user's objects that hold models, with their attributes in each replica.
-        cross_replica: Enters the strategy's cross-replica context.
+        shared_trainers: Those that all replicas share.
+        enter_cross_replica: Enters the strategy's cross-replica context.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
         has_plain_rows: Whether the arguments have rows and were not distributed.
     """
 
-    def __init__(
-        self,
-        copies: ReplicaSet,
-        replica_weights: ReplicaWeights,
-        outsiders: Sequence[tuple[torch.Tensor, str]],
-        steppers: Sequence[Any],
-        trainers: Trainers,
-        cross_replica: CrossReplica,
-        watch: Watch | None,
-        warned: set[tuple[int, str]],
-        has_plain_rows: bool,
-    ) -> None:
-        self.watch = watch
-        self._warned = warned
-        self._trained = trained(copies.replicated.owners) if has_plain_rows else None
-        self._lent: list[Replica] = []
-        self._copies = copies
-        self._replica_weights = replica_weights
+    copies: ReplicaSet
+    replica_weights: ReplicaWeights
+    outsiders: Sequence[tuple[torch.Tensor, str]]
+    steppers: Sequence[Any]
+    trainers: Sequence[Trainer]
+    shared_trainers: Sequence[SharedTrainer]
+    enter_cross_replica: CrossReplica
+    watch: Watch | None
+    warned: set[tuple[int, str]]
+    has_plain_rows: bool
+    _lent: list[Replica] = field(default_factory=list)
+    # By replica: what stands there for the user's objects.
+    _local: dict[int, Mapping[int, object]] = field(default_factory=dict)
+    _optimizers: dict[int, list[ReplicaOptimizer]] = field(default_factory=dict)  # by replica
+    # The message for an optimizer that took a step on a thread of the user's own. The caller's thread raises it
+    # later: on the other thread, nobody might see it.
+    _on_other_thread: str | None = None
+    # While it is open, the user's parameters have their gradients; see `show`.
+    _shown: ExitStack = field(default_factory=ExitStack)
+    _callers_device: torch.device = field(default_factory=torch.get_default_device)
+
+    def __post_init__(self) -> None:
+        self._trained = trained(self.copies.replicated.owners) if self.has_plain_rows else None
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
-        written = [(tensor, name) for tensor, name in outsiders if not is_variable(tensor)]
-        self._outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
-        self._outsider_ids = {id(tensor) for tensor, _ in outsiders}
-        self._steppers = steppers
-        self._trainers = trainers
-        self._cross_replica = cross_replica
+        written = [(tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)]
+        self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
-        self._callers_device = torch.get_default_device()
-        self._local: dict[int, Mapping[int, object]] = {}  # by replica: what stands there for the user's objects
-        self._optimizers: dict[int, list[ReplicaOptimizer]] = {}  # by replica
-        # The message for an optimizer that took a step on a thread of the user's own. The caller's thread raises it
-        # later: on the other thread, nobody might see it.
-        self._on_other_thread: str | None = None
-        self._shown = ExitStack()  # while it is open, the user's parameters have their gradients; see `show`
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         """The objects that `replica` has in the place of the user's, by the ids of the user's.
 
         Called on the replica's thread, when the step begins there.
         """
-        copies, leads = self._copies, replica.index == self._replica_weights.present[0]
+        copies, leads = self.copies, replica.index == self.replica_weights.present[0]
         self._lent.append(replica)
         gradients = copies.gradients.of_replicas[replica.index]
         gradients.enter(replica)
@@ -237,10 +234,10 @@ class ReplicatedRun(OptimizerHost):
             for optimizer in copies.optimizers()
         }
         self._optimizers[replica.index] = list(optimizers.values())
-        steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self._steppers}
+        steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self.steppers}
         self._local[replica.index] = local = {
             **copies.replicated.replicas[replica.index].local_objects,
-            **self._trainers.local_objects(replica.index),
+            **{id(trainer.original): trainer.attributes[replica.index] for trainer in self.trainers},
             **optimizers,
             **steppers,
         }
@@ -248,14 +245,14 @@ class ReplicatedRun(OptimizerHost):
 
     def ends(self, replica: Replica) -> None:
         """Called on the thread of `replica`, when the step has ended there."""
-        self._copies.gradients.accumulate(replica.index)
+        self.copies.gradients.accumulate(replica.index)
 
     @contextmanager
     def published(self) -> Iterator[None]:
         """For the length of the block, the user's own parameters have the accumulated gradients of the run."""
         with self._published():
             # A merge function may write on gradients through `.data`, so copies of them may be outdated from here on.
-            self._copies.gradients.forget_arrived()
+            self.copies.gradients.forget_arrived()
             yield
 
     @contextmanager
@@ -264,18 +261,21 @@ class ReplicatedRun(OptimizerHost):
         self._check_unwritten()
         # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
         # So while an optimizer steps, the user's parameters are no proxies.
-        with suspended(self._copies.plain_owners, self._copies), self._copies.gradients.published():
+        with suspended(self.copies.plain_owners, self.copies), self.copies.gradients.published():
             yield
         with undisturbed():
-            self._copies.replicated.refresh_parameters()
-        self._trainers.refresh()
-        self._outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._outsiders]
+            self.copies.replicated.refresh_parameters()
+        for trainer in self.trainers:
+            trainer.refresh()
+        for shared in self.shared_trainers:
+            shared.refresh()
+        self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._known_outsiders]
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
-        with self._cross_replica(), self._updating():
+        with self.enter_cross_replica(), self._updating():
             # A scaler divides gradients by its scale, and torch does not count these writes.
             if optimizer is None:
-                self._copies.gradients.forget_arrived()
+                self.copies.gradients.forget_arrived()
             result = call()
             self._has_written(optimizer)
             return result
@@ -285,14 +285,14 @@ class ReplicatedRun(OptimizerHost):
         before = self._threads
         self._threads = before | {threading.get_ident()}
         try:
-            with self._cross_replica(), in_use(self._callers_device):
+            with self.enter_cross_replica(), in_use(self._callers_device):
                 yield
         finally:
             self._threads = before
 
     def show(self) -> None:
         self._shown.enter_context(self._updating())
-        self._copies.gradients.keep()
+        self.copies.gradients.keep()
 
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
         self._has_written(optimizer)
@@ -301,38 +301,41 @@ class ReplicatedRun(OptimizerHost):
     def loss(self, losses: Sequence[Any]) -> Any:
         if any(loss is None for loss in losses):
             return None
-        weights = [self._replica_weights.weights[r] for r in self._replica_weights.present]
+        weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
         return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
 
     def results_require_grad(self) -> None:
         """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
-        self._copies.gradients.deliver_late_ones()
+        self.copies.gradients.deliver_late_ones()
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
         # See Note [The order of a run and of its undoing], step 7.
         self._check_unwritten()
-        changes = self._copies.replicated.check_structure(self._replica_weights.present)
+        changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         with undisturbed():
-            self._copies.gradients.reduce()
-            self._trainers.put_together()
-            self._copies.replicated.return_to_originals(self._replica_weights, changes)
-        if self._trainers.write_back():
+            self.copies.gradients.reduce()
+            for trainer in self.trainers:
+                trainer.put_together()
+            self.copies.replicated.return_to_originals(self.replica_weights, changes)
+        # A list, since all trainers are written.
+        if any([trainer.write_back() for trainer in self.trainers]):
             self.results_require_grad()
         self._return_settings()
-        self._copies.gradients.end()
+        self.copies.gradients.end()
 
     def warn(self) -> None:
         """After the run: warns of numbers that may not be those of one device."""
         if self.watch is not None:
             self.watch.warn()
-        replicated = self._copies.replicated
-        replicated.lost_buffers.warn(self._warned)
-        if self._trained is None or _PLAIN_BATCH in self._warned or any(replica.was_asked for replica in self._lent):
+        replicated = self.copies.replicated
+        if replicated.lost_buffers.differing:
+            replicated.lost_buffers.warn(self.warned)
+        if self._trained is None or _PLAIN_BATCH in self.warned or any(replica.was_asked for replica in self._lent):
             return
         if self._trained != trained(replicated.owners):
-            self._warned.add(_PLAIN_BATCH)
+            self.warned.add(_PLAIN_BATCH)
             warn_of_plain_batch(len(self._lent))
 
     def let_go(self) -> None:
@@ -349,7 +352,7 @@ class ReplicatedRun(OptimizerHost):
         if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
             return
         # Else the optimizer trains something that the step made itself.
-        known = self._copies.known | self._outsider_ids
+        known = self.copies.known | {id(tensor) for tensor, _ in self.outsiders}
         if not any(isinstance(p, ReplicaParameter) or id(p) in known for p in parameters_of(optimizer)):
             return
         if is_on_other_thread:
@@ -362,30 +365,31 @@ class ReplicatedRun(OptimizerHost):
                 "strategy.distribute_optimizer(optimizer); or step after strategy.run."
             )
         else:
-            self._copies.gradients.keep()
+            self.copies.gradients.keep()
 
     def _has_written(self, optimizer: Optimizer | None) -> None:
         """Says that an optimizer may have written on parameters in ways that torch does not count."""
         # Torch's own optimizers count their writes, but for fused ones, which `ReplicatedStorage` handles. Others may
         # write through `.data`, and need not call the hooks that torch calls at each step.
         if optimizer is not None and not is_torchs(optimizer):
-            self._copies.gradients.keep()
-            self._copies.replicated.note_written(parameters_of(optimizer))
+            self.copies.gradients.keep()
+            self.copies.replicated.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
-        self._trainers.check_unwritten()
+        for trainer in self.shared_trainers:
+            trainer.check_unwritten()
         # Else a run of another thread may have trained the same parameters meanwhile.
-        if self._copies.gradients.is_alone:
+        if self.copies.gradients.is_alone:
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
-            self._copies.replicated.check_unwritten(self._replica_weights.present)
-            for tensor, name, known in self._outsiders:
+            self.copies.replicated.check_unwritten(self.replica_weights.present)
+            for tensor, name, known in self._known_outsiders:
                 if version(tensor) != known:
                     raise RuntimeError(written_in_replica(name))
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        self._copies.replicated.check_structure(self._replica_weights.present)
+        self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.
         self._return_settings()
@@ -397,12 +401,12 @@ class ReplicatedRun(OptimizerHost):
 
     def _check_settings(self) -> None:
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
-        lead, *others = self._replica_weights.present
+        lead, *others = self.replica_weights.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
             optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
 
     def _return_settings(self) -> None:
-        for optimizer in self._optimizers.get(self._replica_weights.present[0], []):
+        for optimizer in self._optimizers.get(self.replica_weights.present[0], []):
             optimizer.return_settings()
 
 

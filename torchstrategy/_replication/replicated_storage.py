@@ -18,20 +18,20 @@ from torch.optim import Optimizer
 
 from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
-from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.proxies import install, uninstall, users_own
+from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
+from torchstrategy._binding.proxies import install, is_all_in_dict, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_in_replica, undisturbed
 from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
-from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
 from torchstrategy._replication.storage import Storage
-from torchstrategy._training.all_reduced_gradients import AllReduce
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -44,28 +44,14 @@ class ReplicatedStorage(Storage):
     """The user's parameters live on one device, and each replica has copies, which follow them or are updated alike.
 
     Args:
-        devices: The device of each replica.
-        parameter_device: The device of the user's parameters.
-        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
-            copies, as replicas on several devices have; the numbers are the same.
-        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
-        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
-            own; else values are sent to them.
-        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
-            themselves.
+        layout: Where the copies are, and how they are kept in step.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        parameter_device: Device,
-        may_alias: bool = True,
-        averages_buffers: bool = True,
-        is_mirrored: bool = False,
-        all_reduce: AllReduce | None = None,
-    ) -> None:
-        super().__init__(devices, parameter_device)
-        self._layout = Placement(self.devices, parameter_device, may_alias, averages_buffers, is_mirrored, all_reduce)
+    def __init__(self, layout: Placement) -> None:
+        super().__init__(layout.devices, layout.parameter_device)
+        if layout.is_mirrored:
+            self.parameter_devices = self.devices
+        self._layout = layout
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
@@ -81,12 +67,8 @@ class ReplicatedStorage(Storage):
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's
         tell_of_steps(self)
-        if any(map(is_accelerator, (*self.devices, parameter_device))):
+        if any(map(is_accelerator, (*self.devices, self.parameter_device))):
             listen_to_data()
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        return self.devices if self._layout.is_mirrored else (self.parameter_device,)
 
     @contextmanager
     def begin_run(
@@ -114,17 +96,22 @@ class ReplicatedStorage(Storage):
         try:
             originals += copies.originals()
             steppers = self._steppers_of(named)
-            trainers = Trainers(
-                named.trainers() if len(self.devices) > 1 else [], len(self.devices), replica_weights.present
-            )
-            originals += [*steppers, *trainers.originals()]
+            named_trainers = named.trainers() if len(self.devices) > 1 else []
+            own = [thing for _, thing in named_trainers if is_all_in_dict(thing)]
+            trainers = [Trainer(thing, len(self.devices), replica_weights.present) for thing in own]
+            shared = [SharedTrainer(name, thing) for name, thing in named_trainers if not is_all_in_dict(thing)]
+            originals += [*steppers, *own]
             outsiders = list(self._outsiders(named, copies))
             several = len(replica_weights.present) > 1
-            watch = self._shared.watch(named, self._modules, copies.known) if several else None
-            parts = copies, replica_weights, outsiders, steppers, trainers, cross_replica, watch
-            run_state = ReplicatedRun(*parts, self._warned, several and has_plain_rows(leaves))  # 2
+            reaches_more = any(id(module) not in self._modules for _, module in named.modules)
+            may_share = several and (named.others or named.tensors or reaches_more)
+            watch = self._shared.watch(named, self._modules, copies.known) if may_share else None
+            may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
+            parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
+            run_state = ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))  # 2
             self._runs[copies] = run_state  # 3
-            copies.replicated.hand_out(replica_weights.present)  # 4
+            for metric in copies.replicated.metrics:  # 4
+                metric.hand_out(replica_weights.present)
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
             install(originals, copies)  # 6
             yield run_state
@@ -156,7 +143,7 @@ class ReplicatedStorage(Storage):
         return steppers
 
     def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(*self._layout)
+        return ReplicatedStorage(self._layout)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
@@ -178,12 +165,12 @@ class ReplicatedStorage(Storage):
             for copies in self._standing_still() if self._in_use else []:
                 copies.gradients.watch(variable, variable.name)
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        if not is_in_replica():
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer, _weakly(self._forget))
-
-    def take_stepper(self, stepper: Stepper) -> None:
-        if not is_in_replica():
+    def take_stepper(self, stepper: Optimizer | Stepper) -> None:
+        if is_in_replica():
+            return
+        if isinstance(stepper, Optimizer):
+            self._optimizers[id(stepper)] = weakref.ref(stepper, _weakly(self._forget))
+        else:
             self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
@@ -204,12 +191,11 @@ class ReplicatedStorage(Storage):
                 self._new.clear()
                 self._generation += 1
             # The last set that was returned comes first. One that does not fit any more is dropped.
-            copies = None
-            while self._idle and copies is None:
+            while self._idle:
                 copies = self._idle.pop()
-                if copies.generation != self._generation or not copies.bring_up_to_date(optimizers):
-                    copies = None
-            if copies is None:
+                if copies.generation == self._generation and copies.bring_up_to_date(optimizers):
+                    break
+            else:
                 copies = self._copied(variables, optimizers)
             if self._in_use:
                 for other in (copies, *self._in_use):
@@ -256,7 +242,7 @@ class ReplicatedStorage(Storage):
             # created, and nobody is told when it takes a step.
             is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
             if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
-                self.take_optimizer(optimizer)
+                self.take_stepper(optimizer)
         for _, module in named.modules:
             if id(module) not in self._modules:
                 parts = parts_of([module])

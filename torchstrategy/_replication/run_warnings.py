@@ -29,13 +29,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
 
+from torchstrategy._binding.changes import extent
 from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._binding.step_references import StepReferences
 from torchstrategy._core.distributed_values import DistributedValues
@@ -47,6 +49,7 @@ from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
+Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
 _READ = 2**24  # at the most so many bytes of a tensor are read, since an average changes all of them
 _SHOWN = 3  # at the most so many names are in a message
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
@@ -97,39 +100,29 @@ _NOT_DEALT = (
 
 @final
 class LostBuffers:
-    """Remembers which buffers differed between replicas.
+    """Remembers which buffers differed between replicas."""
 
-    Args:
-        names: What the user calls each buffer.
-        modules: The id of the module of each.
-    """
+    def __init__(self) -> None:
+        # A buffer is known by the id of its module and by its name.
+        self._runs: Counter[tuple[int, str]] = Counter()  # how many runs wrote it
+        self.differing: list[tuple[int, str]] = []  # those that are to be warned of
 
-    def __init__(self, names: Sequence[str], modules: Sequence[int]) -> None:
-        self._names = names
-        self._modules = modules
-        self._runs: dict[int, int] = {}  # by the position of a buffer: how many runs wrote it
-        self._differing: list[tuple[int, str]] = []  # modules and names of buffers that are to be warned of
-
-    def look(self, index: int, kept: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Compares the value of a buffer that is kept with the values that other replicas wrote."""
-        self._runs[index] = count = self._runs.get(index, 0) + 1
-        is_due = _is_power_of_two(count) and not self._names[index].endswith(_COUNTER)
-        if is_due and not all(_are_close(kept, other) for other in others):
-            self._differing.append((self._modules[index], self._names[index]))
-
-    def look_at_new(self, name: str, module: int, kept: object, others: Sequence[object]) -> None:
-        """Compares a buffer that the step made in the first replica with those that it made in others."""
-        tensors = [other for other in others if isinstance(other, torch.Tensor)]
-        if isinstance(kept, torch.Tensor) and not all(_are_close(kept, other) for other in tensors):
-            self._differing.append((module, name))
+    def look(self, module: int, name: str, kept: object, others: Sequence[object]) -> None:
+        """Compares a buffer that is kept, or that the step made, with those of other replicas."""
+        if isinstance(kept, torch.Tensor) and not name.endswith(_COUNTER):
+            self._runs[module, name] += 1
+            tensors = [other for other in others if isinstance(other, torch.Tensor)]
+            is_due = _is_power_of_two(self._runs[module, name])
+            if is_due and not all(_are_close(kept, other) for other in tensors):
+                self.differing.append((module, name))
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
         """Warns of buffers that differed; `warned` has those of which users were warned before."""
-        for key in self._differing:
+        for key in self.differing:
             if key not in warned:
                 warned.add(key)
                 warn(_DIFFERS.format(name=key[1]), ReplicaBufferWarning)
-        self._differing.clear()
+        self.differing.clear()
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -166,49 +159,24 @@ class SharedTensors:
     """What a strategy remembers of tensors that its steps reach and of which replicas have no copies."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, int] = {}  # by name: how many runs have reached it
-        self._unclear: set[str] = set()  # names of tensors on which somebody wrote, nobody knows which replica
+        self._runs: Counter[str] = Counter()  # by name: how many runs have reached it
+        self.unclear: set[str] = set()  # names of tensors on which somebody wrote, nobody knows which replica
         # By id and name: to keep the tensors themselves would keep their memory.
-        self._warned: set[tuple[int, str]] = set()
+        self.warned: set[tuple[int, str]] = set()
 
     def watch(self, named: StepReferences, own: Container[int], known: Collection[int]) -> SharedWrites | None:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
         roots = {_root(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
-        for root in roots:
-            self._runs[root] = self._runs.get(root, 0) + 1
-        due = set(filter(self._is_due, roots))
+        self._runs.update(roots)
+        # Tensors and modules below these names are looked at closely in this run.
+        due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
         tensors = shared_tensors(named, own, known, lambda name: _root(name) in due)
-        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self._warned]
+        tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
         if not tensors:
             return None
         read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
-        take_turns = any(self._runs[root] == 1 or root in self._unclear for root in {_root(name) for name, _ in read})
+        take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
         return SharedWrites(self, tensors, read, take_turns)
-
-    def _is_due(self, root: str) -> bool:
-        """Whether tensors and modules below a name are looked at closely in this run."""
-        return _is_power_of_two(self._runs[root]) or root in self._unclear
-
-    def warn(self, found: Iterable[tuple[str, torch.Tensor, list[Collection[int]]]]) -> None:
-        """Warns of tensors on which several replicas have written, once for each; see `SharedWrites.warn`."""
-        by_several = {}
-        for name, tensor, writers in found:
-            # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
-            if any(len(who) > 1 for who in writers):
-                self._unclear.add(_root(name))
-                continue
-            self._unclear.discard(_root(name))
-            count = len(set().union(*writers))
-            if count > 1:
-                self._warned.add((id(tensor), _root(name)))
-                by_several[name] = count
-        if by_several:
-            names = [f"`{name}`" for name in by_several]
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            warn(
-                _BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())),
-                SharedWriteWarning,
-            )
 
 
 @final
@@ -222,20 +190,12 @@ class SharedWrites(Watch):
         take_turns: Whether replicas should run one at a time.
     """
 
-    def __init__(
-        self,
-        known: SharedTensors,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        read: Sequence[tuple[str, torch.Tensor]],
-        take_turns: bool,
-    ) -> None:
+    def __init__(self, known: SharedTensors, tensors: Sequence[Named], read: Sequence[Named], take_turns: bool) -> None:
         self.take_turns = take_turns
         self._known = known
-        with unseen_by_function_modes():
-            counted = [pair for pair in tensors if not pair[1].is_inference()]
-        self._counted = [tensor for _, tensor in counted]
+        self._pairs = [*tensors, *read]
+        self._counted = [tensor for _, tensor in tensors]
         self._read = [tensor for _, tensor in read]
-        self._pairs = [*counted, *read]
         self._marks: list[int] = []
         # By the id of a tensor: its name, itself, and which replicas may have made each change of it.
         self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
@@ -254,7 +214,24 @@ class SharedWrites(Watch):
 
     def warn(self) -> None:
         """Warns of tensors on which several replicas have written, once for each."""
-        self._known.warn(self._writers.values())
+        by_several = {}
+        for name, tensor, writers in self._writers.values():
+            # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
+            if any(len(who) > 1 for who in writers):
+                self._known.unclear.add(_root(name))
+                continue
+            self._known.unclear.discard(_root(name))
+            count = len(set().union(*writers))
+            if count > 1:
+                self._known.warned.add((id(tensor), _root(name)))
+                by_several[name] = count
+        if by_several:
+            names = [f"`{name}`" for name in by_several]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            warn(
+                _BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())),
+                SharedWriteWarning,
+            )
 
 
 def shared_tensors(
@@ -299,17 +276,12 @@ def _digest(tensor: torch.Tensor) -> int:
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.device.type != "cpu":
         return 0
-    # Bytes in gaps between the numbers may belong to another tensor.
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return 0
-        expected *= size
-    begin, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-    # Some programs take the memory of a tensor away while they do not use it, as FSDP does by `storage.resize_(0)`.
-    if not size or begin + size > tensor.untyped_storage().nbytes():
+    start, stop = extent(tensor)
+    # Bytes in gaps between the numbers may belong to another tensor. And some programs take the memory of a tensor away
+    # while they do not use it, as FSDP does by `storage.resize_(0)`.
+    if start == stop or stop - start != tensor.nbytes or stop > tensor.untyped_storage().nbytes():
         return 0
-    return zlib.crc32((ctypes.c_char * min(size, _READ)).from_address(tensor.data_ptr()))
+    return zlib.crc32((ctypes.c_char * min(stop - start, _READ)).from_address(tensor.data_ptr()))
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

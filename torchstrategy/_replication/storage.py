@@ -34,11 +34,8 @@ class Storage:
     def __init__(self, devices: Sequence[Device], parameter_device: Device) -> None:
         self.devices = tuple(devices)
         self.parameter_device = parameter_device
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """Where parameters are: one device, or every device that has copies of them."""
-        return (self.parameter_device,)
+        # Where parameters are: one device, or every device that has copies of them.
+        self.parameter_devices: tuple[Device, ...] = (parameter_device,)
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
@@ -47,8 +44,6 @@ class Storage:
     def _take(self, thing: nn.Module | Optimizer | Stepper) -> None:
         if isinstance(thing, nn.Module):
             self.take_part(thing)
-        elif isinstance(thing, Optimizer):
-            self.take_optimizer(thing)
         else:
             self.take_stepper(thing)
 
@@ -77,8 +72,7 @@ class Storage:
             RuntimeError: If it belongs to another strategy.
         """
         self._require_free(thing)
-        if thing not in _owners:
-            _owners[thing] = weakref.ref(self)
+        _owners.setdefault(thing, weakref.ref(self))
 
     def claim_parameter(self, module: nn.Module, parameter: torch.Tensor) -> None:
         """Notes that a parameter belongs here, for as long as a module has it.
@@ -110,15 +104,12 @@ class Storage:
         """Takes in one module. It may have been taken in before, and have got another child since."""
         self.claim(module)
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Takes in an optimizer. A single replica uses it as it is."""
-
     def take_variable(self, variable: Variable) -> None:
         """Takes in a variable."""
         self.claim(variable)
 
-    def take_stepper(self, stepper: Stepper) -> None:
-        """Takes in a learning-rate scheduler or a `GradScaler`. A single replica counts each step once."""
+    def take_stepper(self, stepper: Optimizer | Stepper) -> None:
+        """Takes in an optimizer, a learning-rate scheduler or a `GradScaler`. A single replica uses it as it is."""
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchstrategy._binding.changes import extent
 from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.types import Device
 
@@ -31,7 +32,7 @@ def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         if tensor.layout is torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
             storage = tensor.device, tensor.untyped_storage().data_ptr()
-            by_storage.setdefault(storage, []).append((*_extent(tensor), index))
+            by_storage.setdefault(storage, []).append((*extent(tensor), index))
     groups: list[list[int]] = []
     for extents in by_storage.values():
         if len(extents) > 1:
@@ -44,16 +45,8 @@ def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the elements of a tensor begin and end in its storage, in bytes."""
-    size = tensor.element_size()
-    start = int(tensor.storage_offset())
-    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * size, (last + 1) * size
-
-
 def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
-    extents = [_extent(tensor) for tensor in tensors]
+    extents = [extent(tensor) for tensor in tensors]
     start = min(start for start, _ in extents) // _ALIGNMENT * _ALIGNMENT
     stop = max(stop for _, stop in extents)
     smallest = min(tensors, key=torch.Tensor.element_size).detach()

@@ -120,7 +120,7 @@ class OneMachineExtended(StrategyExtended):
         return module.to(memory_device(self._storage.parameter_device))
 
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
-        self._storage.take_optimizer(optimizer)
+        self._storage.take_stepper(optimizer)
 
     @contextmanager
     def _creation_scope(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torchstrategy._communication.cross_device_ops import CrossDeviceOps, Reduct
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
+from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
@@ -93,7 +94,7 @@ class CentralStorageBase(StrategyBase):
         storage = (
             Storage(devices, owner)
             if is_in_place
-            else ReplicatedStorage(devices, owner, averages_buffers=averages_buffers)
+            else ReplicatedStorage(Placement(devices, owner, averages_buffers=averages_buffers))
         )
         reduction = ReduceOp.of(gradient_reduction)
         super().__init__(ReplicatedExtended(storage, reduction, between_graph=True))
@@ -159,14 +160,9 @@ class MirroredBase(StrategyBase):
             return
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
-        storage = ReplicatedStorage(
-            on,
-            on[0],
-            averages_buffers=averages_buffers,
-            is_mirrored=True,
-            all_reduce=ops._weighted_sums if is_all_reduced else None,
-        )
-        super().__init__(ReplicatedExtended(storage, reduction, cross_device_ops=ops))
+        all_reduce = ops._weighted_sums if is_all_reduced else None
+        layout = Placement(on, on[0], averages_buffers=averages_buffers, is_mirrored=True, all_reduce=all_reduce)
+        super().__init__(ReplicatedExtended(ReplicatedStorage(layout), reduction, cross_device_ops=ops))
 
 
 @final

@@ -16,6 +16,7 @@ from problems import context, data, deal, mlp, mse, sgd
 from topologies import TOPOLOGIES
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._execution import replica_threads
+from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
@@ -27,7 +28,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def central(replicas: int, may_alias: bool = True) -> torchstrategy.Strategy:
     """Some replicas on the one CPU; their parameters share the owner's memory, or are real copies there."""
     devices = [canonical_device("cpu:0")] * replicas
-    storage = ReplicatedStorage(devices, devices[0], may_alias)
+    storage = ReplicatedStorage(Placement(devices, devices[0], may_alias))
     return torchstrategy.Strategy(ReplicatedExtended(storage, torchstrategy.ReduceOp.MEAN))
 
 
