@@ -32,9 +32,17 @@ from torchstrategy._core.devices import canonical_device, in_use, is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component, select
 from torchstrategy._core.errors import an, as_int
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._core.tree import first_unlike, leaves_with_names, map_leaves, zip_leaves
+from torchstrategy._core.tree import (
+    first_unlike,
+    is_record,
+    leaves_with_names,
+    leaves_within,
+    map_leaves,
+    parts_of,
+    with_parts,
+    zip_leaves,
+)
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._strategy.strategies import CentralStorageStrategy

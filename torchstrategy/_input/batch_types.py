@@ -28,9 +28,16 @@ from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrategy._core.errors import an, plural
-from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
-from torchstrategy._core.tree import is_container, map_leaves, tree_flatten
+from torchstrategy._core.tree import (
+    is_container,
+    is_record,
+    leaves_within,
+    map_leaves,
+    parts_of,
+    tree_flatten,
+    with_parts,
+)
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.arrays import has_dtype
 
