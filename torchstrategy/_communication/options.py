@@ -73,8 +73,16 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes_per_pack", _bytes(self.bytes_per_pack))
-        _check_timeout(self.timeout_seconds)
+        what = "it is a whole number of bytes, such as 50 * 1024 * 1024."
+        size = as_int(self.bytes_per_pack, f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack!r}): {what}")
+        if size < 0:
+            raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
+        object.__setattr__(self, "bytes_per_pack", size)
+        seconds = self.timeout_seconds
+        if not isinstance(seconds, (int, float, type(None))):
+            raise TypeError(f"CommunicationOptions(timeout_seconds={seconds!r}): it is a number of seconds, or None.")
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
         object.__setattr__(self, "implementation", _implementation(self.implementation))
 
 
@@ -141,23 +149,6 @@ def _refused(options: CommunicationOptions, devices: Callable[[], Sequence[Devic
         why = why_not_nccl(devices()) if devices else "NCCL is for sums; gathers are made by copies"
         return f"implementation=NCCL)): {why}." if why else None
     return None
-
-
-def _bytes(count: object) -> int:
-    what = "it is a whole number of bytes, such as 50 * 1024 * 1024."
-    size = as_int(count, f"CommunicationOptions(bytes_per_pack={count!r}): {what}")
-    if size < 0:
-        raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
-    return size
-
-
-def _check_timeout(seconds: object) -> None:
-    if seconds is None:
-        return
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"CommunicationOptions(timeout_seconds={seconds!r}): it is a number of seconds, or None.")
-    if not seconds >= 0:
-        raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
 
 
 def _implementation(given: object) -> CommunicationImplementation:

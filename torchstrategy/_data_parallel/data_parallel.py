@@ -255,18 +255,13 @@ def _refuse_in_replica() -> None:
 
 
 def _require_place(module: nn.Module, device: Device) -> None:
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device != memory_device(device):
-            raise RuntimeError(_misplaced(module, device))
-
-
-def _misplaced(module: nn.Module, device: Device) -> str:
-    named = chain(module.named_parameters(type(module).__name__), module.named_buffers(type(module).__name__))
-    name, elsewhere = next((name, tensor.device) for name, tensor in named if tensor.device != memory_device(device))
-    return (
-        f"The module of a DataParallel has to be on the first of its devices, {memory_device(device)}, and {name} is "
-        f"on {elsewhere}. Move it there before the forward: model.to({str(memory_device(device))!r})."
-    )
+    kind, place = type(module).__name__, memory_device(device)
+    for name, tensor in chain(module.named_parameters(kind), module.named_buffers(kind)):
+        if tensor.device != place:
+            raise RuntimeError(
+                f"The module of a DataParallel has to be on the first of its devices, {place}, and {name} is on "
+                f"{tensor.device}. Move it there before the forward: model.to({str(place)!r})."
+            )
 
 
 # Names in a state dict

@@ -131,11 +131,8 @@ def register_batch_type(
             "taken. Say how many rows it has, or leave out take."
         )
     theirs = _Registered(cls, rows or len, take or operator.getitem, apply or unchanged)
-    _registered[cls] = Kind(
-        None if rows is None else theirs.rows,
-        unchanged if take is None else theirs.take,
-        unchanged if apply is None else theirs.apply,
-    )
+    have_rows = rows is not None
+    _registered[cls] = Kind(theirs.rows if have_rows else None, theirs.take if have_rows else unchanged, theirs.apply)
 
 
 @final

@@ -27,7 +27,7 @@ from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLik
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._variables.of_extended import VariablesOfExtended
+from torchstrategy._variables.kinds import VariablesOfExtended
 
 
 @final
