@@ -34,31 +34,28 @@ Pair = tuple[DistributedValues, Destinations]
 """What is reduced, and where the result goes."""
 
 
-def check_destinations(destinations: object) -> None:
-    """Raises an error for destinations that do not say a device.
-
-    Raises:
-        ValueError: If it is nothing that is on a device, and names none.
-    """
-    if not isinstance(destinations, (str, torch.device, torch.Tensor, DistributedValues)) or (
-        isinstance(destinations, str) and not destinations
-    ):
-        raise ValueError(
-            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
-            f"distributed value, for a copy on the device of each component; got {destinations!r}."
-        )
-    devices_of(destinations)
-
-
 def devices_of(where: Destinations) -> list[Device]:
     """The devices of destinations, as tensors report them.
 
     Raises:
-        ValueError: If there is no such device, or a component is on none.
+        ValueError: If it is nothing that is on a device and names none; if there is no such device, or a component is
+            on none.
     """
     if isinstance(where, DistributedValues):
-        return [_device_of_component(component) for component in where.values]
-    return [where.device if isinstance(where, torch.Tensor) else memory_device(canonical_device(where))]
+        for component in where.values:
+            if not isinstance(component, torch.Tensor):
+                raise ValueError(
+                    f"destinations has a component {component!r}, which is on no device: it must be a tensor."
+                )
+        return [component.device for component in where.values]
+    if isinstance(where, torch.Tensor):
+        return [where.device]
+    if not isinstance(where, (str, torch.device)) or where == "":
+        raise ValueError(
+            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
+            f"distributed value, for a copy on the device of each component; got {where!r}."
+        )
+    return [memory_device(canonical_device(where))]
 
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
@@ -77,12 +74,6 @@ def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
         return copies[0]
     there = iter(copies)
     return Mirrored([ABSENT if component is ABSENT else next(there) for component in destinations._components])
-
-
-def _device_of_component(component: Tree) -> Device:
-    if not isinstance(component, torch.Tensor):
-        raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
-    return component.device
 
 
 class CrossDeviceOps:
@@ -198,7 +189,7 @@ class CrossDeviceOps:
         """
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"broadcast takes a tensor; got {tensor!r}.")
-        check_destinations(destinations)
+        devices_of(destinations)  # raises an error for what is none
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -295,7 +286,7 @@ class CrossDeviceOps:
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
         values = [_of_tensors(value) for value, _ in pairs]
         for _, destinations in pairs:
-            check_destinations(destinations)
+            devices_of(destinations)  # raises an error for what is none
         said = as_options(method, options)
         for value in values if options is not None else ():
             check_usable(method, said, partial(devices_of, value))

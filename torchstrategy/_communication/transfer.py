@@ -363,4 +363,4 @@ def _cut(tensors: Sequence[torch.Tensor], sizes: list[int]) -> Sequence[torch.Te
     """The buckets of one replica. One tensor that is one bucket is not copied."""
     if len(tensors) == len(sizes) == 1:
         return tensors
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]).split(sizes)
+    return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split(sizes))

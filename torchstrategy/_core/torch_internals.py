@@ -172,7 +172,7 @@ def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether the user has registered hooks for the gradient of any of some leaves."""
+    """Whether the user has registered hooks for the gradient of any of some leaves, which no public function tells."""
     return any(map(_hooks, leaves)) or any(map(_late_hooks, leaves))
 
 
@@ -199,11 +199,6 @@ keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autog
 on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether the user has registered hooks for this leaf's gradient. torch has no public function that tells this."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def will_be_reached(leaf: torch.Tensor) -> bool:

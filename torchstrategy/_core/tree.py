@@ -60,10 +60,8 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
     spec = tree_flatten(tree)[1]
 
     def put_back(leaves: list[Tree]) -> Tree:
-        placed = list(leaves)
-        for leaf, i in zip(leaves, order, strict=True):
-            placed[i] = leaf
-        return spec.unflatten(placed)
+        placed = dict(zip(order, leaves, strict=True))
+        return spec.unflatten([placed[i] for i in range(len(order))])
 
     return [named[i][0] for i in order], [named[i][1] for i in order], put_back
 

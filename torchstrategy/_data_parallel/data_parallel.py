@@ -29,7 +29,7 @@ from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.devices import canonical_device, in_use, is_accelerator, local_accelerators, memory_device
-from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component, select
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
 from torchstrategy._core.errors import an, as_int
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
@@ -119,7 +119,8 @@ class DataParallel(nn.Module):
         super().__init__()
         self._devices = _replica_devices(device_ids)
         _require_module(module, len(self._devices))
-        self._output = _output_device(output_device, self._devices)
+        output = self._devices[0] if output_device is None and self._devices else output_device
+        self._output = None if output is None else canonical_device(output)
         self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
         self.device_ids = [_as_torch_has_it(device) for device in self._devices]
         self.output_device = None if self._output is None else _as_torch_has_it(self._output)
@@ -160,7 +161,7 @@ class DataParallel(nn.Module):
         pieces = cut(inputs, kwargs, self._devices, self.dim)
         owners = list(self.module.parameters())
         outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
-        present = [r for r in range(len(self._devices)) if component(pieces, r) is not ABSENT]
+        present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
         return put_together([select(outputs, r) for r in present], self.dim, self._output)
 
@@ -217,12 +218,6 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
     if not devices:
         raise ValueError("device_ids=[] names no device to run on. Leave it out for all accelerators of this machine.")
     return devices
-
-
-def _output_device(output_device: DeviceLike, devices: Sequence[Device]) -> Device | None:
-    if output_device is None:
-        return devices[0] if devices else None
-    return canonical_device(output_device)
 
 
 def _require_module(module: Any, replicas: int) -> None:

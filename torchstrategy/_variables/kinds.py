@@ -327,8 +327,10 @@ class VariablesOfExtended(ABC):
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
                 "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
             )
-        with Frame(self._container_strategy()):
-            results = _updated(var, fn, args, kwargs)
+        whole = var if isinstance(var, DistributedVariable) else None
+        components: Sequence[Any] = (var,) if whole is None else whole._components
+        with Frame(self._container_strategy()), nullcontext() if whole is None else whole._updating():
+            results = [fn(one, *select(tuple(args), r), **select(kwargs, r)) for r, one in enumerate(components)]
         return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
@@ -412,12 +414,3 @@ class VariablesOfExtended(ABC):
 
     def _take_variable(self, variable: Variable) -> None:  # noqa: B027  a strategy may have no use for it
         """Called when a variable was created in the scope."""
-
-
-def _updated(var: Any, fn: Callable[..., Tree], args: Sequence[Tree], kwargs: dict[str, Tree]) -> list[Tree]:
-    if not isinstance(var, DistributedVariable):
-        return [fn(var, *select(tuple(args), 0), **select(kwargs, 0))]
-    with var._updating():
-        return [
-            fn(component, *select(tuple(args), r), **select(kwargs, r)) for r, component in enumerate(var._components)
-        ]
