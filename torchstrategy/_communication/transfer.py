@@ -24,7 +24,8 @@ from torch.cuda import nccl
 from torch.nn.parallel import comm
 
 from torchstrategy._core import torch_internals
-from torchstrategy._core.devices import is_accelerator, memory_device
+from torchstrategy._core.context import is_accelerator
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support

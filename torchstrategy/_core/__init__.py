@@ -10,6 +10,6 @@ together again. A value of several replicas is a `DistributedValues`. `context` 
     devices               which device a name means, and whether it is there
     trace                 the ranges that torch's profilers show of a run
     tree                  nested containers and dataclasses: taking them apart, and putting them together again
-    context               of each thread: in which strategy and replica it is, and torch's thread-local state
+    context               of each thread: in which strategy and replica it is, on which device, and torch's own state
     distributed_values    one value per replica: how such values are made, taken apart and printed
 """

@@ -27,8 +27,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import concatenated
-from torchstrategy._core.context import is_in_replica
-from torchstrategy._core.devices import canonical_device, in_use, is_accelerator, local_accelerators, memory_device
+from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
+from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
 from torchstrategy._core.errors import an, as_int
 from torchstrategy._core.options import ReduceOp

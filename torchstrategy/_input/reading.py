@@ -37,8 +37,8 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._communication.transfer import copy_stream
-from torchstrategy._core.context import CallerState
-from torchstrategy._core.devices import canonical_device, is_accelerator, local_accelerators, memory_device
+from torchstrategy._core.context import CallerState, is_accelerator
+from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import Unmade
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree

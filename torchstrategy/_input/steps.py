@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, warn
 from torchstrategy._core.torch_internals import TreeSpec
