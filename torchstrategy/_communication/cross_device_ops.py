@@ -19,12 +19,19 @@ from torchstrategy._communication.options import (
     check_usable,
 )
 from torchstrategy._communication.reductions import as_tensor, check_addable
-from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, why_not_nccl
+from torchstrategy._communication.transfer import (
+    Bucketing,
+    accumulate,
+    added,
+    in_buckets,
+    nccl_sums,
+    sums,
+    why_not_nccl,
+)
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
 from torchstrategy._core.errors import as_int, plural
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.torch_internals import foreach_mul
 from torchstrategy._core.types import Device, DeviceLike, Tree
 
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
@@ -310,10 +317,8 @@ def _times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[to
     if weight == 1:
         return tensors
     known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
-    if all(tensor.layout is torch.strided for tensor in known.values()):
-        scaled = dict(zip(known, foreach_mul(list(known.values()), weight) if known else (), strict=True))
-    else:
-        scaled = {i: tensor * weight for i, tensor in known.items()}
+    scaled: dict[int, torch.Tensor] = {}
+    accumulate(scaled, known, weight)
     return [scaled.get(i) for i in range(len(tensors))]
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -143,17 +143,9 @@ def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     return {torch.strided}.issuperset(map(_layout, tensors))
 
 
-class Marks(NamedTuple):
-    """By what a later look at some tensors tells whether they were written, or moved."""
-
-    versions: list[int]
-    pointers: list[int]
-    layouts: list[object]
-
-
-def marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
-    """The versions, addresses and layouts of some tensors."""
-    return Marks(versions(tensors), pointers(tensors), layouts(tensors))
+def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[object]]:
+    """The versions, addresses and layouts of some tensors: a later look tells whether they were written, or moved."""
+    return versions(tensors), pointers(tensors), layouts(tensors)
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
