@@ -19,15 +19,7 @@ from torchstrategy._communication.options import (
     check_usable,
 )
 from torchstrategy._communication.reductions import as_tensor, check_addable
-from torchstrategy._communication.transfer import (
-    Bucketing,
-    accumulate,
-    added,
-    in_buckets,
-    nccl_sums,
-    sums,
-    why_not_nccl,
-)
+from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
 from torchstrategy._core.errors import as_int, plural
@@ -265,7 +257,7 @@ class CrossDeviceOps:
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
         """
-        weighted = [_times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        weighted = [times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
@@ -311,15 +303,6 @@ def _of_tensors(value: object) -> DistributedValues:
 def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
     """Whether a value is one tensor that is already on its destination."""
     return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
-
-
-def _times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
-    if weight == 1:
-        return tensors
-    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
-    scaled: dict[int, torch.Tensor] = {}
-    accumulate(scaled, known, weight)
-    return [scaled.get(i) for i in range(len(tensors))]
 
 
 AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]

@@ -266,6 +266,16 @@ def accumulate(
         total.update(zip(fresh, new, strict=True))
 
 
+def times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+    """Each of some tensors, multiplied by a weight; None in place of all tensors if the weight is 0."""
+    if weight == 1:
+        return tensors
+    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
+    scaled: dict[int, torch.Tensor] = {}
+    accumulate(scaled, known, weight)
+    return [scaled.get(i) for i in range(len(tensors))]
+
+
 Column = Sequence[torch.Tensor]
 
 
