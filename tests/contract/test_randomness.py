@@ -16,7 +16,7 @@ import torchstrategy
 from conditions import takes_long
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
-from torchstrategy._core.devices import in_use, is_accelerator
+from torchstrategy._core.context import in_use, is_accelerator
 
 
 @pytest.fixture(autouse=True)

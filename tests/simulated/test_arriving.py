@@ -19,7 +19,7 @@ from problems import assert_close, built, data, mlp, mse, parameters, sgd
 from torchstrategy import CentralStorageStrategy, InputOptions, OneDeviceStrategy, Strategy, register_batch_type
 from torchstrategy._core.torch_internals import TorchDispatchMode, sparse_indices, sparse_values
 from torchstrategy._input.batch_types import tensors_within
-from torchstrategy._input.device_transfer import Route
+from torchstrategy._input.reading import Route
 from torchstrategy.testing import count_traffic, record_streams, simulated_devices
 from torchstrategy.testing._simulation import _streams
 

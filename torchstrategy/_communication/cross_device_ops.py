@@ -19,12 +19,11 @@ from torchstrategy._communication.options import (
     check_usable,
 )
 from torchstrategy._communication.reductions import as_tensor, check_addable
-from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, why_not_nccl
+from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
 from torchstrategy._core.errors import as_int, plural
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.torch_internals import foreach_mul
 from torchstrategy._core.types import Device, DeviceLike, Tree
 
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
@@ -34,31 +33,28 @@ Pair = tuple[DistributedValues, Destinations]
 """What is reduced, and where the result goes."""
 
 
-def check_destinations(destinations: object) -> None:
-    """Raises an error for destinations that do not say a device.
-
-    Raises:
-        ValueError: If it is nothing that is on a device, and names none.
-    """
-    if not isinstance(destinations, (str, torch.device, torch.Tensor, DistributedValues)) or (
-        isinstance(destinations, str) and not destinations
-    ):
-        raise ValueError(
-            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
-            f"distributed value, for a copy on the device of each component; got {destinations!r}."
-        )
-    devices_of(destinations)
-
-
 def devices_of(where: Destinations) -> list[Device]:
     """The devices of destinations, as tensors report them.
 
     Raises:
-        ValueError: If there is no such device, or a component is on none.
+        ValueError: If it is nothing that is on a device and names none; if there is no such device, or a component is
+            on none.
     """
     if isinstance(where, DistributedValues):
-        return [_device_of_component(component) for component in where.values]
-    return [where.device if isinstance(where, torch.Tensor) else memory_device(canonical_device(where))]
+        for component in where.values:
+            if not isinstance(component, torch.Tensor):
+                raise ValueError(
+                    f"destinations has a component {component!r}, which is on no device: it must be a tensor."
+                )
+        return [component.device for component in where.values]
+    if isinstance(where, torch.Tensor):
+        return [where.device]
+    if not isinstance(where, (str, torch.device)) or where == "":
+        raise ValueError(
+            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
+            f"distributed value, for a copy on the device of each component; got {where!r}."
+        )
+    return [memory_device(canonical_device(where))]
 
 
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
@@ -77,12 +73,6 @@ def as_meant(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
         return copies[0]
     there = iter(copies)
     return Mirrored([ABSENT if component is ABSENT else next(there) for component in destinations._components])
-
-
-def _device_of_component(component: Tree) -> Device:
-    if not isinstance(component, torch.Tensor):
-        raise ValueError(f"destinations has a component {component!r}, which is on no device: it must be a tensor.")
-    return component.device
 
 
 class CrossDeviceOps:
@@ -198,7 +188,7 @@ class CrossDeviceOps:
         """
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"broadcast takes a tensor; got {tensor!r}.")
-        check_destinations(destinations)
+        devices_of(destinations)  # raises an error for what is none
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -267,7 +257,7 @@ class CrossDeviceOps:
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
         """
-        weighted = [_times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        weighted = [times(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
@@ -295,7 +285,7 @@ class CrossDeviceOps:
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
         values = [_of_tensors(value) for value, _ in pairs]
         for _, destinations in pairs:
-            check_destinations(destinations)
+            devices_of(destinations)  # raises an error for what is none
         said = as_options(method, options)
         for value in values if options is not None else ():
             check_usable(method, said, partial(devices_of, value))
@@ -313,17 +303,6 @@ def _of_tensors(value: object) -> DistributedValues:
 def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
     """Whether a value is one tensor that is already on its destination."""
     return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
-
-
-def _times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
-    if weight == 1:
-        return tensors
-    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
-    if all(tensor.layout is torch.strided for tensor in known.values()):
-        scaled = dict(zip(known, foreach_mul(list(known.values()), weight) if known else (), strict=True))
-    else:
-        scaled = {i: tensor * weight for i, tensor in known.items()}
-    return [scaled.get(i) for i in range(len(tensors))]
 
 
 AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]

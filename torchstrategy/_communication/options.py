@@ -73,9 +73,24 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes_per_pack", _bytes(self.bytes_per_pack))
-        _check_timeout(self.timeout_seconds)
-        object.__setattr__(self, "implementation", _implementation(self.implementation))
+        what = "it is a whole number of bytes, such as 50 * 1024 * 1024."
+        size = as_int(self.bytes_per_pack, f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack!r}): {what}")
+        if size < 0:
+            raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
+        object.__setattr__(self, "bytes_per_pack", size)
+        seconds = self.timeout_seconds
+        if not isinstance(seconds, (int, float, type(None))):
+            raise TypeError(f"CommunicationOptions(timeout_seconds={seconds!r}): it is a number of seconds, or None.")
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
+        said = self.implementation
+        try:
+            implementation = CommunicationImplementation(said.upper() if isinstance(said, str) else said)
+        except ValueError:
+            raise ValueError(
+                f"CommunicationOptions(implementation={said!r}): it is one of 'AUTO', 'RING', 'NCCL'."
+            ) from None
+        object.__setattr__(self, "implementation", implementation)
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
@@ -124,50 +139,19 @@ def check_usable(
     Raises:
         ValueError: If they do.
     """
-    refused = _refused(options, devices)
-    if refused is not None:
-        raise ValueError(f"{method}(options=CommunicationOptions({refused} Leave it out.")
-
-
-def _refused(options: CommunicationOptions, devices: Callable[[], Sequence[Device]] | None) -> str | None:
+    refused = None
     if options.timeout_seconds:
-        return (
+        refused = (
             f"timeout_seconds={options.timeout_seconds})): the replicas are in one process, with no network to wait "
             "for. One that waits for another that failed, or that will not come, is told so at once."
         )
-    if options.implementation is CommunicationImplementation.RING:
-        return "implementation=RING)): TensorFlow's rings are not here."
-    if options.implementation is CommunicationImplementation.NCCL:
+    elif options.implementation is CommunicationImplementation.RING:
+        refused = "implementation=RING)): TensorFlow's rings are not here."
+    elif options.implementation is CommunicationImplementation.NCCL:
         why = why_not_nccl(devices()) if devices else "NCCL is for sums; gathers are made by copies"
-        return f"implementation=NCCL)): {why}." if why else None
-    return None
-
-
-def _bytes(count: object) -> int:
-    what = "it is a whole number of bytes, such as 50 * 1024 * 1024."
-    size = as_int(count, f"CommunicationOptions(bytes_per_pack={count!r}): {what}")
-    if size < 0:
-        raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
-    return size
-
-
-def _check_timeout(seconds: object) -> None:
-    if seconds is None:
-        return
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"CommunicationOptions(timeout_seconds={seconds!r}): it is a number of seconds, or None.")
-    if not seconds >= 0:
-        raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
-
-
-def _implementation(given: object) -> CommunicationImplementation:
-    name = given.upper() if isinstance(given, str) else given
-    try:
-        return CommunicationImplementation(name)
-    except ValueError:
-        raise ValueError(
-            f"CommunicationOptions(implementation={given!r}): it is one of 'AUTO', 'RING', 'NCCL'."
-        ) from None
+        refused = f"implementation=NCCL)): {why}." if why else None
+    if refused is not None:
+        raise ValueError(f"{method}(options=CommunicationOptions({refused} Leave it out.")
 
 
 NO_COMMUNICATION_OPTIONS = CommunicationOptions()

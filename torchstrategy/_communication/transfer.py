@@ -24,7 +24,8 @@ from torch.cuda import nccl
 from torch.nn.parallel import comm
 
 from torchstrategy._core import torch_internals
-from torchstrategy._core.devices import is_accelerator, memory_device
+from torchstrategy._core.context import is_accelerator
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
@@ -265,19 +266,17 @@ def accumulate(
         total.update(zip(fresh, new, strict=True))
 
 
+def times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+    """Each of some tensors, multiplied by a weight; None in place of all tensors if the weight is 0."""
+    if weight == 1:
+        return tensors
+    known = {i: t for i, t in enumerate(tensors) if t is not None and weight}
+    scaled: dict[int, torch.Tensor] = {}
+    accumulate(scaled, known, weight)
+    return [scaled.get(i) for i in range(len(tensors))]
+
+
 Column = Sequence[torch.Tensor]
-
-
-class _Group(NamedTuple):
-    """Columns, by position, that are flattened and put one after the other, and the sizes of the buckets of them."""
-
-    columns: list[int]
-    sizes: list[int]
-
-    @property
-    def is_one_tensor(self) -> bool:
-        """Whether the only bucket is exactly one column."""
-        return len(self.columns) == len(self.sizes) == 1
 
 
 @final
@@ -292,9 +291,9 @@ class Bucketing:
 
     def __init__(self, columns: Sequence[Column], limit: float, count: int) -> None:
         self._columns = columns
+        self._count = count
         kinds = [_kind(column) or index for index, column in enumerate(columns)]
-        together = _grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
-        self._groups = [_Group(indices, self._sizes(indices, count)) for indices in together]
+        self._groups = _grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
 
     @classmethod
     def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
@@ -310,8 +309,9 @@ class Bucketing:
         """For each bucket, a tensor for each replica. A column that has a bucket of its own is not copied."""
         packs: list[list[torch.Tensor]] = []
         for group in self._groups:
-            by_replica = zip(*(self._columns[index] for index in group.columns), strict=True)
-            packs += map(list, zip(*(_cut(tensors, group) for tensors in by_replica), strict=True))
+            sizes = self._sizes(group)
+            by_replica = zip(*(self._columns[index] for index in group), strict=True)
+            packs += map(list, zip(*(_cut(tensors, sizes) for tensors in by_replica), strict=True))
         return packs
 
     def unpacked(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -319,18 +319,21 @@ class Bucketing:
         found: dict[int, torch.Tensor] = {}
         rest = iter(packs)
         for group in self._groups:
-            arrived = list(itertools.islice(rest, len(group.sizes)))
-            ends = itertools.accumulate(self._columns[index][0].numel() for index in group.columns)
-            for index, end in zip(group.columns, ends, strict=True):
-                shape = self._columns[index][0].shape
-                found[index] = arrived[0] if group.is_one_tensor else _part(arrived, end, shape)
+            arrived = list(itertools.islice(rest, len(self._sizes(group))))
+            if len(group) == len(arrived) == 1:
+                found[group[0]] = arrived[0]
+                continue
+            whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
+            shapes = [self._columns[index][0].shape for index in group]
+            parts = whole.split([shape.numel() for shape in shapes])
+            found.update((i, part.view(shape).clone()) for i, part, shape in zip(group, parts, shapes, strict=True))
         return [found[index] for index in range(len(self._columns))]
 
-    def _sizes(self, indices: Sequence[int], count: int) -> list[int]:
+    def _sizes(self, group: Sequence[int]) -> list[int]:
         """The sizes of the buckets of columns that are put one after the other: one if they are too small to cut."""
-        total = sum(self._columns[index][0].numel() for index in indices)
-        size = total // count if _kind(self._columns[indices[0]]) else 0
-        return [*[size] * (count - 1), total - size * (count - 1)] if size else [total]
+        total, cuts = sum(self._columns[index][0].numel() for index in group), self._count - 1
+        size = total // self._count if _kind(self._columns[group[0]]) else 0
+        return [*[size] * cuts, total - size * cuts] if size else [total]
 
 
 def in_buckets(
@@ -367,16 +370,8 @@ def _kind(column: Column) -> Hashable:
     return column[0].dtype, tuple(tensor.device for tensor in column)
 
 
-def _cut(tensors: Sequence[torch.Tensor], group: _Group) -> Sequence[torch.Tensor]:
-    """The buckets of one replica."""
-    if group.is_one_tensor:
+def _cut(tensors: Sequence[torch.Tensor], sizes: list[int]) -> Sequence[torch.Tensor]:
+    """The buckets of one replica. One tensor that is one bucket is not copied."""
+    if len(tensors) == len(sizes) == 1:
         return tensors
-    return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split_with_sizes(group.sizes))
-
-
-def _part(packs: Sequence[torch.Tensor], end: int, shape: torch.Size) -> torch.Tensor:
-    """A copy of the last elements before `end`, of flat tensors that are put one after the other, in a shape."""
-    start = end - shape.numel()
-    ends = list(itertools.accumulate(map(len, packs)))
-    around = [(pack, done - len(pack)) for pack, done in zip(packs, ends, strict=True) if done > start]
-    return torch.cat([pack[max(start - begun, 0) : end - begun] for pack, begun in around if begun < end]).view(shape)
+    return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split(sizes))

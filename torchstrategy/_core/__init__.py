@@ -9,8 +9,7 @@ together again. A value of several replicas is a `DistributedValues`. `context` 
     types                 type aliases, and what the lower rooms know of a strategy, a replica's context and variables
     devices               which device a name means, and whether it is there
     trace                 the ranges that torch's profilers show of a run
-    tree                  nested containers: taking them apart, and putting them together again
-    structured_types      objects with known parts, such as dataclasses, which are no containers for torch
-    context               of each thread: in which strategy and replica it is, and torch's thread-local state
+    tree                  nested containers and dataclasses: taking them apart, and putting them together again
+    context               of each thread: in which strategy and replica it is, on which device, and torch's own state
     distributed_values    one value per replica: how such values are made, taken apart and printed
 """

@@ -6,7 +6,7 @@ on top says which of these holds. Entering `Strategy.scope` or a merge function 
 
 It also has none of the caller's thread-local state of torch: neither its grad mode nor its autocast, modes, default
 device or context variables. A replica's thread takes them over from the caller of `run`. The default dtype and the
-deterministic flag belong to the whole process, so nobody has to copy them.
+deterministic flag belong to the whole process, so nobody has to copy them. `in_use` sets the device of a block.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
 
 from torchstrategy._core import torch_internals
-from torchstrategy._core.devices import in_use, is_accelerator
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.trace import warn_of_unseen_threads
 from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree
 
@@ -206,6 +206,35 @@ def mixing(strategy: StrategyLike, current: StrategyLike, what: str) -> str:
 def is_default(strategy: StrategyLike) -> bool:
     """Whether `strategy` is the default strategy."""
     return bool(_default) and strategy is _default[0]
+
+
+def is_accelerator(device: Device) -> bool:
+    """Whether work on `device` is queued on streams."""
+    return device.type != "cpu"
+
+
+def needs_device_context(device: Device) -> bool:
+    """Whether tensors that are created without a device would be elsewhere than on `device`.
+
+    A `torch.device` context costs about 2 us on every torch call, so the library enters one only when it is needed. A
+    caller whose default device is `meta` keeps creating tensors on `meta`.
+    """
+    # A default device is a function mode. To ask for it takes ten times as long.
+    if not torch_internals.count_function_modes():
+        return device.type != "cpu"
+    default = torch.get_default_device()
+    return default.type != "meta" and memory_device(default) != memory_device(device)
+
+
+def in_use(device: Device | None) -> AbstractContextManager[object]:
+    """A block in which tensors that are created without a device are on `device`; a null context if they are anyway."""
+    if device is None or not needs_device_context(device):
+        return nullcontext()
+    stack = ExitStack()
+    if is_accelerator(device):
+        stack.enter_context(torch.accelerator.device_index(device.index))
+    stack.enter_context(device)
+    return stack
 
 
 @final

@@ -8,11 +8,9 @@ where a tensor really lives. Code never identifies a replica by its device, sinc
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
-from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Device, DeviceLike
 
 _KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # if one is missing, the error says so, and not "no such device"
@@ -69,34 +67,6 @@ def local_accelerators() -> list[Device]:
     if accelerator is None:
         return []
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
-
-
-def is_accelerator(device: Device) -> bool:
-    """Whether work on `device` is queued on streams."""
-    return device.type != "cpu"
-
-
-def needs_device_context(device: Device) -> bool:
-    """Whether tensors that are created without a device would be elsewhere than on `device`.
-
-    A `torch.device` context costs about 2 us on every torch call, so the library enters one only when it is needed. A
-    caller whose default device is `meta` keeps creating tensors on `meta`.
-    """
-    if not count_function_modes():  # a default device is a function mode; to ask for it takes ten times as long
-        return device.type != "cpu"
-    default = torch.get_default_device()
-    return default.type != "meta" and memory_device(default) != memory_device(device)
-
-
-def in_use(device: Device | None) -> AbstractContextManager[object]:
-    """A block in which tensors that are created without a device are on `device`; a null context if they are anyway."""
-    if device is None or not needs_device_context(device):
-        return nullcontext()
-    stack = ExitStack()
-    if is_accelerator(device):
-        stack.enter_context(torch.accelerator.device_index(device.index))
-    stack.enter_context(device)
-    return stack
 
 
 def _parse(name: str) -> Device:

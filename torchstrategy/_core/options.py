@@ -155,20 +155,16 @@ class RunOptions:
             object.__setattr__(self, "gradient_reduction", ReduceOp.of(self.gradient_reduction))
         if self.examples is not None:
             given = self.examples
-            if isinstance(given, (str, dict, set)) or not isinstance(given, Iterable):
-                raise TypeError(_wrong_examples(given))
-            examples = tuple(count.item() if isinstance(count, torch.Tensor) else count for count in given)
-            if not all(isinstance(count, Real) for count in examples):
-                raise TypeError(_wrong_examples(given))
+            is_list = isinstance(given, Iterable) and not isinstance(given, (str, dict, set))
+            items = given if is_list else ()
+            examples = tuple(count.item() if isinstance(count, torch.Tensor) else count for count in items)
+            if not is_list or not all(isinstance(count, Real) for count in examples):
+                raise TypeError(f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica.")
             if not all(0 <= count < float("inf") for count in examples):
                 raise ValueError(
                     f"RunOptions(examples={examples}) counts examples: each is a number, and not negative."
                 )
             object.__setattr__(self, "examples", examples)
-
-
-def _wrong_examples(given: object) -> str:
-    return f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica."
 
 
 NO_OPTIONS = RunOptions()

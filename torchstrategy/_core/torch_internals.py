@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -143,17 +143,9 @@ def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     return {torch.strided}.issuperset(map(_layout, tensors))
 
 
-class Marks(NamedTuple):
-    """By what a later look at some tensors tells whether they were written, or moved."""
-
-    versions: list[int]
-    pointers: list[int]
-    layouts: list[object]
-
-
-def marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
-    """The versions, addresses and layouts of some tensors."""
-    return Marks(versions(tensors), pointers(tensors), layouts(tensors))
+def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[object]]:
+    """The versions, addresses and layouts of some tensors: a later look tells whether they were written, or moved."""
+    return versions(tensors), pointers(tensors), layouts(tensors)
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -172,7 +164,7 @@ def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether the user has registered hooks for the gradient of any of some leaves."""
+    """Whether the user has registered hooks for the gradient of any of some leaves, which no public function tells."""
     return any(map(_hooks, leaves)) or any(map(_late_hooks, leaves))
 
 
@@ -199,11 +191,6 @@ keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autog
 on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether the user has registered hooks for this leaf's gradient. torch has no public function that tells this."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def will_be_reached(leaf: torch.Tensor) -> bool:

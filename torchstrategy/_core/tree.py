@@ -2,11 +2,18 @@
 
 Containers are lists, tuples, named tuples, dicts, and all types that are registered with torch's pytree. Anything else
 is a leaf: a tensor, a string, a set, an object of the user's own class.
+
+Some leaves are objects with known parts: dataclasses and mutable mappings, which this file calls records. The trees do
+not look into them; `leaves_within` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import functools
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -53,10 +60,8 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
     spec = tree_flatten(tree)[1]
 
     def put_back(leaves: list[Tree]) -> Tree:
-        placed = list(leaves)
-        for leaf, i in zip(leaves, order, strict=True):
-            placed[i] = leaf
-        return spec.unflatten(placed)
+        placed = dict(zip(order, leaves, strict=True))
+        return spec.unflatten([placed[i] for i in range(len(order))])
 
     return [named[i][0] for i in order], [named[i][1] for i in order], put_back
 
@@ -156,3 +161,74 @@ def _difference(path: str, first: Tree, other: Tree, is_leaf: Callable[[Tree], b
 def _describe(value: Tree) -> str:
     kind = an(type(value).__name__)
     return f"{kind} of {len(value)}" if isinstance(value, (list, tuple, dict)) else kind
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is a dataclass instance or a mutable mapping: an object that can be copied with other parts."""
+    return _has_fields(value) or isinstance(value, MutableMapping)
+
+
+def parts_of(record: Any) -> dict[str, Tree]:
+    """The parts of a record, by the code that reads them from it: `".x"`, `"['x']"`. Unset fields are left out."""
+    if _has_fields(record):
+        names = [field.name for field in fields(record)]
+        return {f".{name}": getattr(record, name) for name in names if hasattr(record, name)}
+    return {f"[{key!r}]": part for key, part in record.items()}
+
+
+def leaves_within(
+    tree: Tree, name: str, is_leaf: Callable[[Tree], bool] | None = None, is_record: Callable[[Any], bool] = is_record
+) -> Iterator[tuple[str, Tree]]:
+    """The leaves of a tree, with the leaves in its records in place of these, and how Python code reads each of them.
+
+    Args:
+        tree: Any tree.
+        name: How Python code reads the tree itself.
+        is_leaf: Which containers not to look into.
+        is_record: Which of the leaves are records to look into.
+    """
+    for path, leaf in leaves_with_names(tree, is_leaf):
+        if not is_record(leaf):
+            yield f"{name}{path}", leaf
+            continue
+        for part, held in parts_of(leaf).items():
+            yield from leaves_within(held, f"{name}{path}{part}", is_leaf, is_record)
+
+
+def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
+    """A copy of a record with `change(name, part)` in place of each part, and without its cached properties.
+
+    Raises:
+        TypeError: If a copy of a mapping shares its items with the original, which has to stay as it is.
+    """
+    return _with_fields(record, change) if _has_fields(record) else _with_items(record, change)
+
+
+def _has_fields(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
+
+
+def _with_fields(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
+    changed = copy.copy(record)
+    put = object.__setattr__ if record.__dataclass_params__.frozen else setattr
+    for name, part in parts_of(record).items():
+        put(changed, name[1:], change(name, part))
+    for name in list(getattr(changed, "__dict__", {})):
+        if isinstance(getattr(type(record), name, None), functools.cached_property):
+            del changed.__dict__[name]
+    return changed
+
+
+def _with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:
+    changed, before = copy.copy(record), dict(record)
+    for (key, part), name in zip(before.items(), parts_of(record), strict=True):
+        changed[key] = change(name, part)
+        if record[key] is not part and record[key] is changed[key]:
+            record.update(before)
+            kind = type(record).__name__
+            raise TypeError(
+                f"copy.copy() of {an(kind)} shares its items with the original, which must stay as it is. Give {kind} "
+                f"a method __copy__, or say how its batches are split: torchstrategy.register_batch_type({kind}, "
+                "rows=..., take=..., apply=...)."
+            )
+    return changed

@@ -36,10 +36,6 @@ class VariableBase:
 class ExtendedLike(Protocol):
     """The part of `Strategy.extended` that the lower rooms call."""
 
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """The devices on which the strategy keeps parameters."""
-
     def _creation_scope(self) -> AbstractContextManager[Any]:
         """A block in which the strategy registers the models and optimizers that this thread creates."""
 

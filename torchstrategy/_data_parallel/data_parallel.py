@@ -27,14 +27,22 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import concatenated
-from torchstrategy._core.context import is_in_replica
-from torchstrategy._core.devices import canonical_device, in_use, is_accelerator, local_accelerators, memory_device
-from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component, select
+from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
+from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
 from torchstrategy._core.errors import an, as_int
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._core.tree import first_unlike, leaves_with_names, map_leaves, zip_leaves
+from torchstrategy._core.tree import (
+    first_unlike,
+    is_record,
+    leaves_with_names,
+    leaves_within,
+    map_leaves,
+    parts_of,
+    with_parts,
+    zip_leaves,
+)
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._strategy.strategies import CentralStorageStrategy
@@ -111,7 +119,8 @@ class DataParallel(nn.Module):
         super().__init__()
         self._devices = _replica_devices(device_ids)
         _require_module(module, len(self._devices))
-        self._output = _output_device(output_device, self._devices)
+        output = self._devices[0] if output_device is None and self._devices else output_device
+        self._output = None if output is None else canonical_device(output)
         self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
         self.device_ids = [_as_torch_has_it(device) for device in self._devices]
         self.output_device = None if self._output is None else _as_torch_has_it(self._output)
@@ -152,7 +161,7 @@ class DataParallel(nn.Module):
         pieces = cut(inputs, kwargs, self._devices, self.dim)
         owners = list(self.module.parameters())
         outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
-        present = [r for r in range(len(self._devices)) if component(pieces, r) is not ABSENT]
+        present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
         return put_together([select(outputs, r) for r in present], self.dim, self._output)
 
@@ -211,12 +220,6 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
     return devices
 
 
-def _output_device(output_device: DeviceLike, devices: Sequence[Device]) -> Device | None:
-    if output_device is None:
-        return devices[0] if devices else None
-    return canonical_device(output_device)
-
-
 def _require_module(module: Any, replicas: int) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
@@ -247,18 +250,13 @@ def _refuse_in_replica() -> None:
 
 
 def _require_place(module: nn.Module, device: Device) -> None:
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device != memory_device(device):
-            raise RuntimeError(_misplaced(module, device))
-
-
-def _misplaced(module: nn.Module, device: Device) -> str:
-    named = chain(module.named_parameters(type(module).__name__), module.named_buffers(type(module).__name__))
-    name, elsewhere = next((name, tensor.device) for name, tensor in named if tensor.device != memory_device(device))
-    return (
-        f"The module of a DataParallel has to be on the first of its devices, {memory_device(device)}, and {name} is "
-        f"on {elsewhere}. Move it there before the forward: model.to({str(memory_device(device))!r})."
-    )
+    kind, place = type(module).__name__, memory_device(device)
+    for name, tensor in chain(module.named_parameters(kind), module.named_buffers(kind)):
+        if tensor.device != place:
+            raise RuntimeError(
+                f"The module of a DataParallel has to be on the first of its devices, {place}, and {name} is on "
+                f"{tensor.device}. Move it there before the forward: model.to({str(place)!r})."
+            )
 
 
 # Names in a state dict

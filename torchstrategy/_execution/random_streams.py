@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.types import Device
 
 

@@ -22,8 +22,8 @@ import torch
 
 from torchstrategy._communication.reductions import check_addable, check_gatherable
 from torchstrategy._communication.transfer import added, concatenated, in_buckets, sums
-from torchstrategy._core.context import current_replica_context, nowhere
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.context import current_replica_context, in_use, nowhere
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import ABSENT, regroup
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.context import CallerState
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.context import CallerState, in_use
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced

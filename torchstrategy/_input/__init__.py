@@ -1,16 +1,15 @@
 """Datasets: what is read, how a batch is split, and how its parts come to the replicas' devices.
 
-`source` reads a batch from the loader, and `steps` splits it into the parts for each step. `device_transfer` copies the
-parts to the devices, and `reading` decides when: as soon as the caller asks for the step, or ahead of that. The
-iterators of `dataset` return them to the caller.
+`source` reads a batch from the loader, and `steps` splits it into the parts for each step. `reading` copies the parts
+to the devices, as soon as the caller asks for the step, or ahead of that. The iterators of `dataset` return them to the
+caller.
 
     arrays             arrays in memory as a dataset of their rows
     loader_states      the saved position of a loader, and whether it can be restored
     options            what a person says about one distributed dataset
     batch_types        which values of a batch have rows, how many, and how to take some; types of the user's own
     source             the loader or iterable that is read, and where its iteration stands
-    device_transfer    how a replica's part of a batch comes to its device
     steps              what is read for each step, which rows of it go to which replica, and their shapes and dtypes
-    reading            reading when the caller asks for a step, or ahead on threads while the step before still runs
+    reading            how parts come to the devices: when the caller asks for a step, or ahead while a step still runs
     dataset            the distributed dataset, its iterators, and the ways to make one
 """

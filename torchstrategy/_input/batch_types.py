@@ -28,9 +28,16 @@ from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrategy._core.errors import an, plural
-from torchstrategy._core.structured_types import is_record, leaves_within, parts_of, with_parts
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
-from torchstrategy._core.tree import is_container, map_leaves, tree_flatten
+from torchstrategy._core.tree import (
+    is_container,
+    is_record,
+    leaves_within,
+    map_leaves,
+    parts_of,
+    tree_flatten,
+    with_parts,
+)
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.arrays import has_dtype
 
@@ -124,11 +131,8 @@ def register_batch_type(
             "taken. Say how many rows it has, or leave out take."
         )
     theirs = _Registered(cls, rows or len, take or operator.getitem, apply or unchanged)
-    _registered[cls] = Kind(
-        None if rows is None else theirs.rows,
-        unchanged if take is None else theirs.take,
-        unchanged if apply is None else theirs.apply,
-    )
+    have_rows = rows is not None
+    _registered[cls] = Kind(theirs.rows if have_rows else None, theirs.take if have_rows else unchanged, theirs.apply)
 
 
 @final
@@ -276,9 +280,8 @@ def named_counts(batch: Tree) -> Iterator[tuple[str, int]]:
     for name, value in leaves_within(batch, "batch", is_leaf, _is_record):
         kind = kind_of(value)
         if kind is None:
-            raise TypeError(
-                f"{name} is {_described(value)}, and it is not known how to deal out its rows. {_what_to_do(value)}"
-            )
+            what, to_do = _unknown(value)
+            raise TypeError(f"{name} is {what}, and it is not known how to deal out its rows. {to_do}")
         if kind.rows is not None:
             yield name, kind.rows(value)
 
@@ -356,20 +359,15 @@ def _is_strings(value: Any) -> bool:
     return type(value) is tuple and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
 
 
-def _described(value: Any) -> str:
+def _unknown(value: Any) -> tuple[str, str]:
+    """What a value is that the library cannot split, and what to do about it."""
     if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype}"
+        to_do = "torch has no such numbers: let the loader's collate_fn convert them, as by array.astype('float64')."
+        return f"an array of {value.dtype}", to_do
     if isinstance(value, torch.Tensor):
-        return f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})"
-    return an(type(value).__name__)
-
-
-def _what_to_do(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return "torch has no such numbers: let the loader's collate_fn convert them, as by array.astype('float64')."
-    if isinstance(value, torch.Tensor):
-        return "Let the loader's collate_fn make a dense tensor, or one of layout torch.sparse_coo or torch.jagged."
-    return (
+        to_do = "Let the loader's collate_fn make a dense tensor, or one of layout torch.sparse_coo or torch.jagged."
+        return f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})", to_do
+    return an(type(value).__name__), (
         "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
         f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
     )

@@ -6,14 +6,13 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.device_transfer import Route
 from torchstrategy._input.loader_states import State
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, nothing
+from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, nothing
 from torchstrategy._input.source import Source, is_map_style
 from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
 
@@ -193,20 +192,13 @@ class InputIterator(BatchIterator):
         return next(self._iterator)
 
 
-@runtime_checkable
-class _HasNext(Protocol):
-    """An `InputIterator`, a `DistributedIterator`, or what takes their place."""
-
-    def get_next(self) -> Tree: ...
-
-
 def next_of(iterator: Any) -> Tree:
     """The next batch of an iterator over a distributed dataset.
 
     Raises:
         TypeError: If it is no such iterator.
     """
-    if not isinstance(iterator, _HasNext):
+    if not hasattr(iterator, "get_next"):
         raise TypeError(
             "An input iterator is what make_dataset_iterator, make_input_fn_iterator or iter(distributed dataset) "
             f"returns, and has get_next(); got {an(type(iterator).__name__)}."

@@ -145,23 +145,13 @@ class InputOptions:
                 raise self._wrong_type(name, "True or False")
         if not isinstance(self.experimental_replication_mode, InputReplicationMode):
             raise self._wrong_type("experimental_replication_mode", "a torchstrategy.InputReplicationMode")
-        self._check_place()
-        self._check_buffer_size()
-        object.__setattr__(self, "experimental_fetch_to_device", self._fetch_to_device())
-        if self.row_shares is not None:
-            object.__setattr__(self, "row_shares", self._shares(self.row_shares))
-
-    def _check_place(self) -> None:
-        on_device = self.experimental_place_dataset_on_device
-        if not isinstance(on_device, bool):
+        if not isinstance(self.experimental_place_dataset_on_device, bool):
             raise self._wrong_type("experimental_place_dataset_on_device", "False")
-        if on_device:
+        if self.experimental_place_dataset_on_device:
             raise ValueError(
                 f"{self._said('experimental_place_dataset_on_device')}: a loader runs in host memory. Leave the option "
                 "out: what the loader yields is copied to the devices without it."
             )
-
-    def _check_buffer_size(self) -> None:
         size = self.experimental_per_replica_buffer_size
         if not isinstance(size, int) or isinstance(size, bool):
             raise self._wrong_type("experimental_per_replica_buffer_size", "a whole number of batches")
@@ -170,6 +160,9 @@ class InputOptions:
                 f"{self._said('experimental_per_replica_buffer_size')}: it is at least 1 batch. To read no batch ahead "
                 "of its step, say load_ahead=False."
             )
+        object.__setattr__(self, "experimental_fetch_to_device", self._fetch_to_device())
+        if self.row_shares is not None:
+            object.__setattr__(self, "row_shares", self._shares(self.row_shares))
 
     def _fetch_to_device(self) -> bool:
         fetch, prefetch = self.experimental_fetch_to_device, self.experimental_prefetch_to_device

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, warn
 from torchstrategy._core.torch_internals import TreeSpec
@@ -82,60 +82,6 @@ def in_proportion(shares: Sequence[float]) -> Sizes:
         return list(map(slice, ends, ends[1:]))
 
     return slices
-
-
-def split(batch: Tree, sizes: Sizes, replicas: int, *, is_moved: bool) -> SplitBatch:
-    """Splits a batch into a part for each replica.
-
-    Args:
-        batch: A batch of a loader.
-        sizes: Returns the rows of each replica.
-        replicas: How many replicas there are.
-        is_moved: Whether the parts will be moved to devices. Then each replica gets its own copy of every tensor, also
-            of a tensor without rows.
-
-    Raises:
-        ValueError: If nothing has rows, or two leaves have different numbers of them.
-        TypeError: If it is not known how to cut a leaf.
-    """
-    rows = _rows(batch)
-    if rows is None:
-        raise ValueError(
-            f"An element of the dataset has no rows to deal out to {replicas} replicas: it is not batched. Batch the "
-            "dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
-        )
-    slices = sizes(rows)
-
-    def parts(leaf: Tree) -> Tree:
-        if batch_types.has_rows(leaf):
-            return Parts([_part(leaf, piece) for piece in slices])
-        is_apart = any(is_moved or is_accelerator(tensor.device) for tensor in batch_types.tensors_within(leaf))
-        return Parts([leaf] * replicas) if is_apart else leaf
-
-    leaves, spec = tree_flatten(batch, batch_types.is_leaf)
-    return SplitBatch(list(map(parts, leaves)), spec, tuple(piece.stop - piece.start for piece in slices))
-
-
-def joined(elements: Sequence[Tree]) -> SplitBatch:
-    """Puts an element for each replica together. A replica for which the data has run out (`ABSENT`) gets no rows.
-
-    Raises:
-        ValueError: If the elements differ in structure, or the leaves of one have different numbers of rows.
-        TypeError: If a leaf is of no known kind.
-    """
-    first = next(element for element in elements if element is not ABSENT)
-    counts = [0 if element is ABSENT else _rows(element) for element in elements]
-    filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
-    try:
-        columns, spec = zip_leaves(filled, _is_leaf_or_empty)
-    except ValueError:
-        other, path = first_unlike(filled, _is_leaf_or_empty)
-        raise ValueError(
-            f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that a "
-            "dataset yields has to be alike."
-        ) from None
-    rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-    return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
@@ -335,7 +281,13 @@ class Splitter(ABC):
 
     @abstractmethod
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        """Splits the elements of one step among the replicas."""
+        """Splits the elements of one step among the replicas. A replica whose data has run out (`ABSENT`) gets no rows.
+
+        Raises:
+            ValueError: If nothing has rows and something is to be split, two leaves of an element have different
+                numbers of rows, or two elements differ in structure.
+            TypeError: If it is not known how to cut a leaf.
+        """
 
 
 @final
@@ -346,7 +298,8 @@ class SplitSteps(Splitter):
         source: The source of batches of the global size.
         replicas: How many replicas there are.
         options: What the user has said about the dataset.
-        is_moved: Whether parts will be moved to devices.
+        is_moved: Whether parts will be moved to devices. Then each replica gets its own copy of every tensor, also of
+            a tensor without rows.
     """
 
     def __init__(self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool) -> None:
@@ -382,7 +335,25 @@ class SplitSteps(Splitter):
                 "makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False.",
                 UserWarning,
             )
-        return split(element, self._sizes, self.replicas, is_moved=self._is_moved)
+        rows = _rows(element)
+        if rows is None:
+            raise ValueError(
+                f"An element of the dataset has no rows to deal out to {self.replicas} replicas: it is not batched. "
+                "Batch the dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, "
+                "batch_size=...)."
+            )
+        slices = self._sizes(rows)
+
+        def parts(leaf: Tree) -> Tree:
+            if batch_types.has_rows(leaf):
+                return Parts([_part(leaf, piece) for piece in slices])
+            is_apart = any(
+                self._is_moved or is_accelerator(tensor.device) for tensor in batch_types.tensors_within(leaf)
+            )
+            return Parts([leaf] * self.replicas) if is_apart else leaf
+
+        leaves, spec = tree_flatten(element, batch_types.is_leaf)
+        return SplitBatch(list(map(parts, leaves)), spec, tuple(piece.stop - piece.start for piece in slices))
 
 
 def _may_be_rows(batch: Tree) -> bool:
@@ -424,7 +395,21 @@ class OneForEach(Splitter):
             raise StopIteration
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        return whole(elements[0]) if self.replicas == 1 else joined(elements)
+        if self.replicas == 1:
+            return whole(elements[0])
+        first = next(element for element in elements if element is not ABSENT)
+        counts = [0 if element is ABSENT else _rows(element) for element in elements]
+        filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
+        try:
+            columns, spec = zip_leaves(filled, _is_leaf_or_empty)
+        except ValueError:
+            other, path = first_unlike(filled, _is_leaf_or_empty)
+            raise ValueError(
+                f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that "
+                "a dataset yields has to be alike."
+            ) from None
+        rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
+        return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
 
 
 @final

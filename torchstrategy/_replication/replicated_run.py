@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
 from torchstrategy._binding.proxies import plain_class, suspended, users_own
-from torchstrategy._core.context import current_frame, is_in_replica, undisturbed
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.context import current_frame, in_use, is_in_replica, undisturbed
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch

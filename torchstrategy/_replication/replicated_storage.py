@@ -22,8 +22,7 @@ from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
 from torchstrategy._binding.proxies import install, is_all_in_dict, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
-from torchstrategy._core.context import is_in_replica, undisturbed
-from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.context import is_accelerator, is_in_replica, undisturbed
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree

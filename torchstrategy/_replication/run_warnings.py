@@ -42,9 +42,8 @@ from torchstrategy._binding.module_traversal import held_plainly
 from torchstrategy._binding.step_references import StepReferences
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
-from torchstrategy._core.structured_types import is_record, parts_of
 from torchstrategy._core.torch_internals import raw_grads, unseen_by_function_modes, version, versions
-from torchstrategy._core.tree import tree_flatten
+from torchstrategy._core.tree import is_record, parts_of, tree_flatten
 from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable

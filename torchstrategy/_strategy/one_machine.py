@@ -15,8 +15,8 @@ from torchstrategy._communication.cross_device_ops import devices_of
 from torchstrategy._communication.options import CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_tensor, check_gatherable, combined_along
 from torchstrategy._communication.transfer import sent_to
-from torchstrategy._core.context import frames_of_this_thread
-from torchstrategy._core.devices import canonical_device, in_use, memory_device, needs_device_context
+from torchstrategy._core.context import frames_of_this_thread, in_use, needs_device_context
+from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._communication.reductions import size_along, summed_along
-from torchstrategy._core.context import current_replica_context, current_strategy, require_cross_replica
-from torchstrategy._core.devices import canonical_device, in_use
+from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
+from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.tree import map_leaves
@@ -27,7 +27,7 @@ from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLik
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._variables.of_extended import VariablesOfExtended
+from torchstrategy._variables.kinds import VariablesOfExtended
 
 
 @final

@@ -19,7 +19,7 @@ import torch
 
 from torchstrategy._communication.transfer import added
 from torchstrategy._core.torch_internals import (
-    has_gradient_hooks,
+    have_gradient_hooks,
     on_computed,
     on_gradient,
     raw_grad,
@@ -57,7 +57,7 @@ def seen_by_hooks(
     seen: set[int] = set()
     for of_replica in of_replicas:
         for index, times in of_replica.added.items():
-            if not has_gradient_hooks(owners[index]):
+            if not have_gradient_hooks((owners[index],)):
                 continue
             if times > 1:
                 raise RuntimeError(
@@ -129,7 +129,7 @@ class _Delivery:
             return
         with _delivering:
             owner, parameters = self._owner(), [parameter]
-            if owner is not None and has_gradient_hooks(owner):
+            if owner is not None and have_gradient_hooks((owner,)):
                 # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
                 # backward has reached the last of the copies.
                 parameters = [known for reference in self._parameters if (known := reference()) is not None]
@@ -143,7 +143,7 @@ class _Delivery:
 def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
     gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
     before = raw_grad(owner)
-    if has_gradient_hooks(owner):
+    if have_gradient_hooks((owner,)):
         torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
     else:
         set_raw_grad(owner, gradient if before is None else before + gradient)

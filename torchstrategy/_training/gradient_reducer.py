@@ -32,7 +32,6 @@ from torchstrategy._communication.transfer import accumulate, brought, equal, we
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import (
-    has_gradient_hooks,
     have_gradient_hooks,
     hide_from_compiler,
     raw_grad,
@@ -148,7 +147,7 @@ class GradientReducer:
             self._replica_weights = replica_weights
             set_raw_grads(self.owners, repeat(None))
         if have_gradient_hooks(own):
-            self.hooked = {index for index, owner in enumerate(own) if has_gradient_hooks(owner)}
+            self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
 

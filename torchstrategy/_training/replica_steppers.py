@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.proxies import plain_class, users_own
-from torchstrategy._core.context import current_frame
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.context import current_frame, in_use
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten

@@ -4,6 +4,5 @@
 variable reads and writes this replica's component; outside of replicas, it has one value.
 
     variable       a variable with one value, which is the base class of all variables
-    kinds          variables with a component for each replica: a copy of the value, or a value of its own
-    of_extended    the methods of `Strategy.extended` that take variables
+    kinds          variables with a component for each replica, and the methods of `extended` that take variables
 """

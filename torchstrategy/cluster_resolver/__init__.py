@@ -2,11 +2,11 @@
 
 from torchstrategy.cluster_resolver._cluster_resolver import (
     ClusterResolver,
+    ClusterSpec,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
 )
-from torchstrategy.cluster_resolver._cluster_spec import ClusterSpec
 
 __all__ = ["ClusterResolver", "ClusterSpec", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver"]
 

@@ -20,7 +20,8 @@ import torchstrategy
 from conditions import without_simulated_devices
 from problems import in_pieces
 from topologies import ALONE, compute_devices
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.context import in_use
+from torchstrategy._core.devices import memory_device
 
 Log = list[tuple[int, str]]
 """Who saw something, as (replica, name)."""

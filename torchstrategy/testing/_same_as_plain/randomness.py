@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchstrategy._binding.step_references import references_of
-from torchstrategy._core.devices import is_accelerator
+from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.types import Device
 from torchstrategy._replication.run_warnings import shared_tensors
 from torchstrategy.testing._same_as_plain.held import held_by

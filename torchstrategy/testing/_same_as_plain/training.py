@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._core.context import is_default
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.context import in_use, is_default
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, an
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
