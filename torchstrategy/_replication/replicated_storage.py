@@ -31,7 +31,7 @@ from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
 from torchstrategy._replication.storage import Storage
-from torchstrategy._training.all_reduced_gradients import AllReduce
+from torchstrategy._training.gradient_reducer import AllReduce
 from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights

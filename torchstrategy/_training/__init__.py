@@ -7,7 +7,6 @@ user's own parameters, which the user's optimizer then updates once.
     history_end              a tensor at which a backward ends with an error that says why
     replica_gradients        the gradients of one replica, as its step sees them
     replica_weights          how much each replica of a run counts, and which replicas take part
-    all_reduced_gradients    gradients that an all-reduce added up and left on every device
     graph_parameter          a replica's parameter as a part of the user's own autograd graph
     gradient_hooks           the user's hooks, and hooks of ours that deliver gradients that come between two runs
     optimizer_copies         copies of the user's optimizers, for replicas that have parameters of their own
