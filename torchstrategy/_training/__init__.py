@@ -4,7 +4,6 @@ Backward adds to the parameters of each replica (`replica_gradients`). At a sync
 multiplies the gradients of each replica by its weight (`replica_weights`), adds them up, and gives the sum to the
 user's own parameters, which the user's optimizer then updates once.
 
-    history_end              a tensor at which a backward ends with an error that says why
     replica_gradients        the gradients of one replica, as its step sees them
     replica_weights          how much each replica of a run counts, and which replicas take part
     graph_parameter          a replica's parameter as a part of the user's own autograd graph

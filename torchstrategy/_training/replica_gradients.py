@@ -31,7 +31,33 @@ from torchstrategy._core.torch_internals import (
     version,
 )
 from torchstrategy._execution.replica import Replica
-from torchstrategy._training.history_end import end_history
+
+
+@final
+class _HistoryEnd(torch.autograd.Function):
+    """Copies a tensor. A backward through the copy raises an error, so that no gradient is lost without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, why: str) -> torch.Tensor:
+        ctx.why = why
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.why)
+
+
+_end_history: Callable[[torch.Tensor, str], torch.Tensor] = _HistoryEnd.apply
+
+
+def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
+    """A copy of a tensor without history that requires grad, so that a loss of it runs a backward, which raises `why`.
+
+    It does so in no_grad mode, too, in which `clip_grad_norm_` reads gradients.
+    """
+    with torch.enable_grad():
+        return _end_history(tensor.requires_grad_(), why)
+
 
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
