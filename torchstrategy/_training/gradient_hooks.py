@@ -13,7 +13,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import final
 
 import torch
 
@@ -100,44 +99,40 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
     for owner, of_all_replicas in zip(owners, zip(*parameters, strict=True), strict=False):
         late = [parameter for parameter in of_all_replicas if parameter.requires_grad and not parameter.delivers]
         if late:
-            delivery = _Delivery(owner, late)
+            # Weakly: the hooks of the copies refer to this list, and a cycle would keep their memory.
+            copies = [weakref.ref(parameter) for parameter in late]
             for parameter in late:
                 parameter.delivers = True
-                on_gradient(parameter, delivery.arrived)
+                on_gradient(parameter, functools.partial(_arrived, owner, copies))
 
 
 # Autograd runs the backward of each accelerator on a thread of its own, so several gradients may come at once.
 _delivering = threading.RLock()
 
 
-@final
-class _Delivery:
-    """Delivers the gradients of all replicas' copies of one parameter to the user's own parameter.
+def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], parameter: torch.Tensor) -> None:
+    """Delivers a gradient to the user's parameter as it is: the loss of this backward already combines the replicas.
 
-    The hooks of the copies refer to this object, and it refers to the copies weakly: a cycle would keep their memory.
+    Args:
+        owned: The user's parameter.
+        copies: That of each replica.
+        parameter: The one of them that has got a gradient.
     """
-
-    def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[ReplicaParameter]) -> None:
-        self._owner = owner
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Adds the gradients to the user's as they are: the loss of this backward already combines the replicas."""
-        assert isinstance(parameter, ReplicaParameter)
-        # During a run gradients stay local: see Note [The states of a gradient].
-        if parameter.run.gradients is not None:
-            return
-        with _delivering:
-            owner, parameters = self._owner(), [parameter]
-            if owner is not None and has_gradient_hooks(owner):
-                # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
-                # backward has reached the last of the copies.
-                parameters = [known for reference in self._parameters if (known := reference()) is not None]
-                if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
-                    return
-            gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
-            if owner is not None:
-                _deliver(owner, gradients)
+    assert isinstance(parameter, ReplicaParameter)
+    # During a run gradients stay local: see Note [The states of a gradient].
+    if parameter.run.gradients is not None:
+        return
+    with _delivering:
+        owner, parameters = owned(), [parameter]
+        if owner is not None and has_gradient_hooks(owner):
+            # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
+            # backward has reached the last of the copies.
+            parameters = [known for reference in copies if (known := reference()) is not None]
+            if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
+                return
+        gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
+        if owner is not None:
+            _deliver(owner, gradients)
 
 
 def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:

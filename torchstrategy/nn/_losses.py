@@ -193,13 +193,11 @@ def _counted(loss: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
 
 
 def _count(global_batch_size: Any) -> int:
-    is_tensor = isinstance(global_batch_size, torch.Tensor)
+    held: Any = global_batch_size.tolist() if isinstance(global_batch_size, torch.Tensor) else global_batch_size
     try:
-        if isinstance(global_batch_size, bool) or (
-            is_tensor and (global_batch_size.dim() or global_batch_size.dtype is torch.bool)
-        ):
+        if isinstance(held, bool):
             raise TypeError
-        count = operator.index(global_batch_size)
+        count = operator.index(held)
     except TypeError:
         raise TypeError(
             f"global_batch_size is an integer, or a tensor that holds one; got {global_batch_size!r}. To divide by a "
