@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import Trainers
-from torchstrategy._binding.proxies import plain_class, suspended, users_own
+from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, is_in_replica, undisturbed
 from torchstrategy._core.devices import in_use, memory_device
 from torchstrategy._core.torch_internals import version
@@ -23,7 +23,7 @@ from torchstrategy._execution.replica import Replica, Watch
 from torchstrategy._replication.replicated_modules import Placement, ReplicatedModules
 from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
 from torchstrategy._training.gradient_reducer import GradientReducer
-from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies, is_torchs, parameters_of
+from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
 from torchstrategy._training.replica_weights import ReplicaWeights

@@ -23,26 +23,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._binding.changes import TrackedTensor, TrackedTensors
-from torchstrategy._binding.proxies import plain_class, users_own
+from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._binding.torch_hooks import others_are_told
 from torchstrategy._communication.transfer import brought
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import raw_grad
 from torchstrategy._core.trace import traced
 from torchstrategy._training.replica_gradients import ReplicaParameter
+from torchstrategy._training.replica_steppers import settings_of
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 """Returns the copy of an accumulated gradient that is on the device of a replica already, or None."""
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
-    return [parameter for group in users_own(optimizer, "param_groups") for parameter in group["params"]]
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the class of an optimizer is torch's own."""
-    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
@@ -160,7 +151,7 @@ class _Copy:
 
     def bring_settings(self, optimizer: Optimizer) -> None:
         for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
-            copied.update({name: _settled(value) for name, value in group.items() if name != "params"})
+            copied.update(settings_of(group))
 
     def bring_state(self, optimizer: Optimizer) -> None:
         state = vars(optimizer)["state"]
@@ -201,10 +192,6 @@ def _sent(value: Any, parameter: torch.Tensor) -> Any:
     # Torch keeps some scalars of the state on the CPU, such as the number of steps.
     stays = value.is_cpu and value.dim() == 0
     return value.detach().to(value.device if stays else parameter.device, copy=True)
-
-
-def _settled(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _values(optimizer: Optimizer) -> list[Any]:
