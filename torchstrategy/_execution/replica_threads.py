@@ -1,5 +1,9 @@
 """Where the replicas of a strategy run, and whose turn it is: one on the caller's thread, several on threads.
 
+Replica 0 draws random numbers from the caller's generators. Every other replica draws from a stream of its own, so that
+no two replicas draw the same dropout mask. torch's default generators belong to the process, not to a thread. So the
+library sets their state to that of a replica's stream before the replica goes on.
+
 Replicas that share a physical device run one at a time, in replica order: the next one goes on when one has come to a
 synchronization point or to its end. Replicas on different accelerators run at the same time. An instrument may have
 all replicas run one at a time, in any order, and let another one go on also where a replica pauses.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import sys
 import threading
@@ -29,13 +34,12 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._core.context import CallerState
-from torchstrategy._core.devices import in_use, memory_device
+from torchstrategy._core.devices import in_use, is_accelerator, memory_device
 from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import Turns, begins, held, performed, performed_alone, reached
-from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Combine, InlineReplica, Replica, ReplicaStopped, Watch
 
 
@@ -239,6 +243,83 @@ _here = _Here()
 def runs_under_way() -> int:
     """How many nested runs of several replicas are under way on this thread."""
     return _here.depth
+
+
+# Note [Random streams of replicas]
+# Replica 0 draws from the caller's generators, so that a strategy of one replica draws what plain PyTorch draws.
+# Replica i > 0 draws from a stream whose seed is made, at each run, of the state of the caller's generators, of i, and
+# of the depth of nested runs. Nothing is kept between runs: torch's random state is all that a checkpoint has to save.
+# Only the caller's thread may exchange the state of a generator, and only while all replicas that draw from it stand
+# still. So it does this before it wakes a replica, also before it wakes one to stop it.
+# At a synchronization point the generators have the caller's streams, since `combine` acts for the caller. When the run
+# is over, the caller's generators go on where replica 0 stopped, as after a plain step. If replica 0 drew nothing and
+# another replica did, the caller's generator moves on by one number: otherwise the next run would make the same seeds,
+# and the other replica would draw the same numbers again.
+# If replicas run at the same time, they share the one generator of the CPU, and draw from it in any order.
+@final
+class RandomStreams:
+    """The random streams of the replicas of one run. See Note [Random streams of replicas].
+
+    Only the thread that gives the turns may call it, and only while every replica that shares a generator stands still.
+
+    Args:
+        devices: The device of each replica.
+        one_at_a_time: Whether no two replicas ever run at the same time. Only then can each replica have a stream of
+            its own on the CPU, which has one generator. Otherwise the replicas draw from this generator as they come,
+            and have streams of their own only on accelerators.
+        depth: How many runs this one is nested in. Its replicas must not draw the numbers of the replicas around them.
+    """
+
+    def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0) -> None:
+        of_device = {device: _generators(device, one_at_a_time) for device in set(devices)}
+        self._generators = [of_device[device] for device in devices]
+        self._holders: dict[torch.Generator, int] = {}  # the replica whose stream a generator has; 0 if not in here
+        self._begun: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream began
+        self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream was left
+        self._callers = {generator: generator.get_state() for generator in _generators(devices[0], with_cpu=True)}
+        seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in self._callers.values())]
+        self._origin = hashlib.blake2b(b"".join(seeds)).digest()
+
+    def put_in_force(self, replica: int) -> None:
+        """Sets the generators of `replica` to its stream."""
+        for generator in self._generators[replica]:
+            self._lend(generator, replica)
+
+    def put_callers_in_force(self) -> None:
+        """Sets all generators to the caller's streams, as they are where no replica runs."""
+        for generator in list(self._holders):
+            self._lend(generator, 0)
+
+    def give_back(self) -> None:
+        """Sets the caller's generators to where replica 0 stopped, or beyond. Called when the run is over."""
+        self.put_callers_in_force()
+        has_drawn = any(not torch.equal(begun, self._paused[stream]) for stream, begun in self._begun.items())
+        if has_drawn and all(torch.equal(generator.get_state(), state) for generator, state in self._callers.items()):
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
+        self._holders.clear()
+
+    def _lend(self, generator: torch.Generator, replica: int) -> None:
+        holder = self._holders.get(generator, 0)
+        if holder == replica:
+            return
+        self._paused[generator, holder] = generator.get_state()
+        if (generator, replica) in self._paused:
+            generator.set_state(self._paused[generator, replica])
+        else:
+            generator.manual_seed(self._seed(replica))
+            self._begun[generator, replica] = generator.get_state()
+        self._holders[generator] = replica
+
+    def _seed(self, replica: int) -> int:
+        digest = hashlib.blake2b(self._origin, digest_size=8, salt=replica.to_bytes(8, "little"))
+        return int.from_bytes(digest.digest(), "little") >> 1  # a seed is a signed 64-bit number
+
+
+def _generators(device: Device, with_cpu: bool) -> list[torch.Generator]:
+    generators = [torch.default_generator] if with_cpu else []
+    if is_accelerator(device):
+        generators.append(torch.get_device_module(device.type).default_generators[device.index])
+    return generators
 
 
 @final
