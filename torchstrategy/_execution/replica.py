@@ -311,7 +311,7 @@ class _Backward(torch.autograd.Function):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.cut = group, cut
-        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output)))
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         return tuple(outputs)
 
     @staticmethod
@@ -346,10 +346,6 @@ _apply_scaled: Callable[..., Any] = _Scaled.apply
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(name or "a bare value" for name in names) or "nothing"
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 # The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody

@@ -149,7 +149,8 @@ class GradientReducer:
                 with its name.
             together: Reduces gradients, and calls a function that may update parameters.
         """
-        own = self._own()
+        # None is missing, since the run holds its variables.
+        own = [owner for held in self._held if (owner := held()) is not None]
         self._together = together
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
@@ -246,11 +247,6 @@ class GradientReducer:
     def deliver_late_ones(self) -> None:
         """From here on, the gradients of a backward between runs go on to the user's parameters at once."""
         deliver_late(self._held, [of_replica.parameters for of_replica in self.of_replicas])
-
-    def _own(self) -> list[torch.Tensor]:
-        owners = [held() for held in self._held]
-        # During a run none is missing, since the run holds its variables.
-        return [owner for owner in owners if owner is not None]
 
     def reduce_in_step(self) -> None:
         """Reduces gradients at a synchronization point after which the step goes on."""
