@@ -203,7 +203,8 @@ class ReplicaGradients:
     """
 
     def __init__(self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]) -> None:
-        self._totals = weakref.ref(gradients)  # which refers to this object: a strong reference would be a cycle
+        # A proxy, since it refers to this object: a strong reference would be a cycle.
+        self.totals: GradientTotals = weakref.proxy(gradients)
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
         # Below, a parameter is meant by its position. `reduced` empties the first three.
@@ -224,12 +225,6 @@ class ReplicaGradients:
         self._unlooked: set[int] = set()  # those of them that were read since the last look at all slots
         self._last_read = self._num_nodes = -1
         self._num_looks = _MANY  # how many slots may still be looked at; see `_ran_backward`
-
-    @property
-    def totals(self) -> GradientTotals:
-        gradients = self._totals()
-        assert gradients is not None
-        return gradients
 
     def enter(self, replica: Replica) -> None:
         """The step begins: from here on `.grad` of this replica's parameters asks this object."""
