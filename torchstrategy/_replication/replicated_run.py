@@ -108,7 +108,7 @@ class ReplicaSet:
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
         copies = self._optimizer_copies.get(id(optimizer))
-        if copies is None or not copies.has(replica):
+        if copies is None or replica not in copies.of_replicas:
             return None
         return functools.partial(copies.state, optimizer, replica)
 

@@ -56,27 +56,23 @@ class OptimizerCopies:
     """
 
     def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]) -> None:
-        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
+        self.of_replicas = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         # The state of the user's optimizer that the copies agree with.
         self._known: _State | None = None
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
-    def has(self, replica: int) -> bool:
-        """Whether a replica has a copy."""
-        return replica in self._copies
-
     def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
         """The state of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
         with self._lock, undisturbed():
             self.begin(optimizer)
-            return self._copies[replica].state()
+            return self.of_replicas[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings the settings and the state of the user's optimizer to the copies, if they changed."""
         # A state dict may have been loaded, or a state tensor written, since the copies took their last step.
         is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
-        for copied in self._copies.values():
+        for copied in self.of_replicas.values():
             copied.bring_settings(optimizer)
             if not is_known:
                 copied.bring_state(optimizer)
@@ -92,9 +88,9 @@ class OptimizerCopies:
             arrived: Returns the copy of a gradient that a replica has already.
         """
         gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
-        for replica, copied in self._copies.items():
+        for replica, copied in self.of_replicas.items():
             with traced("update [{}] [replica {}]", optimizer, replica):
-                copied.step([(o, gradient, arrived(gradient, replica)) for o, gradient in gradients if copied.has(o)])
+                copied.step([(o, g, arrived(g, replica)) for o, g in gradients if id(o) in copied.plain])
         # The step itself has written the state of the user's optimizer, and the copies have done the same to theirs.
         if self._known is not None and self._known.is_that_of(optimizer):
             self._known.take_changes()
@@ -131,9 +127,9 @@ class _Copy:
         self._local = local
         # The copy updates plain parameters over the same memory: for a subclass, such as `ReplicaParameter`, torch
         # chooses another loop, which rounds otherwise.
-        self._plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
+        self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
         groups = [
-            {**group, "params": [self._plain[id(owner)] for owner in group["params"] if id(owner) in local]}
+            {**group, "params": [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]}
             for group in inside["param_groups"]
         ]
         # Not by the constructor: those of torch's optimizers differ in their arguments.
@@ -142,12 +138,9 @@ class _Copy:
             {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
         )
 
-    def has(self, owner: torch.Tensor) -> bool:
-        return id(owner) in self._plain
-
     def state(self) -> dict[torch.Tensor, Any]:
         state = self._optimizer.state
-        return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
+        return {self._local[key]: state[plain] for key, plain in self.plain.items() if plain in state}
 
     def bring_settings(self, optimizer: Optimizer) -> None:
         for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
@@ -158,14 +151,14 @@ class _Copy:
         self._optimizer.state.clear()
         for owner in _owners(optimizer, self._local):
             if owner in state:
-                plain = self._plain[id(owner)]
+                plain = self.plain[id(owner)]
                 self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
 
     def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
         if not gradients:
             return
-        trained = [self._plain[id(owner)] for owner, _, _ in gradients]
+        trained = [self.plain[id(owner)] for owner, _, _ in gradients]
         for (owner, _, _), plain in zip(gradients, trained, strict=True):
             local = self._local[id(owner)]
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).

@@ -230,7 +230,7 @@ class ReplicaOptimizer:
             (i, name): value
             for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True))
             for name, value in group.items()
-            if name != "params" and not _is_as_shown(value, shown.get(name))
+            if name != "params" and not _is_same(value, shown.get(name))
         }
 
     def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
@@ -313,12 +313,6 @@ def _check(name: str, brought: Sequence[_Given]) -> None:
                 "strategy.run, on what the user's own parameters are."
             )
     _refuse_different(name, brought)
-
-
-def _is_as_shown(value: Any, shown: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(shown, torch.Tensor):
-        return torch.equal(value, shown)
-    return value is shown
 
 
 @final
