@@ -127,7 +127,8 @@ class _Copy:
         self._local = local
         # The copy updates plain parameters over the same memory: for a subclass, such as `ReplicaParameter`, torch
         # chooses another loop, which rounds otherwise.
-        self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
+        owners = [owner for owner in parameters_of(optimizer) if id(owner) in local]
+        self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners}
         groups = [
             {**group, "params": [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]}
             for group in inside["param_groups"]
@@ -147,12 +148,11 @@ class _Copy:
             copied.update(settings_of(group))
 
     def bring_state(self, optimizer: Optimizer) -> None:
-        state = vars(optimizer)["state"]
         self._optimizer.state.clear()
-        for owner in _owners(optimizer, self._local):
-            if owner in state:
-                plain = self.plain[id(owner)]
-                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
+        for owner, values in vars(optimizer)["state"].items():
+            plain = self.plain.get(id(owner))
+            if plain is not None:
+                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in values.items()}
 
     def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
@@ -173,10 +173,6 @@ class _Copy:
             # The gradients were lent for the step. To keep them would cost their memory until the next one.
             for plain in trained:
                 plain.grad = None
-
-
-def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Tensor]:
-    return [owner for owner in parameters_of(optimizer) if id(owner) in known]
 
 
 def _sent(value: Any, parameter: torch.Tensor) -> Any:
