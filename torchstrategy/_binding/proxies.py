@@ -9,6 +9,7 @@ When no run is under way, the object has its own class again: between runs, noth
 from __future__ import annotations
 
 import copyreg
+import functools
 import threading
 import types
 from abc import ABCMeta
@@ -90,6 +91,16 @@ def users_own(optimizer: Any, name: str) -> Any:
     """
     inside = vars(optimizer)
     return inside[name] if name in inside else getattr(plain_class(type(optimizer)), name).__get__(optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
+    return [parameter for group in users_own(optimizer, "param_groups") for parameter in group["params"]]
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the class of an optimizer is torch's own."""
+    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def _shared_table(name: str) -> property:
@@ -217,7 +228,7 @@ class _SharedStepperProxy(_Proxy):
 
     def __getattribute__(self, name: str) -> Any:
         if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
-            return getattr(local, name)
+            return functools.partial(local.call, name)
         return super().__getattribute__(name)
 
 

@@ -46,7 +46,7 @@ from torchstrategy._core.tree import (
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._strategy.strategies import CentralStorageStrategy
-from torchstrategy._training.graph_parameter import attach_to_graph
+from torchstrategy._training.gradient_hooks import attach_to_graph
 
 
 @final

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -54,23 +54,22 @@ _in_force: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_conduc
 
 
 @contextmanager
-def in_force(*instruments: Instrument) -> Iterator[None]:
+def _only(instruments: tuple[Instrument, ...]) -> Iterator[None]:
+    token = _in_force.set(instruments)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def in_force(*instruments: Instrument) -> AbstractContextManager[None]:
     """A block whose runs these instruments observe, in addition to the instruments of outer blocks."""
-    token = _in_force.set((*_in_force.get(), *instruments))
-    try:
-        yield
-    finally:
-        _in_force.reset(token)
+    return _only((*_in_force.get(), *instruments))
 
 
-@contextmanager
-def none_in_force() -> Iterator[None]:
+def none_in_force() -> AbstractContextManager[None]:
     """A block whose runs no instrument observes."""
-    token = _in_force.set(())
-    try:
-        yield
-    finally:
-        _in_force.reset(token)
+    return _only(())
 
 
 def is_in_force(instrument: Instrument) -> bool:

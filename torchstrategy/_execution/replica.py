@@ -60,13 +60,18 @@ class Watch(Protocol):
         """Called after the run, to give warnings about it."""
 
 
+@dataclass(eq=False)
 class Replica(ABC):
-    """One replica of one run."""
+    """One replica of one run.
 
-    def __init__(self, index: int, device: Device) -> None:
-        self.index = index
-        self.device = device
-        self.was_asked = False  # whether the step asked which replica it is in
+    Args:
+        index: The id of the replica.
+        device: The device on which it runs.
+    """
+
+    index: int
+    device: Device
+    was_asked = False  # whether the step asked which replica it is in
 
     @abstractmethod
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
@@ -88,18 +93,15 @@ class Replica(ABC):
 
 
 @final
+@dataclass(eq=False)
 class InlineReplica(Replica):
     """The only replica of a run, on the caller's thread. It is alone at its synchronization points.
 
     Args:
-        index: The id of the replica.
-        device: The device on which it runs.
         callers_device: The default device of the caller, in which `combine` runs. None: that of the replica.
     """
 
-    def __init__(self, index: int, device: Device, callers_device: Device | None = None) -> None:
-        super().__init__(index, device)
-        self._callers_device = callers_device
+    callers_device: Device | None = None
 
     def pause(self) -> None:
         pass  # no other replica could go on meanwhile
@@ -110,7 +112,7 @@ class InlineReplica(Replica):
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while. See Note
         # [Who may call what on which thread].
-        with nowhere(), in_use(self._callers_device), traced("synchronize at {}", name):
+        with nowhere(), in_use(self.callers_device), traced("synchronize at {}", name):
             return combine([brought])[0]
 
 
@@ -309,7 +311,7 @@ class _Backward(torch.autograd.Function):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.cut = group, cut
-        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output)))
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         return tuple(outputs)
 
     @staticmethod
@@ -344,10 +346,6 @@ _apply_scaled: Callable[..., Any] = _Scaled.apply
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(name or "a bare value" for name in names) or "nothing"
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 # The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody

@@ -22,6 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, final
 
@@ -50,16 +51,15 @@ from torchstrategy._execution.replica import Combine, InlineReplica, Replica, Re
 # The threads talk only by `SimpleQueue`, whose `put` may also be called in a finalizer or a signal handler, while
 # another `put` is under way. Code with a lock could then wait for ever.
 @final
+@dataclass(eq=False)
 class _ThreadReplica(Replica):
     """One of several replicas, on a thread of its own."""
 
-    def __init__(self, index: int, device: Device, inbox: SimpleQueue[Any], reports: SimpleQueue[_Report]) -> None:
-        super().__init__(index, device)
-        self.inbox = inbox  # of messages that wake it: its task, an answer at a synchronization point, or `_STOP`
-        self._reports = reports
-        self._process = os.getpid()
-        self.thread: int | None = None  # the thread on which the step runs; None before and after
-        self.is_cancelled = False  # written by the caller's thread
+    inbox: SimpleQueue[Any]  # of messages that wake it: its task, an answer at a synchronization point, or `_STOP`
+    reports: SimpleQueue[_Report]
+    process: int = field(default_factory=os.getpid)
+    thread: int | None = None  # the thread on which the step runs; None before and after
+    is_cancelled: bool = False  # written by the caller's thread
 
     def perform(self, state: CallerState, call: Callable[[Replica], Tree]) -> None:
         """Calls the step, and reports how it ended. The replica can synchronize during this call, on this thread."""
@@ -73,10 +73,10 @@ class _ThreadReplica(Replica):
         except BaseException as error:
             # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
             outcome = _Failed(self.index, error)
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             _end_child(outcome)
         self.thread = None
-        self._reports.put(outcome)
+        self.reports.put(outcome)
         del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
 
     def pause(self) -> None:
@@ -95,9 +95,9 @@ class _ThreadReplica(Replica):
             return self._stand_still(_Synchronizing(self.index, name, combine, brought))
 
     def _stand_still(self, report: _Report) -> Tree:
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise RuntimeError(_FORKED.format(replica=self.index))
-        self._reports.put(report)
+        self.reports.put(report)
         answer = self.inbox.get()
         if answer is _STOP:
             raise ReplicaStopped
@@ -369,9 +369,8 @@ class _Run:
         while waiting:
             r = min(waiting)
             waiting.discard(r)
-            self._streams.put_in_force(r)
-            self._running.add(r)
-            self._replicas[r].inbox.put(_STOP)
+            self._to_send[r] = _STOP
+            self._wake(r)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
             if self._arrived.pop(r, None) or self._to_send.pop(r, None):

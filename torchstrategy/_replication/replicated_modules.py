@@ -45,7 +45,7 @@ from torchstrategy._replication.module_replica import (
 from torchstrategy._replication.plain_attributes import Attributes
 from torchstrategy._replication.run_warnings import LostBuffers
 from torchstrategy._replication.tensor_copies import sharing_memory
-from torchstrategy._training.all_reduced_gradients import AllReduce
+from torchstrategy._training.gradient_reducer import AllReduce
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
-from torchstrategy._binding.proxies import plain_class, suspended, users_own
+from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, in_use, is_in_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
@@ -24,7 +24,7 @@ from torchstrategy._execution.replica import Replica, Watch
 from torchstrategy._replication.replicated_modules import Placement, ReplicatedModules
 from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
 from torchstrategy._training.gradient_reducer import GradientReducer
-from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies, is_torchs, parameters_of
+from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -109,7 +109,7 @@ class ReplicaSet:
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
         copies = self._optimizer_copies.get(id(optimizer))
-        if copies is None or not copies.has(replica):
+        if copies is None or replica not in copies.of_replicas:
             return None
         return functools.partial(copies.state, optimizer, replica)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
-from torchstrategy._binding.proxies import install, is_all_in_dict, uninstall, users_own
+from torchstrategy._binding.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._core.context import is_accelerator, is_in_replica, undisturbed
@@ -31,7 +31,6 @@ from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
 from torchstrategy._replication.storage import Storage
-from torchstrategy._training.optimizer_copies import is_torchs, parameters_of
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable

@@ -28,7 +28,7 @@ from torchstrategy._core.distributed_values import (
 )
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.tree import map_leaves, tree_flatten
-from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
+from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
@@ -48,10 +48,13 @@ class OneMachineExtended(StrategyExtended):
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
     """
 
+    _makes_containers = False  # whether a lone replica gets lists and dicts of its own, as several replicas do
+
     def __init__(self, storage: Storage | ReplicatedStorage, between_graph: bool = False) -> None:
         super().__init__()
         self._storage = storage
         self._between_graph = between_graph
+        self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -122,6 +125,32 @@ class OneMachineExtended(StrategyExtended):
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
         self._storage.take_stepper(optimizer)
 
+    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        """Calls the step in a lone replica on the user's own objects, which a step should not notice.
+
+        It is called between steps, when no cache holds it: each function that it calls takes half a microsecond or
+        more.
+        """
+        if options.examples is not None:
+            ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
+        if args or kwargs:
+            distributed = distributed_within((*args, *kwargs.values()))
+            if distributed:
+                check_component_counts(distributed, 1)
+            if distributed or self._makes_containers:
+                args, kwargs = select(args, 0), select(kwargs, 0)
+        frame, frames = LoneFrame(self._container_strategy()), frames_of_this_thread()
+        depth, device = len(frames), self._alone_on
+        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+            frames.append(frame)
+            if device is None or not needs_device_context(device):
+                return performed_alone(fn, args, kwargs)
+            with in_use(device):
+                return performed_alone(fn, args, kwargs)
+        finally:
+            del frames[depth:]
+            frame.ends()
+
     @contextmanager
     def _creation_scope(self) -> Iterator[None]:
         with in_use(self._storage.parameter_device), self._storage.watching():
@@ -130,9 +159,6 @@ class OneMachineExtended(StrategyExtended):
 
 class OneDeviceExtended(OneMachineExtended):
     """One replica, on the caller's thread and on the user's own objects: nothing is wrapped, nothing put together."""
-
-    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        return run_alone(self._container_strategy(), self._storage.devices[0], fn, args, kwargs, options)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return _own(value)
@@ -165,6 +191,7 @@ class DefaultExtended(OneDeviceExtended):
 
     def __init__(self) -> None:
         super().__init__(Storage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+        self._alone_on = None
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -187,9 +214,6 @@ class DefaultExtended(OneDeviceExtended):
     def _take_variable(self, variable: Variable) -> None:
         pass
 
-    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        return run_alone(self._container_strategy(), None, fn, args, kwargs, options)
-
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         raise NotImplementedError(
             "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
@@ -208,40 +232,6 @@ class DefaultExtended(OneDeviceExtended):
 
     def _device_of(self, replica: int) -> Device:
         return canonical_device(None)
-
-
-def run_alone(
-    strategy: StrategyLike,
-    device: Device | None,
-    fn: ReplicaFn,
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
-    options: RunOptions,
-    own_containers: bool = False,
-) -> Tree:
-    """Calls the step in a lone replica on the user's own objects, which a step should not notice.
-
-    It is called between steps, when no cache holds it: each function that it calls takes half a microsecond or more.
-    """
-    if options.examples is not None:
-        ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
-    if args or kwargs:
-        distributed = distributed_within((*args, *kwargs.values()))
-        if distributed:
-            check_component_counts(distributed, 1)
-        if distributed or own_containers:
-            args, kwargs = select(args, 0), select(kwargs, 0)
-    frame, frames = LoneFrame(strategy), frames_of_this_thread()
-    depth = len(frames)
-    try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
-        frames.append(frame)
-        if device is None or not needs_device_context(device):
-            return performed_alone(fn, args, kwargs)
-        with in_use(device):
-            return performed_alone(fn, args, kwargs)
-    finally:
-        del frames[depth:]
-        frame.ends()
 
 
 def gathered_alone(value: Tree, axis: int) -> Tree:

@@ -28,7 +28,7 @@ from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
-from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone, run_alone
+from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -47,6 +47,8 @@ class ReplicatedExtended(OneMachineExtended):
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
         cross_device_ops: How `reduce` and the like bring values together on the parameter device.
     """
+
+    _makes_containers = True
 
     def __init__(
         self,
@@ -72,9 +74,9 @@ class ReplicatedExtended(OneMachineExtended):
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
-        strategy, count = self._container_strategy(), self._num_replicas_in_sync
         if not isinstance(self._storage, ReplicatedStorage):
-            return run_alone(strategy, self._storage.devices[0], fn, args, kwargs, options, own_containers=True)
+            return super()._run(fn, args, kwargs, options)
+        strategy, count = self._container_strategy(), len(self._storage.devices)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
         weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)

@@ -6,7 +6,7 @@ A base class holds the constructor of those that TensorFlow 1 has, too: `compat.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
@@ -88,14 +88,7 @@ class CentralStorageBase(StrategyBase):
         devices = _devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
-        owner = canonical_device(parameter_device)
-        is_in_place = len(devices) == 1 and memory_device(devices[0]) == memory_device(owner)
-        averages_buffers = _averages(buffer_aggregation)
-        storage = (
-            Storage(devices, owner)
-            if is_in_place
-            else ReplicatedStorage(Placement(devices, owner, averages_buffers=averages_buffers))
-        )
+        storage = _storage(devices, canonical_device(parameter_device), buffer_aggregation)
         reduction = ReduceOp.of(gradient_reduction)
         super().__init__(ReplicatedExtended(storage, reduction, between_graph=True))
 
@@ -152,17 +145,14 @@ class MirroredBase(StrategyBase):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         on = _devices_of_replicas("devices", devices)
-        averages_buffers = _averages(buffer_aggregation)
         ops = default_for(on) if cross_device_ops is None else _checked(cross_device_ops, on)
-        reduction = ReduceOp.of(gradient_reduction)
-        if len(on) == 1:
-            super().__init__(ReplicatedExtended(Storage(on, on[0]), reduction))
-            return
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
         all_reduce = ops._weighted_sums if is_all_reduced else None
-        layout = Placement(on, on[0], averages_buffers=averages_buffers, is_mirrored=True, all_reduce=all_reduce)
-        super().__init__(ReplicatedExtended(ReplicatedStorage(layout), reduction, cross_device_ops=ops))
+        storage = _storage(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
+        if len(on) == 1:
+            ops = ReductionToOneDevice()
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), cross_device_ops=ops))
 
 
 @final
@@ -236,8 +226,14 @@ def _devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> lis
     return found
 
 
-def _averages(aggregation: str) -> bool:
-    """Whether running statistics become the mean of the replicas'."""
-    if aggregation not in ("mean", "only_first_replica"):
-        raise ValueError(f"buffer_aggregation={aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    return aggregation == "mean"
+def _storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
+    """Where parameters live: with a lone replica on their device, which uses them in place, or beside copies of them.
+
+    Raises:
+        ValueError: If there is no such `buffer_aggregation`.
+    """
+    if buffer_aggregation not in ("mean", "only_first_replica"):
+        raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
+    if len(devices) == 1 and memory_device(devices[0]) == memory_device(owner):
+        return Storage(devices, owner)
+    return ReplicatedStorage(Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored))

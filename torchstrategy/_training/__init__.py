@@ -4,13 +4,10 @@ Backward adds to the parameters of each replica (`replica_gradients`). At a sync
 multiplies the gradients of each replica by its weight (`replica_weights`), adds them up, and gives the sum to the
 user's own parameters, which the user's optimizer then updates once.
 
-    history_end              a tensor at which a backward ends with an error that says why
     replica_gradients        the gradients of one replica, as its step sees them
     replica_weights          how much each replica of a run counts, and which replicas take part
-    all_reduced_gradients    gradients that an all-reduce added up and left on every device
-    graph_parameter          a replica's parameter as a part of the user's own autograd graph
-    gradient_hooks           the user's hooks, and hooks of ours that deliver gradients that come between two runs
-    optimizer_copies         copies of the user's optimizers, for replicas that have parameters of their own
+    gradient_hooks           the user's hooks, late gradients, and a graph that goes on to the user's parameters
     replica_steppers         optimizers, schedulers and `GradScaler` in a replica: one step for all replicas
+    optimizer_copies         copies of the user's optimizers, for replicas that have parameters of their own
     gradient_reducer         the gradients of all replicas, reduced to the gradient of the whole batch
 """

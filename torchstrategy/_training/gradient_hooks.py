@@ -1,10 +1,14 @@
-"""Hooks on the gradients of parameters: the user's see the sum of all replicas once, and ours deliver late gradients.
+"""How gradients in a replica reach the user's parameters and hooks, beside being reduced: by hooks, and by a graph.
 
 A replica's parameters have none of the user's hooks. Hooks of ours count how often backward adds to them. So when
 gradients are reduced, the user's hooks see a gradient that backward made, and none that a step assigned.
 
 A gradient is late if a backward makes it between two runs, through results of a run. It goes on to the user's parameter
 at once.
+
+A replica's parameter is a leaf, which is right for a step that runs backward itself. If the user differentiates the
+results of the step instead (`DataParallel`), the graph has to reach the user's own parameter: `backward`,
+`torch.autograd.grad`, hooks and second derivatives all look for it there.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -24,6 +29,7 @@ from torchstrategy._core.torch_internals import (
     on_gradient,
     raw_grad,
     set_raw_grad,
+    swap_tensors,
     take_raw_grads,
     will_be_reached,
 )
@@ -100,44 +106,40 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
     for owner, of_all_replicas in zip(owners, zip(*parameters, strict=True), strict=False):
         late = [parameter for parameter in of_all_replicas if parameter.requires_grad and not parameter.delivers]
         if late:
-            delivery = _Delivery(owner, late)
+            # Weakly: the hooks of the copies refer to this list, and a cycle would keep their memory.
+            copies = [weakref.ref(parameter) for parameter in late]
             for parameter in late:
                 parameter.delivers = True
-                on_gradient(parameter, delivery.arrived)
+                on_gradient(parameter, functools.partial(_arrived, owner, copies))
 
 
 # Autograd runs the backward of each accelerator on a thread of its own, so several gradients may come at once.
 _delivering = threading.RLock()
 
 
-@final
-class _Delivery:
-    """Delivers the gradients of all replicas' copies of one parameter to the user's own parameter.
+def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], parameter: torch.Tensor) -> None:
+    """Delivers a gradient to the user's parameter as it is: the loss of this backward already combines the replicas.
 
-    The hooks of the copies refer to this object, and it refers to the copies weakly: a cycle would keep their memory.
+    Args:
+        owned: The user's parameter.
+        copies: That of each replica.
+        parameter: The one of them that has got a gradient.
     """
-
-    def __init__(self, owner: Callable[[], torch.Tensor | None], parameters: Sequence[ReplicaParameter]) -> None:
-        self._owner = owner
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Adds the gradients to the user's as they are: the loss of this backward already combines the replicas."""
-        assert isinstance(parameter, ReplicaParameter)
-        # During a run gradients stay local: see Note [The states of a gradient].
-        if parameter.run.gradients is not None:
-            return
-        with _delivering:
-            owner, parameters = self._owner(), [parameter]
-            if owner is not None and have_gradient_hooks((owner,)):
-                # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
-                # backward has reached the last of the copies.
-                parameters = [known for reference in self._parameters if (known := reference()) is not None]
-                if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
-                    return
-            gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
-            if owner is not None:
-                _deliver(owner, gradients)
+    assert isinstance(parameter, ReplicaParameter)
+    # During a run gradients stay local: see Note [The states of a gradient].
+    if parameter.run.gradients is not None:
+        return
+    with _delivering:
+        owner, parameters = owned(), [parameter]
+        if owner is not None and have_gradient_hooks((owner,)):
+            # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
+            # backward has reached the last of the copies.
+            parameters = [known for reference in copies if (known := reference()) is not None]
+            if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
+                return
+        gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
+        if owner is not None:
+            _deliver(owner, gradients)
 
 
 def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
@@ -147,3 +149,71 @@ def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
         torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
     else:
         set_raw_grad(owner, gradient if before is None else before + gradient)
+
+
+@contextmanager
+def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """A block in which parameters of a replica have a history, so that gradients flow on to the user's parameters.
+
+    The parameters stay the same Python objects, wherever the step refers to them: in several modules, in a dict, in a
+    closure.
+
+    Args:
+        pairs: Tensors of a replica, each with the user's own.
+    """
+    with ExitStack() as stack:
+        for local, owner in pairs:
+            if isinstance(local, ReplicaParameter) and local.requires_grad:
+                stack.enter_context(_attached(local, owner))
+        yield
+
+
+@contextmanager
+def _attached(local: ReplicaParameter, owner: torch.Tensor) -> Iterator[None]:
+    leaf: list[torch.Tensor] = [local]  # in the block it holds the leaf to which a backward in the block adds gradients
+    other = _link(owner, leaf)
+    try:
+        # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be put into
+        # every module, dict and closure that refers to the parameter.
+        swap_tensors(local, other)
+        leaf[:] = [other]
+        _collects(local, other)
+        yield
+    finally:
+        # The node of the graph refers to this list. Once the two have changed back, the tensor in the list has that
+        # node as its `grad_fn`: a cycle. An empty list also tells the node that the block has ended.
+        leaf.clear()
+        if not local.is_leaf:
+            swap_tensors(local, other)
+            _collects(local, local)
+
+
+def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:
+    """Says in the slot of which tensor the replica's local gradient lies."""
+    if local.run.gradients is not None:
+        slots: list[Any] = local.run.gradients.parameters
+        slots[local.position] = leaf
+
+
+class _Link(torch.autograd.Function):
+    """Makes a tensor with the memory of the replica's parameter and the history of the user's."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: torch.Tensor, leaf: list[torch.Tensor]) -> torch.Tensor:
+        # The replica's parameter comes in a list, so that autograd does not take it for an input of this function.
+        ctx.device, ctx.leaf = owner.device, leaf
+        return leaf[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if not ctx.leaf:
+            return gradient.to(ctx.device), None
+        # This backward runs within the block, in the user's forward: its gradients stay in the replica, as those of a
+        # step do, and are reduced when the run ends.
+        (leaf,) = ctx.leaf
+        before = raw_grad(leaf)
+        set_raw_grad(leaf, gradient if before is None else before + gradient)
+        return None, None
+
+
+_link: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor] = _Link.apply

@@ -40,10 +40,10 @@ from torchstrategy._core.torch_internals import (
     set_raw_grads,
     take_raw_grads,
     unseen_by_function_modes,
+    version,
 )
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
-from torchstrategy._training.all_reduced_gradients import AllReduce, AllReducedGradients
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks
 from torchstrategy._training.replica_gradients import (
     CLEARED,
@@ -54,6 +54,16 @@ from torchstrategy._training.replica_gradients import (
 )
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import is_variable
+
+AllReduce = Callable[
+    [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
+    Sequence[Sequence[torch.Tensor | None]],
+]
+"""Adds up the gradients of several replicas, times their weights, and returns the sums on the device of each replica.
+
+It gets the gradients of each of these replicas, their weights, and for each replica of the strategy its parameters,
+which tell where it wants the sums.
+"""
 
 Together = Callable[[Callable[[], None]], None]
 """Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters."""
@@ -98,9 +108,8 @@ class GradientReducer:
     ) -> None:
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
         self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
-        self._own_names = list(names)
+        self._own_names = self.names = list(names)
         self.owners: list[torch.Tensor] = []
-        self.names = list(names)
         self.accumulated: list[torch.Tensor | None] = []
         self.of_replicas = [ReplicaGradients(self, local) for local in parameters]
         # Whether no other run, of another thread, has had the same parameters since this one began. Else a gradient in
@@ -109,7 +118,11 @@ class GradientReducer:
         self._is_remote = [
             any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
         ]
-        self._all_reduce = None if all_reduce is None else AllReducedGradients(all_reduce)
+        self._all_reduce = all_reduce
+        # The copies of accumulated gradients that the all-reduce left on the devices, for as long as they are sure to
+        # agree. By the id of an accumulated gradient: the gradient, so that no other tensor gets its id; its version,
+        # which shows writes; and the copy of each replica.
+        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self._take_turns = take_turns
         # The weighted sum of the local gradients that were accumulated since the last reduction, and of how many
         # replicas it is.
@@ -134,7 +147,8 @@ class GradientReducer:
                 with its name.
             together: Reduces gradients, and calls a function that may update parameters.
         """
-        own = self._own()
+        # None is missing, since the run holds its variables.
+        own = [owner for held in self._held if (owner := held()) is not None]
         self._together = together
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
@@ -217,12 +231,12 @@ class GradientReducer:
 
         None if there is none, or somebody has written on the gradient since.
         """
-        return None if self._all_reduce is None else self._all_reduce.arrived(gradient, replica)
+        known = self._arrived.get(id(gradient))
+        return known[2][replica] if known is not None and version(gradient) == known[1] else None
 
     def forget_arrived(self) -> None:
         """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
-        if self._all_reduce is not None:
-            self._all_reduce.forget()
+        self._arrived.clear()
 
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
@@ -231,11 +245,6 @@ class GradientReducer:
     def deliver_late_ones(self) -> None:
         """From here on, the gradients of a backward between runs go on to the user's parameters at once."""
         deliver_late(self._held, [of_replica.parameters for of_replica in self.of_replicas])
-
-    def _own(self) -> list[torch.Tensor]:
-        owners = [held() for held in self._held]
-        # During a run none is missing, since the run holds its variables.
-        return [owner for owner in owners if owner is not None]
 
     def reduce_in_step(self) -> None:
         """Reduces gradients at a synchronization point after which the step goes on."""
@@ -359,11 +368,29 @@ class GradientReducer:
             # give NaN.
             self.of_replicas[r].take_local()
         if self._all_reduce is not None:
-            weights = [self._weights.weights[r] for r in weighing]
-            return self._all_reduce.combined(weighing, weights, self.of_replicas, self.owners)
+            return self._all_reduced(self._all_reduce)
         for r in weighing[self._num_accumulated :]:
             self._add_up(r)
         total, self._total, self._num_accumulated = self._total, {}, 0
+        return total
+
+    def _all_reduced(self, all_reduce: AllReduce) -> dict[int, torch.Tensor]:
+        """The same, by an all-reduce, which leaves a copy of each sum on the device of every replica."""
+        weighing = self._weights.weighing
+        local = [self.of_replicas[r].take_local()[0] for r in weighing]
+        indices = sorted(set().union(*local))
+        sums = all_reduce(
+            [[gradients.get(index) for index in indices] for gradients in local],
+            [self._weights.weights[r] for r in weighing],
+            [[of_replica.parameters[index] for index in indices] for of_replica in self.of_replicas],
+        )
+        self.forget_arrived()
+        total: dict[int, torch.Tensor] = {}
+        for index, column in zip(indices, zip(*sums, strict=True), strict=True):
+            gradients = [gradient for gradient in column if gradient is not None]
+            # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
+            total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
+            self._arrived[id(gradient)] = gradient, version(gradient), gradients
         return total
 
     def _add_up(self, r: int) -> set[int]:

@@ -23,26 +23,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from torchstrategy._binding.changes import TrackedTensor, TrackedTensors
-from torchstrategy._binding.proxies import plain_class, users_own
+from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._binding.torch_hooks import others_are_told
 from torchstrategy._communication.transfer import brought
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.torch_internals import raw_grad
 from torchstrategy._core.trace import traced
 from torchstrategy._training.replica_gradients import ReplicaParameter
+from torchstrategy._training.replica_steppers import settings_of
 
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 """Returns the copy of an accumulated gradient that is on the device of a replica already, or None."""
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
-    return [parameter for group in users_own(optimizer, "param_groups") for parameter in group["params"]]
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the class of an optimizer is torch's own."""
-    return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
@@ -65,27 +56,23 @@ class OptimizerCopies:
     """
 
     def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]) -> None:
-        self._copies = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
+        self.of_replicas = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         # The state of the user's optimizer that the copies agree with.
         self._known: _State | None = None
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
-    def has(self, replica: int) -> bool:
-        """Whether a replica has a copy."""
-        return replica in self._copies
-
     def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
         """The state of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
         with self._lock, undisturbed():
             self.begin(optimizer)
-            return self._copies[replica].state()
+            return self.of_replicas[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings the settings and the state of the user's optimizer to the copies, if they changed."""
         # A state dict may have been loaded, or a state tensor written, since the copies took their last step.
         is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
-        for copied in self._copies.values():
+        for copied in self.of_replicas.values():
             copied.bring_settings(optimizer)
             if not is_known:
                 copied.bring_state(optimizer)
@@ -101,9 +88,9 @@ class OptimizerCopies:
             arrived: Returns the copy of a gradient that a replica has already.
         """
         gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
-        for replica, copied in self._copies.items():
+        for replica, copied in self.of_replicas.items():
             with traced("update [{}] [replica {}]", optimizer, replica):
-                copied.step([(o, gradient, arrived(gradient, replica)) for o, gradient in gradients if copied.has(o)])
+                copied.step([(o, g, arrived(g, replica)) for o, g in gradients if id(o) in copied.plain])
         # The step itself has written the state of the user's optimizer, and the copies have done the same to theirs.
         if self._known is not None and self._known.is_that_of(optimizer):
             self._known.take_changes()
@@ -140,9 +127,10 @@ class _Copy:
         self._local = local
         # The copy updates plain parameters over the same memory: for a subclass, such as `ReplicaParameter`, torch
         # chooses another loop, which rounds otherwise.
-        self._plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in _owners(optimizer, local)}
+        owners = [owner for owner in parameters_of(optimizer) if id(owner) in local]
+        self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners}
         groups = [
-            {**group, "params": [self._plain[id(owner)] for owner in group["params"] if id(owner) in local]}
+            {**group, "params": [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]}
             for group in inside["param_groups"]
         ]
         # Not by the constructor: those of torch's optimizers differ in their arguments.
@@ -151,30 +139,26 @@ class _Copy:
             {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
         )
 
-    def has(self, owner: torch.Tensor) -> bool:
-        return id(owner) in self._plain
-
     def state(self) -> dict[torch.Tensor, Any]:
         state = self._optimizer.state
-        return {self._local[key]: state[plain] for key, plain in self._plain.items() if plain in state}
+        return {self._local[key]: state[plain] for key, plain in self.plain.items() if plain in state}
 
     def bring_settings(self, optimizer: Optimizer) -> None:
         for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
-            copied.update({name: _settled(value) for name, value in group.items() if name != "params"})
+            copied.update(settings_of(group))
 
     def bring_state(self, optimizer: Optimizer) -> None:
-        state = vars(optimizer)["state"]
         self._optimizer.state.clear()
-        for owner in _owners(optimizer, self._local):
-            if owner in state:
-                plain = self._plain[id(owner)]
-                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in state[owner].items()}
+        for owner, values in vars(optimizer)["state"].items():
+            plain = self.plain.get(id(owner))
+            if plain is not None:
+                self._optimizer.state[plain] = {name: _sent(value, plain) for name, value in values.items()}
 
     def step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Takes a step. For each of the user's parameters there is its gradient, and the copy that is here already."""
         if not gradients:
             return
-        trained = [self._plain[id(owner)] for owner, _, _ in gradients]
+        trained = [self.plain[id(owner)] for owner, _, _ in gradients]
         for (owner, _, _), plain in zip(gradients, trained, strict=True):
             local = self._local[id(owner)]
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
@@ -191,20 +175,12 @@ class _Copy:
                 plain.grad = None
 
 
-def _owners(optimizer: Optimizer, known: Mapping[int, object]) -> list[torch.Tensor]:
-    return [owner for owner in parameters_of(optimizer) if id(owner) in known]
-
-
 def _sent(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     # Torch keeps some scalars of the state on the CPU, such as the number of steps.
     stays = value.is_cpu and value.dim() == 0
     return value.detach().to(value.device if stays else parameter.device, copy=True)
-
-
-def _settled(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _values(optimizer: Optimizer) -> list[Any]:

@@ -31,7 +31,33 @@ from torchstrategy._core.torch_internals import (
     version,
 )
 from torchstrategy._execution.replica import Replica
-from torchstrategy._training.history_end import end_history
+
+
+@final
+class _HistoryEnd(torch.autograd.Function):
+    """Copies a tensor. A backward through the copy raises an error, so that no gradient is lost without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, why: str) -> torch.Tensor:
+        ctx.why = why
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.why)
+
+
+_end_history: Callable[[torch.Tensor, str], torch.Tensor] = _HistoryEnd.apply
+
+
+def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
+    """A copy of a tensor without history that requires grad, so that a loss of it runs a backward, which raises `why`.
+
+    It does so in no_grad mode, too, in which `clip_grad_norm_` reads gradients.
+    """
+    with torch.enable_grad():
+        return _end_history(tensor.requires_grad_(), why)
+
 
 _DATA: Any = torch.Tensor.data
 _plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
@@ -177,7 +203,8 @@ class ReplicaGradients:
     """
 
     def __init__(self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]) -> None:
-        self._totals = weakref.ref(gradients)  # which refers to this object: a strong reference would be a cycle
+        # A proxy, since it refers to this object: a strong reference would be a cycle.
+        self.totals: GradientTotals = weakref.proxy(gradients)
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
         # Below, a parameter is meant by its position. `reduced` empties the first three.
@@ -198,12 +225,6 @@ class ReplicaGradients:
         self._unlooked: set[int] = set()  # those of them that were read since the last look at all slots
         self._last_read = self._num_nodes = -1
         self._num_looks = _MANY  # how many slots may still be looked at; see `_ran_backward`
-
-    @property
-    def totals(self) -> GradientTotals:
-        gradients = self._totals()
-        assert gradients is not None
-        return gradients
 
     def enter(self, replica: Replica) -> None:
         """The step begins: from here on `.grad` of this replica's parameters asks this object."""

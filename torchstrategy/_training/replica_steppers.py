@@ -33,6 +33,12 @@ from torchstrategy._execution.replica import Replica
 from torchstrategy._training.replica_gradients import ReplicaGradients
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has beside its parameters, for another optimizer or another replica."""
+    # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one tensor would act n times.
+    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"}
+
+
 class OptimizerHost(Protocol):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
@@ -213,15 +219,18 @@ class ReplicaOptimizer:
         """
         if not self._shown:
             return {}
-        kind = plain_class(type(self.optimizer)).__name__
         params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
         if params[0] != params[1]:
-            raise RuntimeError(_REGROUPED.format(kind=kind))
+            raise RuntimeError(
+                f"The step changed the parameters of {plain_class(type(self.optimizer)).__name__}.param_groups, or the "
+                "groups themselves, in a replica, which shares the optimizer with the others. Do it outside of "
+                "strategy.run. To freeze parameters in a step, set their requires_grad."
+            )
         return {
             (i, name): value
             for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True))
             for name, value in group.items()
-            if name != "params" and not _is_as_shown(value, shown.get(name))
+            if name != "params" and not _is_same(value, shown.get(name))
         }
 
     def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
@@ -239,9 +248,11 @@ class ReplicaOptimizer:
             for (i, name), value in other.written_settings().items():
                 own = written.get((i, name), self._central_groups[i].get(name))
                 if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
-                    setting = f"{plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}]"
-                    of = f"{own} in replica {mine} and {value} in replica {replica}"
-                    raise RuntimeError(_DIFFERENT.format(setting=setting, of=of))
+                    raise RuntimeError(
+                        f"The replicas set {plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}] to "
+                        f"different values: {own} in replica {mine} and {value} in replica {replica}. They share the "
+                        "optimizer. Set the same value in each: get_replica_context().all_reduce(...) makes one of all."
+                    )
 
     @property
     def _central_groups(self) -> list[dict[str, Any]]:
@@ -249,9 +260,7 @@ class ReplicaOptimizer:
         return groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one tensor would act n times.
-        local = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"}
-        return {**local, "params": [self._local(owner) for owner in group["params"]]}
+        return {**settings_of(group), "params": [self._local(owner) for owner in group["params"]]}
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self.index_of.get(id(owner))
@@ -285,16 +294,6 @@ class _Shown(dict[Any, Any]):
 
 
 _COMPARED = (int, float, str, tuple)
-_REGROUPED = (
-    "The step changed the parameters of {kind}.param_groups, or the groups themselves, in a replica, which shares the "
-    "optimizer with the others. Do it outside of strategy.run. To freeze parameters in a step, set their requires_grad."
-)
-
-_DIFFERENT = (
-    "The replicas set {setting} to different values: {of}. They share the optimizer. Set the same value in each: "
-    "get_replica_context().all_reduce(...) makes one of all."
-)
-
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -316,12 +315,6 @@ def _check(name: str, brought: Sequence[_Given]) -> None:
     _refuse_different(name, brought)
 
 
-def _is_as_shown(value: Any, shown: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(shown, torch.Tensor):
-        return torch.equal(value, shown)
-    return value is shown
-
-
 @final
 class SharedStepper:
     """A scheduler or scaler in one replica, for one run.
@@ -337,19 +330,8 @@ class SharedStepper:
         self._replica = replica
         self._host = host
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """A synchronization point, at which the scheduler or the scaler takes its step."""
-        return self._synchronize("step", args, kwargs)
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """A synchronization point, at which the scaler chooses its next scale."""
-        return self._synchronize("update", args, kwargs)
-
-    def unscale_(self, *args: Any, **kwargs: Any) -> Any:
-        """A synchronization point, at which the gradients of the whole batch are divided by the scale."""
-        return self._synchronize("unscale_", args, kwargs)
-
-    def _synchronize(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A synchronization point, at which a method of the user's scheduler or scaler runs once."""
         counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
 
         def combine(brought: Sequence[_Given]) -> list[Any]:

@@ -7,14 +7,13 @@ both cases.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchstrategy._core.context import has_strategy
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import an, as_int
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._execution.replica import ALONE, ReplicaGroup, group_here
 
@@ -193,18 +192,12 @@ def _counted(loss: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
 
 
 def _count(global_batch_size: Any) -> int:
-    is_tensor = isinstance(global_batch_size, torch.Tensor)
-    try:
-        if isinstance(global_batch_size, bool) or (
-            is_tensor and (global_batch_size.dim() or global_batch_size.dtype is torch.bool)
-        ):
-            raise TypeError
-        count = operator.index(global_batch_size)
-    except TypeError:
-        raise TypeError(
-            f"global_batch_size is an integer, or a tensor that holds one; got {global_batch_size!r}. To divide by a "
-            "sum of weights that is no integer, divide the weights by it and give global_batch_size=1."
-        ) from None
+    held = global_batch_size.tolist() if isinstance(global_batch_size, torch.Tensor) else global_batch_size
+    count = as_int(
+        None if isinstance(held, bool) else held,
+        f"global_batch_size is an integer, or a tensor that holds one; got {global_batch_size!r}. To divide by a sum "
+        "of weights that is no integer, divide the weights by it and give global_batch_size=1.",
+    )
     if count < 0:
         raise ValueError(f"global_batch_size={count} counts rows: it is not negative.")
     return count

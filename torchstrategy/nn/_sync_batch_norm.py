@@ -121,19 +121,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             _refuse_own_ways(path, part)
         for path, parent in module.named_modules(prefix=root):
             _refuse_held_plainly(path, parent)
-        news = {id(old): cls._in_place_of(old) for old in olds.values()}
+        news: dict[int, nn.Module] = {}
+        for old in olds.values():
+            # The new layer has the very tables of the old one: its parameters, buffers and hooks, not copies of them.
+            news[id(old)] = new = cls.__new__(cls)
+            nn.Module.__setstate__(new, vars(old))
         for parent in list(module.modules()):
             for name, child in parent._modules.items():
                 if id(child) in news:
                     parent.register_module(name, news[id(child)])
         return news.get(id(module), module)
-
-    @classmethod
-    def _in_place_of(cls, old: nn.Module) -> SyncBatchNorm:
-        new = cls.__new__(cls)
-        # The new layer has the very tables of the old one: its parameters, buffers and hooks, and no copies of them.
-        nn.Module.__setstate__(new, vars(old))
-        return new
 
     def _synchronised(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
         self._check_channels(input)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._binding.proxies import parameters_of
 from torchstrategy._core.context import local_object
 from torchstrategy._core.errors import plural
 from torchstrategy._execution.instruments import none_in_force
 from torchstrategy._execution.replica import group_here
 from torchstrategy._execution.replica_threads import runs_under_way
 from torchstrategy._strategy.strategy_base import StrategyBase
-from torchstrategy._training.optimizer_copies import parameters_of
 from torchstrategy.testing._refusals import refuse_in_replica
 
 _MOST_NAMED = 5
