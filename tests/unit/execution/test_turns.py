@@ -14,9 +14,10 @@ import torch
 
 from conditions import needs_signals
 from torchstrategy._core.devices import canonical_device
-from torchstrategy._execution import replica_threads
+from torchstrategy._execution import random_streams, replica_threads
+from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import Replica, ReplicaStopped
-from torchstrategy._execution.replica_threads import RandomStreams, Replicas, ReplicaThreads
+from torchstrategy._execution.replica_threads import Replicas, ReplicaThreads
 
 PATIENCE = 5.0  # seconds that a test waits for what must happen at once
 
@@ -570,7 +571,7 @@ class Accelerators:
             of_device = [self.generators[device]] if device in self.generators else []
             return [torch.default_generator] * with_cpu + of_device
 
-        monkeypatch.setattr(replica_threads, "_generators", generators)
+        monkeypatch.setattr(random_streams, "_generators", generators)
 
 
 def test_replicas_on_one_accelerator_exchange_its_generator_too(monkeypatch: pytest.MonkeyPatch) -> None:
