@@ -42,7 +42,7 @@ def test_the_table_of_pieces_is_the_rule() -> None:
     assert len(table) == 8
     for rows, *cells in table:
         for replicas, cell in enumerate(cells, start=2):
-            assert cell == ", ".join(str(piece.stop - piece.start) for piece in in_equal_parts(replicas)(int(rows)))
+            assert cell == ", ".join(str(piece.stop - piece.start) for piece in in_equal_parts(replicas, int(rows)))
 
 
 def test_the_table_of_kinds_has_all_of_them_in_their_order() -> None:

@@ -324,7 +324,7 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
 
         return moved(_mapped(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
 
-    parts = in_equal_parts(len(devices))(rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
+    parts = in_equal_parts(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
 
 

@@ -5,7 +5,6 @@ to the devices, as soon as the caller asks for the step, or ahead of that. The i
 caller.
 
     arrays             arrays in memory as a dataset of their rows
-    loader_states      the saved position of a loader, and whether it can be restored
     options            what a person says about one distributed dataset
     batch_types        which values of a batch have rows, how many, and how to take some; types of the user's own
     source             the loader or iterable that is read, and where its iteration stands

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -107,12 +108,18 @@ def _column(array: _Array) -> _Array | _Copied:
     """An object that returns the rows of an array by their indices."""
     if isinstance(array, torch.Tensor) or not has_dtype(array.dtype):
         return array
-    if not array.flags.writeable:
-        return _Copied(array)  # torch has no read-only tensors
-    try:
-        return torch.from_numpy(array)
-    except ValueError:  # a byte order or strides that tensors do not have
-        return _Copied(array)
+    tensor = sharing(array)
+    return _Copied(array) if tensor is None else tensor
+
+
+def sharing(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor that shares the memory of an array; None if torch cannot share it.
+
+    It cannot do so if the array is read-only, has negative strides or another byte order.
+    """
+    with suppress(ValueError):
+        return torch.from_numpy(array) if array.flags.writeable else None
+    return None
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar, final
 
@@ -39,7 +38,7 @@ from torchstrategy._core.tree import (
     with_parts,
 )
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.arrays import has_dtype
+from torchstrategy._input.arrays import has_dtype, sharing
 
 T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
@@ -396,14 +395,9 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory.
-
-    It cannot do so if the array is read-only, has negative strides or another byte order.
-    """
-    if array.flags.writeable:
-        with suppress(ValueError):
-            return torch.from_numpy(array)
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+    """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory."""
+    tensor = sharing(array)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C")) if tensor is None else tensor
 
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
@@ -438,18 +432,14 @@ def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor])
 
 def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
     if rows.start == rows.stop:  # torch cannot pack an empty list, but its layers accept one step of no rows
-        return _map_packed(packed, lambda tensor: tensor[:0], packed.batch_sizes.new_zeros(1))
+        return _apply_to_packed(packed, lambda tensor: tensor[:0])._replace(batch_sizes=packed.batch_sizes.new_zeros(1))
     sequences = rnn.unpack_sequence(packed)[rows]
     return rnn.pack_sequence(sequences, enforce_sorted=packed.sorted_indices is None)
 
 
 def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequence:
-    return _map_packed(packed, fn, packed.batch_sizes)  # torch requires the batch sizes to be on the CPU
-
-
-def _map_packed(packed: rnn.PackedSequence, fn: TensorFn, batch_sizes: torch.Tensor) -> rnn.PackedSequence:
     order, back = (None if order is None else fn(order) for order in (packed.sorted_indices, packed.unsorted_indices))
-    return rnn.PackedSequence(fn(packed.data), batch_sizes, order, back)
+    return rnn.PackedSequence(fn(packed.data), packed.batch_sizes, order, back)  # torch requires the sizes on the CPU
 
 
 def _take_record(record: Any, rows: slice) -> Any:

@@ -10,10 +10,9 @@ from typing import Any, final
 
 from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.loader_states import State
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, nothing
-from torchstrategy._input.source import Source, is_map_style
+from torchstrategy._input.source import Source, State, is_map_style
 from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
 
 

@@ -160,18 +160,15 @@ class InputOptions:
                 f"{self._said('experimental_per_replica_buffer_size')}: it is at least 1 batch. To read no batch ahead "
                 "of its step, say load_ahead=False."
             )
-        object.__setattr__(self, "experimental_fetch_to_device", self._fetch_to_device())
-        if self.row_shares is not None:
-            object.__setattr__(self, "row_shares", self._shares(self.row_shares))
-
-    def _fetch_to_device(self) -> bool:
         fetch, prefetch = self.experimental_fetch_to_device, self.experimental_prefetch_to_device
         if fetch is not None and prefetch is not None and fetch != prefetch:
             raise ValueError(
                 f"InputOptions(experimental_fetch_to_device={fetch}, experimental_prefetch_to_device={prefetch}): "
                 "these are two names of one option, and contradict each other. Give the first alone."
             )
-        return fetch is not False and prefetch is not False
+        object.__setattr__(self, "experimental_fetch_to_device", fetch is not False and prefetch is not False)
+        if self.row_shares is not None:
+            object.__setattr__(self, "row_shares", self._shares(self.row_shares))
 
     def _shares(self, given: Sequence[float]) -> tuple[float, ...]:
         if not isinstance(given, Sequence) or not all(isinstance(share, Real) for share in given):

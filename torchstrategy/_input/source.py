@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import signature
 from itertools import chain, islice
@@ -24,7 +25,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Tree
-from torchstrategy._input.loader_states import State, check_form, check_generators
+
+State = dict[str, Any]
+"""The saved position of a loader: what its own `state_dict` returned, or a count and states of random generators."""
 
 
 @final
@@ -167,7 +170,7 @@ class Source:
             ValueError: If it is of another kind.
             TypeError: If it is no state.
         """
-        check_form(state)
+        _check_form(state)
         if self.keeps_state != ("loader" in state):
             kinds = ("whose batches are counted", "that keeps its own state (state_dict)")
             raise ValueError(
@@ -179,7 +182,7 @@ class Source:
         generators = _generators(self._dataset)
         for name in ("began", "asked"):
             if name == "began" or state[name]:
-                check_generators(name, state[name], generators)
+                _check_generators(name, state[name], generators)
         count, length = self._count_of(state), self._length()
         rest = (state["batch_size"] or 1) - 1  # the saved count may include a small last batch
         if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
@@ -233,7 +236,8 @@ class Source:
         loader = self._dataset
         with _put_back(_generators(loader, getattr(loader, "dataset", None))):
             if not self.keeps_state or isinstance(loader, DataLoader):
-                return list(islice(_samples(loader), 1))
+                samples = _samples(loader) if isinstance(loader, DataLoader) else self._iterator()
+                return list(islice(samples, 1))
             state = self.state_of_loader()
             try:
                 return list(islice(loader, 1))
@@ -284,16 +288,15 @@ class Source:
         if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
             iterator = self._iterator()
             _set(generators, asked or [])
-            for index in range(position.count):
-                if next(iterator, _END) is _END:
-                    raise ValueError(
-                        f"The state says that batches={position.count} were consumed, and the dataset has {index}: it "
-                        "is not the one of which the state was taken."
-                    )
+            found = sum(1 for _ in islice(iterator, position.count))
+            if found < position.count:
+                raise ValueError(
+                    f"The state says that batches={position.count} were consumed, and the dataset has {found}: it "
+                    "is not the one of which the state was taken."
+                )
             return iterator
-        rest = _RemainingIndices(
-            loader.sampler if loader.batch_sampler is None else loader.batch_sampler, position.count
-        )
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        rest = _RemainingIndices(sampler, position.count)
         if asked is None:
             iterator = iter(_with_indices(loader, rest, loader.generator))  # draws the seed
             if self.has_workers:
@@ -400,19 +403,15 @@ def _streams(dataset: Any) -> bool:
     return isinstance(dataset, DataLoader) and isinstance(dataset.dataset, Iterator)
 
 
-def _samples(dataset: Any) -> Iterator[Tree]:
-    """Elements like those of a source, loaded without workers; those of a loader have only one row."""
-    if is_map_style(dataset):
-        return (dataset[index] for index in range(len(dataset)))
-    if not isinstance(dataset, DataLoader):
-        return iter(dataset)
-    batches = dataset.batch_sampler is not None
-    if isinstance(dataset.dataset, IterableDataset):
-        samples = iter(dataset.dataset)
+def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
+    """Elements like those of a loader, loaded without workers; if they are batches, they have only one row."""
+    batches = loader.batch_sampler is not None
+    if isinstance(loader.dataset, IterableDataset):
+        samples = iter(loader.dataset)
     else:
-        indices = chain.from_iterable(dataset.batch_sampler or ()) if batches else iter(dataset.sampler)
-        samples = (dataset.dataset[index] for index in indices)
-    return (dataset.collate_fn([sample] if batches else sample) for sample in samples)
+        indices = chain.from_iterable(loader.batch_sampler or ()) if batches else iter(loader.sampler)
+        samples = (loader.dataset[index] for index in indices)
+    return (loader.collate_fn([sample] if batches else sample) for sample in samples)
 
 
 def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
@@ -451,7 +450,65 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
         _set(generators, before)
 
 
-_END = object()
+def _check_form(state: Any) -> None:
+    """Raises an error for a state that does not have the form in which `Source.state` returns it.
+
+    Raises:
+        TypeError: Naming the entry.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"{state!r:.60} is not the state of a loader that DistributedDataset.state_dict() returns.")
+    form = _FORM_OF_LOADER if "loader" in state else _FORM
+    for name in {**form, **state}:
+        told = "In the state of a loader that DistributedDataset.state_dict() returns"
+        if name not in form:
+            raise TypeError(f"{told}, there is no {name!r}.")
+        if name not in state:
+            raise TypeError(f"{told}, there is {name!r}; here it is missing.")
+        is_right, what = form[name]
+        if not is_right(state[name]):
+            raise TypeError(f"{told}, {name!r} is {what}; got {state[name]!r:.60}.")
+
+
+def _check_generators(name: str, states: Sequence[torch.Tensor], generators: Sequence[torch.Generator]) -> None:
+    """Raises an error unless there is one valid state for each of some generators.
+
+    Raises:
+        ValueError: Naming the entry.
+    """
+    if len(states) != len(generators):
+        raise ValueError(
+            f"The state, in {name!r}, is of a loader with {max(len(states) - 1, 0)} random generators of its own, and "
+            f"this one has {len(generators) - 1}. Make the loader as it was made there."
+        )
+    for index, (state, generator) in enumerate(zip(states, generators, strict=True)):
+        try:
+            torch.Generator(generator.device).set_state(state.cpu())
+        except RuntimeError as error:
+            raise ValueError(f"{name}[{index}] in the state is not that of a random generator: {error}") from None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
+
+
+def _are_states(states: Any) -> bool:
+    return isinstance(states, list) and all(
+        isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1 for state in states
+    )
+
+
 _OF_THE_ORDER = ("sampler", "batch_sampler")
 # The options of a loader that are not those of another loader for the rest of an epoch.
 _CHOSEN = {"dataset", "batch_size", "shuffle", *_OF_THE_ORDER, "drop_last", "generator", "persistent_workers"}
+_FORM_OF_LOADER: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "is_begun": (lambda value: isinstance(value, bool), "True or False"),
+    "loader": (lambda value: True, "what the loader said of itself"),
+}
+_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "is_begun": _FORM_OF_LOADER["is_begun"],
+    "batches": (_is_count, "how many batches were consumed"),
+    "batch_size": (lambda value: value is None or (_is_count(value) and value > 0), "a number of rows, or None"),
+    "began": (_are_states, "a list of the states of random generators"),
+    "asked": (lambda value: value is None or _are_states(value), "a list of the states of random generators, or None"),
+}

@@ -6,6 +6,7 @@ another device here. The parts of a tensor share its memory.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -24,9 +25,6 @@ from torchstrategy._core.types import Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import InputOptions
 from torchstrategy._input.source import Epoch, Position, Source
-
-Sizes = Callable[[int], list[slice]]
-"""A function from the number of rows of a batch to the rows of each replica."""
 
 
 @final
@@ -61,17 +59,13 @@ def whole(element: Tree) -> SplitBatch:
     return SplitBatch([Parts([element])], LEAF, (1,))
 
 
-def in_equal_parts(replicas: int) -> Sizes:
+def in_equal_parts(replicas: int, rows: int) -> list[slice]:
     """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
-
-    def slices(rows: int) -> list[slice]:
-        size = -(-rows // replicas)
-        return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
-
-    return slices
+    size = -(-rows // replicas)
+    return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
 
 
-def in_proportion(shares: Sequence[float]) -> Sizes:
+def in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
     """Contiguous parts whose sizes are in the proportion of `shares`, as nearly as whole rows allow."""
     sums = list(itertools.accumulate(shares))
     parts = [part / sums[-1] for part in sums]
@@ -117,16 +111,12 @@ def _without_rows(leaf: Any) -> Any:
 
 
 def _part(leaf: Any, rows: slice) -> Any:
-    if rows.start == rows.stop and batch_types.is_registered_within(leaf):
-        return _unmade(leaf)
-    return batch_types.taken(leaf, rows)
+    """Some rows of a leaf. A part without rows of a registered type is made only if somebody reads it.
 
-
-def _unmade(leaf: Any) -> Unmade:
-    """A placeholder for a part without rows. The user's function is called for it only if somebody reads the part.
-
-    The type of the value may not allow a value without rows.
+    The type may not allow a value without rows.
     """
+    if rows.start != rows.stop or not batch_types.is_registered_within(leaf):
+        return batch_types.taken(leaf, rows)
 
     def make() -> Any:
         try:
@@ -305,7 +295,8 @@ class SplitSteps(Splitter):
     def __init__(self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool) -> None:
         super().__init__([source], replicas, options.lists_are_rows)
         self._is_even = options.row_shares is None
-        self._sizes = in_equal_parts(replicas) if options.row_shares is None else in_proportion(options.row_shares)
+        shares = options.row_shares
+        self._sizes = functools.partial(in_equal_parts, replicas) if shares is None else in_proportion(shares)
         self._is_moved = is_moved
 
     def __len__(self) -> int:
@@ -347,9 +338,8 @@ class SplitSteps(Splitter):
         def parts(leaf: Tree) -> Tree:
             if batch_types.has_rows(leaf):
                 return Parts([_part(leaf, piece) for piece in slices])
-            is_apart = any(
-                self._is_moved or is_accelerator(tensor.device) for tensor in batch_types.tensors_within(leaf)
-            )
+            tensors = batch_types.tensors_within(leaf)
+            is_apart = any(self._is_moved or is_accelerator(tensor.device) for tensor in tensors)
             return Parts([leaf] * self.replicas) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)

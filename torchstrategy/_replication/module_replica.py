@@ -28,8 +28,8 @@ from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, version, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.tensor_copies import copies_of
-from torchstrategy._training.replica_gradients import ReplicaParameter, end_history, set_plain_data
-from torchstrategy._variables.variable import Variable, is_variable
+from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
+from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
 
 # Note [What is aliased and what is copied]
 # - A parameter is a leaf of the replica's own, with its own slot for gradients. On the device of the user's parameter

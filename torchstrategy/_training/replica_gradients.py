@@ -31,6 +31,7 @@ from torchstrategy._core.torch_internals import (
     version,
 )
 from torchstrategy._execution.replica import Replica
+from torchstrategy._variables.variable import plain_data, set_plain_data
 
 
 @final
@@ -57,11 +58,6 @@ def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
     """
     with torch.enable_grad():
         return _end_history(tensor.requires_grad_(), why)
-
-
-_DATA: Any = torch.Tensor.data
-_plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
-set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
 
 
 class GradientTotals(Protocol):
@@ -133,7 +129,7 @@ class ReplicaParameter(torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         # In a step `.data` is the same memory with the parameter's version counter, which torch's own `.data` lacks. So
         # a write through it is counted, and refused at the next synchronization point.
-        return _plain_data(self) if self.run.gradients is None else self.detach()
+        return plain_data(self) if self.run.gradients is None else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

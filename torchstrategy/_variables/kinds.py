@@ -80,7 +80,7 @@ class MirroredVariable(DistributedVariable):
     @contextmanager
     def _updating(self) -> Iterator[None]:
         for component in self._components:
-            component.memory()
+            component._stand_in()
             component.is_open = True
         try:
             yield
@@ -211,7 +211,7 @@ class Component(Variable):
         component._synchronization, component._aggregation = container._synchronization, container._aggregation
         return component
 
-    def memory(self) -> torch.Tensor:
+    def _stand_in(self) -> torch.Tensor:
         """The present value of the component, brought up to date if need be."""
         container = self.container()
         if isinstance(container, MirroredVariable) and not self.is_open:
@@ -222,12 +222,9 @@ class Component(Variable):
                 self.known = version(first)
         return self._memory
 
-    def _stand_in(self) -> torch.Tensor:
-        return self.memory()
-
     def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
         self._require_open()
-        write(self, self.memory(), operation, value)
+        write(self, self._stand_in(), operation, value)
         return self
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
@@ -248,32 +245,6 @@ def _refuse_gradient(value: torch.Tensor) -> None:
         "batch. Leave out synchronization, and all replicas train one value; or take each replica's own gradient: "
         "torch.autograd.grad(loss, variable)."
     )
-
-
-def make_on(devices: Sequence[Device], value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
-    """A variable of the kind that suits a strategy with parameters on some devices."""
-    first = memory_device(devices[0]) if devices else None
-    if len(devices) < 2:
-        return make_data(Variable, value, first, is_trained)
-    _refuse_unmirrorable(wanted, value)
-    if wanted.synchronization is not VariableSynchronization.ON_READ:
-        mirrored = make_data(MirroredVariable, value, first, is_trained)
-        mirrored._devices = tuple(devices)
-        return mirrored
-    on_read = make_data(SyncOnReadVariable, value, first, False)
-    on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
-    return on_read
-
-
-def _refuse_unmirrorable(wanted: Wanted, value: torch.Tensor) -> None:
-    if wanted.synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            "Variable(synchronization=NONE) in the scope of a strategy that keeps a copy in each replica: they have to "
-            "be synchronized, on writing or on reading. Leave it out, or say ON_READ."
-        )
-    is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
-    if is_integer and wanted.aggregation is VariableAggregation.MEAN:
-        raise ValueError(f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float.")
 
 
 class VariablesOfExtended(ABC):
@@ -410,7 +381,24 @@ class VariablesOfExtended(ABC):
             devices = self.parameter_devices
         except NotImplementedError:  # a strategy of the user's own class, which keeps no parameters
             devices = ()
-        return make_on(devices, value, is_trained, wanted)
+        first = memory_device(devices[0]) if devices else None
+        if len(devices) < 2:
+            return make_data(Variable, value, first, is_trained)
+        if wanted.synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                "Variable(synchronization=NONE) in the scope of a strategy that keeps a copy in each replica: they "
+                "have to be synchronized, on writing or on reading. Leave it out, or say ON_READ."
+            )
+        is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if is_integer and wanted.aggregation is VariableAggregation.MEAN:
+            raise ValueError(f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float.")
+        if wanted.synchronization is not VariableSynchronization.ON_READ:
+            mirrored = make_data(MirroredVariable, value, first, is_trained)
+            mirrored._devices = tuple(devices)
+            return mirrored
+        on_read = make_data(SyncOnReadVariable, value, first, False)
+        on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
+        return on_read
 
     def _take_variable(self, variable: Variable) -> None:  # noqa: B027  a strategy may have no use for it
         """Called when a variable was created in the scope."""

@@ -171,7 +171,7 @@ class Variable(ShowsLocalGrad, VariableBase):
     def data(self) -> torch.Tensor:
         """A tensor that shares the memory of the variable, and has no history for autograd."""
         local: Any = local_object(self)
-        return _plain_data(self) if local is self else local.data
+        return plain_data(self) if local is self else local.data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def _take_memory(self, value: torch.Tensor) -> None:
         """Gives the variable other memory, which may have another dtype, as `module.double()` does."""
-        _plainly(_set_plain_data, (), (self, value), {})
+        _plainly(set_plain_data, (), (self, value), {})
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
         """Called when an operation has written on the tensor that took the place of the variable."""
@@ -270,8 +270,8 @@ hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-de
 
 _NAMELESS = "Variable"
 _DATA: Any = torch.Tensor.data
-_plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
-_set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
+plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
+set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
 _plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any] = nn.Parameter.__torch_function__
 
 
@@ -401,11 +401,9 @@ class Wanted:
         can_be = dtype.is_floating_point or dtype.is_complex
         if self.trainable and not can_be:
             raise ValueError(f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients.")
-        return (
-            can_be and self.synchronization is not VariableSynchronization.ON_READ
-            if self.trainable is None
-            else self.trainable
-        )
+        if self.trainable is None:
+            return can_be and self.synchronization is not VariableSynchronization.ON_READ
+        return self.trainable
 
     def like(self) -> tuple[object, ...]:
         """The arguments that have to be the same in all replicas, if they create a variable together."""

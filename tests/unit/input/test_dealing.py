@@ -104,7 +104,7 @@ def test_a_batch_is_dealt_as_tensorflow_deals_it(rows: int, replicas: int) -> No
 @quickly
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_no_row_is_lost_or_dealt_twice_and_all_are_in_order(rows: int, replicas: int) -> None:
-    shares = in_equal_parts(replicas)(rows)
+    shares = in_equal_parts(replicas, rows)
     assert len(shares) == replicas
     assert [row for share in shares for row in range(rows)[share]] == list(range(rows))
     size = -(-rows // replicas)

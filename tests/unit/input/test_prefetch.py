@@ -185,7 +185,7 @@ def check_stream(loader: Any, replicas: int, options: InputOptions | None) -> No
     for step, batch in zip(steps, expected, strict=True):
         for dealt_out, whole in zip(step, batch, strict=True):
             pieces = strategy.experimental_local_results(dealt_out)
-            slices = in_equal_parts(replicas)(len(whole))
+            slices = in_equal_parts(replicas, len(whole))
             assert [piece.tolist() for piece in pieces] == [whole[rows].tolist() for rows in slices]
 
 
