@@ -66,12 +66,10 @@ def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dic
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
-        elif isinstance(value, nn.Module):
-            continue
         elif isinstance(value, np.ndarray):
             with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
-        else:
+        elif not isinstance(value, nn.Module):
             places[id(value)] = Place(value, copies)
     return places, leaves
 
@@ -118,8 +116,7 @@ def _named_items(value: Any) -> dict[tuple[str, Any], Any]:
     elif isinstance(value, dict):
         named.update(((_ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
-        arguments = chain(enumerate(value.args), value.keywords.items())
-        named.update(((_ITEM, key), item) for key, item in arguments)
+        named.update(((_ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
     named.update(((_ATTRIBUTE, key), item) for key, item in attributes(value).items())
     return named
 

@@ -65,9 +65,7 @@ class _ModuleProxy(_Proxy):
 
     def __getattribute__(self, name: str) -> Any:
         local = local_object(self)
-        if local is self:
-            return super().__getattribute__(name)
-        return getattr(local, name)
+        return super().__getattribute__(name) if local is self else getattr(local, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         local = local_object(self)

@@ -209,8 +209,7 @@ def tell_of_steps(told: Any) -> None:
     _told[:] = [known for known in _told if known() is not None]
     _told.append(weakref.ref(told))
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(on_step_begin))
-        _hooks.append(register_optimizer_step_post_hook(on_step_end))
+        _hooks[:] = register_optimizer_step_pre_hook(on_step_begin), register_optimizer_step_post_hook(on_step_end)
 
 
 def others_are_told() -> bool:

@@ -12,12 +12,7 @@ from typing import TypeAlias, final
 
 import torch
 
-from torchstrategy._communication.options import (
-    NO_COMMUNICATION_OPTIONS,
-    CommunicationOptions,
-    as_options,
-    check_usable,
-)
+from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_tensor, check_addable
 from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
@@ -261,7 +256,7 @@ class CrossDeviceOps:
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
-        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, NO_COMMUNICATION_OPTIONS))
+        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS))
         everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
         return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
 
@@ -421,10 +416,8 @@ class _AllReduce(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> Tree:
         """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
-        pairs = [(per_replica_value, destinations)]
-        if any(device.type == "cpu" for device in devices_of(destinations)):
-            return _by_one_device.batch_reduce_implementation(reduce_op, pairs, options)[0]
-        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+        ops = _by_one_device if any(device.type == "cpu" for device in devices_of(destinations)) else self
+        return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
@@ -457,7 +450,7 @@ class _AllReduce(CrossDeviceOps):
             check_addable(column)
         self._check_devices([tensor.device for tensor in columns[0]])
         limit = options.bytes_per_pack
-        packing = Bucketing.by_size(columns, limit) if limit else Bucketing.by_number(columns, self._num_packs)
+        packing = Bucketing(columns, limit) if limit else Bucketing.by_number(columns, self._num_packs)
         sums = [self._sums(pack, turn) for turn, pack in enumerate(packing.packed())]
         by_replica = [packing.unpacked(packs) for packs in zip(*sums, strict=True)]
         if reduce_op is ReduceOp.MEAN:

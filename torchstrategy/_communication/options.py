@@ -123,7 +123,7 @@ def as_options(method: str, options: CommunicationOptions | None) -> Communicati
         raise ValueError(
             f"{method}(options={options!r}): options are a torchstrategy.experimental.CommunicationOptions, or None."
         )
-    return options or NO_COMMUNICATION_OPTIONS
+    return options or USUAL_OPTIONS
 
 
 def check_usable(
@@ -154,4 +154,4 @@ def check_usable(
         raise ValueError(f"{method}(options=CommunicationOptions({refused} Leave it out.")
 
 
-NO_COMMUNICATION_OPTIONS = CommunicationOptions()
+USUAL_OPTIONS = CommunicationOptions()

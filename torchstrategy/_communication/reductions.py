@@ -70,19 +70,14 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
         )
     if not -first.dim() <= axis < first.dim():
         raise ValueError(f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions.")
+    others = [dimension for dimension in range(first.dim()) if dimension != axis % first.dim()]
     for tensor in tensors[1:]:
         fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
-        if not fits or _without(tensor.shape, axis) != _without(first.shape, axis):
+        if not fits or any(tensor.shape[i] != first.shape[i] for i in others):
             raise ValueError(
                 f"The replicas' values cannot be gathered along axis {axis}: {_described(tensors)}. They may differ "
                 "only in the size of that axis."
             )
-
-
-def _without(shape: torch.Size, axis: int) -> list[int]:
-    sizes = list(shape)
-    del sizes[axis]
-    return sizes
 
 
 def _described(tensors: Sequence[torch.Tensor]) -> str:

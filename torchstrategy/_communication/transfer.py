@@ -101,12 +101,10 @@ _one_at_a_time = threading.Lock()  # two threads that ask for the stream of a de
 def copy_stream(device: Device) -> torch.Stream:
     """The stream on which all values are copied to an accelerator. It lives as long as the process."""
     with _one_at_a_time:
-        return _new_stream(device)
+        return _made_once(device)
 
 
-@functools.cache
-def _new_stream(device: Device) -> torch.Stream:
-    return torch.Stream(device)
+_made_once = functools.cache(torch.Stream)
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
@@ -285,11 +283,11 @@ class Bucketing:
 
     Args:
         columns: The columns that are sent.
-        limit: How many bytes are put one after the other at most; a larger column is alone.
+        limit: How many bytes are put one after the other at most; a larger column is alone. 0: each column is.
         count: How many buckets of equal size these are cut into; the last one also has the rest.
     """
 
-    def __init__(self, columns: Sequence[Column], limit: float, count: int) -> None:
+    def __init__(self, columns: Sequence[Column], limit: float, count: int = 1) -> None:
         self._columns = columns
         self._count = count
         kinds = [_kind(column) or index for index, column in enumerate(columns)]
@@ -298,12 +296,7 @@ class Bucketing:
     @classmethod
     def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
         """`count` buckets of equal size for each kind of column; the last one also has the rest. 0: one per column."""
-        return cls(columns, math.inf, count) if count else cls.by_size(columns, 0)
-
-    @classmethod
-    def by_size(cls, columns: Sequence[Column], limit: int) -> Bucketing:
-        """Buckets of whole columns, of `limit` bytes at most; a larger column has its own. 0: one for each column."""
-        return cls(columns, limit, 1)
+        return cls(columns, math.inf, count) if count else cls(columns, 0)
 
     def packed(self) -> list[list[torch.Tensor]]:
         """For each bucket, a tensor for each replica. A column that has a bucket of its own is not copied."""
@@ -345,7 +338,7 @@ def in_buckets(
     """
     if not limit:
         return [combine(column) for column in columns]
-    packing = Bucketing.by_size(columns, limit)
+    packing = Bucketing(columns, limit)
     return packing.unpacked([combine(pack) for pack in packing.packed()])
 
 

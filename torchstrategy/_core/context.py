@@ -109,8 +109,7 @@ def local_object(central: Any) -> Any:
 def current_strategy() -> StrategyLike:
     """The strategy in whose scope or replica the caller is; outside of every scope, the default strategy."""
     frame = current_frame()
-    strategy: StrategyLike = frame.strategy if frame else _default[0]
-    return strategy
+    return frame.strategy if frame else _default[0]
 
 
 def has_strategy() -> bool:
@@ -148,8 +147,7 @@ def is_in_replica() -> bool:
 def current_replica_context() -> ReplicaContextLike | None:
     """The context of the replica that the caller is in; None exactly when `in_cross_replica_context()` is true."""
     frame = current_frame()
-    context: ReplicaContextLike | None = frame.replica_context if frame else _default[1]
-    return context
+    return frame.replica_context if frame else _default[1]
 
 
 def can_set_strategy(strategy: StrategyLike | None) -> bool:

@@ -38,9 +38,10 @@ def canonical_device(name: DeviceLike) -> Device:
         device = torch.get_default_device() if name is None else name
     if device.type == "meta":
         _refuse(name, "meta tensors hold no numbers to compute with")
-    if device.index is None:
-        device = torch.device(device.type, _current_index(device.type))
     count = device_count(device.type)
+    if device.index is None:
+        index = torch.get_device_module(device.type).current_device() if count else 0
+        device = torch.device(device.type, int(index))
     if count is not None and device.index >= count:
         raise ValueError(_not_here(name, device.type))
     return device
@@ -70,9 +71,8 @@ def local_accelerators() -> list[Device]:
 
 
 def _parse(name: str) -> Device:
-    parts = [part for part in name.split("/") if part]
     found = None
-    for part in parts:
+    for part in filter(None, name.split("/")):
         match = _TENSORFLOW_PARTS.match(part)
         if match and match["job"] not in (None, "localhost"):
             _refuse(name, f"there is no job {match['job']!r}, only 'localhost'")
@@ -93,8 +93,7 @@ def _parse(name: str) -> Device:
         _refuse(name, f"{index!r} is not an index")
     if kind == "gpu":
         kind = _accelerator_type()
-    count = device_count(kind) if index.isdigit() else None
-    if count is not None and int(index) >= count and kind in _KNOWN:
+    if kind in _KNOWN and index.isdigit() and int(index) >= (device_count(kind) or 0):
         raise ValueError(_not_here(name, kind))
     try:
         device = torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
@@ -110,25 +109,15 @@ def _accelerator_type() -> str:
     return "cuda" if accelerator is None else accelerator.type
 
 
-def _current_index(device_type: str) -> int:
-    if device_type == "cpu" or not device_count(device_type):
-        return 0
-    return int(torch.get_device_module(device_type).current_device())
-
-
 def _not_here(name: DeviceLike, device_type: str) -> str:
+    asked_for = [f"{device_type}:{index}" for index in range(device_count(device_type) or 0)]
+    others = [str(device) for device in local_accelerators() if device.type != device_type]
+    here = ", ".join([*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
     return (
-        f"The device {str(name)!r} is not on this machine, which has {_devices_here(device_type)}. To test the same "
+        f"The device {str(name)!r} is not on this machine, which has {here}. To test the same "
         'program here, write ["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with '
         "memory of their own."
     )
-
-
-def _devices_here(device_type: str) -> str:
-    count = device_count(device_type) or 0
-    asked_for = [f"{device_type}:{index}" for index in range(count)]
-    others = [str(device) for device in local_accelerators() if device.type != device_type]
-    return ", ".join([*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
 
 
 def _refuse(name: object, why: str) -> Device:

@@ -171,8 +171,7 @@ def is_record(value: Any) -> bool:
 def parts_of(record: Any) -> dict[str, Tree]:
     """The parts of a record, by the code that reads them from it: `".x"`, `"['x']"`. Unset fields are left out."""
     if _has_fields(record):
-        names = [field.name for field in fields(record)]
-        return {f".{name}": getattr(record, name) for name in names if hasattr(record, name)}
+        return {f".{f.name}": getattr(record, f.name) for f in fields(record) if hasattr(record, f.name)}
     return {f"[{key!r}]": part for key, part in record.items()}
 
 
@@ -201,14 +200,8 @@ def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
     Raises:
         TypeError: If a copy of a mapping shares its items with the original, which has to stay as it is.
     """
-    return _with_fields(record, change) if _has_fields(record) else _with_items(record, change)
-
-
-def _has_fields(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
-
-
-def _with_fields(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
+    if not _has_fields(record):
+        return _with_items(record, change)
     changed = copy.copy(record)
     put = object.__setattr__ if record.__dataclass_params__.frozen else setattr
     for name, part in parts_of(record).items():
@@ -217,6 +210,10 @@ def _with_fields(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
         if isinstance(getattr(type(record), name, None), functools.cached_property):
             del changed.__dict__[name]
     return changed
+
+
+def _has_fields(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
 
 
 def _with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from torchstrategy._communication.options import NO_COMMUNICATION_OPTIONS, CommunicationOptions, as_options
+from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._communication.reductions import size_along, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
@@ -425,7 +425,7 @@ class StrategyExtended(VariablesOfExtended):
             return self._call_for_each_replica(fn, args, kwargs)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        return self._local_results(self._reduce_to(op, value, torch.device("cpu"), NO_COMMUNICATION_OPTIONS))[0]
+        return self._local_results(self._reduce_to(op, value, torch.device("cpu"), USUAL_OPTIONS))[0]
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))

@@ -485,7 +485,7 @@ def columns_of(kinds: list[tuple[list[int], torch.dtype]], replicas: int = 2) ->
 @given(COLUMNS, st.integers(0, 4), st.sampled_from([0, 1, 16, 64, 1000]))
 def test_what_is_packed_comes_out_as_it_was(kinds: list[Any], count: int, limit: int) -> None:
     columns = columns_of(kinds)
-    for packing in (Bucketing.by_number(columns, count), Bucketing.by_size(columns, limit)):
+    for packing in (Bucketing.by_number(columns, count), Bucketing(columns, limit)):
         packs = packing.packed()
         for replica in range(2):
             unpacked = packing.unpacked([pack[replica] for pack in packs])
@@ -506,7 +506,7 @@ def test_so_many_packs_are_of_one_size_and_the_last_takes_the_rest(shapes: list[
 @given(COLUMNS, st.integers(1, 200))
 def test_packs_have_so_many_bytes_at_most_unless_one_tensor_has_more(kinds: list[Any], limit: int) -> None:
     columns = columns_of(kinds)
-    sizes = [pack[0].numel() * pack[0].element_size() for pack in Bucketing.by_size(columns, limit).packed()]
+    sizes = [pack[0].numel() * pack[0].element_size() for pack in Bucketing(columns, limit).packed()]
     alone = [column[0].numel() * column[0].element_size() for column in columns]
     assert all(size <= limit or size in alone for size in sizes)
     assert len(sizes) <= len(columns)
@@ -515,7 +515,7 @@ def test_packs_have_so_many_bytes_at_most_unless_one_tensor_has_more(kinds: list
 def test_a_pack_holds_one_dtype_and_what_is_sparse_goes_alone() -> None:
     kinds = [([2], torch.float64), ([3], torch.int64), ([1], torch.float64), ([], torch.int64)]
     sparse = [torch.eye(2).to_sparse()] * 2
-    shapes = [tuple(pack[0].shape) for pack in Bucketing.by_size([*columns_of(kinds), sparse], 1000).packed()]
+    shapes = [tuple(pack[0].shape) for pack in Bucketing([*columns_of(kinds), sparse], 1000).packed()]
     assert shapes == [(3,), (4,), (2, 2)]
     assert [tuple(p[0].shape) for p in Bucketing.by_number([*columns_of(kinds), sparse], 1).packed()] == shapes
 
