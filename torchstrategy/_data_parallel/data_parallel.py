@@ -142,7 +142,12 @@ class DataParallel(nn.Module):
             inputs: The positional arguments of the module.
             kwargs: The keyword arguments of the module.
         """
-        _refuse_in_replica()
+        if is_in_replica():
+            raise RuntimeError(
+                "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, "
+                "or in a module that is in a DataParallel itself, use the module that it wraps, `.module`: the batch "
+                "is split already."
+            )
         devices = self._devices
         if len(devices) > 1:
             return self._in_replicas(inputs, kwargs)
@@ -203,7 +208,7 @@ def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, c
         return module(*inputs, **kwargs)
 
 
-# Checks of the constructor's arguments
+# Checks of the constructor's arguments, and of where the module is
 
 
 def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
@@ -235,18 +240,6 @@ def _require_module(module: Any, replicas: int) -> None:
 
 def _as_torch_has_it(device: Device) -> int | Device:
     return device.index if is_accelerator(device) else device
-
-
-# Checks of a call
-
-
-def _refuse_in_replica() -> None:
-    if is_in_replica():
-        raise RuntimeError(
-            "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, or "
-            "in a module that is in a DataParallel itself, use the module that it wraps, `.module`: the batch is "
-            "split already."
-        )
 
 
 def _require_place(module: nn.Module, device: Device) -> None:
@@ -297,8 +290,7 @@ def _put_prefix_on(
 
 
 def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
-    values = {new: state_dict.pop(old) for old, new in names.items()}
-    state_dict.update(values)
+    state_dict.update({new: state_dict.pop(old) for old, new in names.items()})
 
 
 # Scattering the arguments, and gathering the outputs
@@ -340,8 +332,7 @@ def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = 
         other, path = first_unlike(outputs)
         raise _unlike(name, other, path) from None
     names = [f"{name}{path}" for path, _ in leaves_with_names(outputs[0])]
-    united = [_united(column, dim, device, path) for column, path in zip(columns, names, strict=True)]
-    return spec.unflatten(united)
+    return spec.unflatten([_united(column, dim, device, path) for column, path in zip(columns, names, strict=True)])
 
 
 def moved(tree: Tree, device: Device) -> Tree:
@@ -359,7 +350,16 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     """How many rows all tensors have; None if there are no tensors with rows."""
     first = None
     for name, leaf in chain.from_iterable(leaves_within(tree, name) for name, tree in arguments):
-        _refuse_uncuttable(leaf, name)
+        if isinstance(leaf, DistributedValues):
+            raise TypeError(
+                f"{name} is a distributed value, which is in pieces already. Give the whole batch, or call the module "
+                "in a step that strategy.run runs."
+            )
+        if isinstance(leaf, PackedSequence):
+            raise TypeError(
+                f"{name} is {an(type(leaf).__name__)}, whose tensors have no dimension with a row for each sequence. "
+                "Give the padded sequences and their lengths, and pack them in the module."
+            )
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             continue
         if not -leaf.dim() <= dim < leaf.dim():
@@ -375,19 +375,6 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
                 "without copying them. What is the same for all rows may be a buffer of the module."
             )
     return None if first is None else first[1]
-
-
-def _refuse_uncuttable(leaf: Tree, name: str) -> None:
-    if isinstance(leaf, DistributedValues):
-        raise TypeError(
-            f"{name} is a distributed value, which is in pieces already. Give the whole batch, or call the module in a "
-            "step that strategy.run runs."
-        )
-    if isinstance(leaf, PackedSequence):
-        raise TypeError(
-            f"{name} is {an(type(leaf).__name__)}, whose tensors have no dimension with a row for each sequence. Give "
-            "the padded sequences and their lengths, and pack them in the module."
-        )
 
 
 def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree:

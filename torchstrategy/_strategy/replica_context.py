@@ -117,7 +117,6 @@ class ReplicaContext:
             ValueError: If the replicas' arguments differ in structure.
         """
         group = self._require_active("merge_call")
-        kwargs = kwargs or {}
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
             merged_args, merged_kwargs = group.regroup(brought)
@@ -126,7 +125,7 @@ class ReplicaContext:
             check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
             return [select(result, r) for r in group.present]
 
-        return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs)))
+        return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs or {})))
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
         """Synchronizes with the other replicas, and returns the sum or mean of their values, of any nesting.

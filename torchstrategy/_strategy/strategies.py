@@ -89,8 +89,7 @@ class CentralStorageBase(StrategyBase):
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
         storage = _storage(devices, canonical_device(parameter_device), buffer_aggregation)
-        reduction = ReduceOp.of(gradient_reduction)
-        super().__init__(ReplicatedExtended(storage, reduction, between_graph=True))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), between_graph=True))
 
 
 @final
@@ -145,7 +144,10 @@ class MirroredBase(StrategyBase):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         on = _devices_of_replicas("devices", devices)
-        ops = default_for(on) if cross_device_ops is None else _checked(cross_device_ops, on)
+        ops = default_for(on) if cross_device_ops is None else cross_device_ops
+        if not isinstance(ops, CrossDeviceOps):
+            raise TypeError(f"cross_device_ops is a torchstrategy.CrossDeviceOps or None; got {ops!r}.")
+        ops._check_devices(on)
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
         all_reduce = ops._weighted_sums if is_all_reduced else None
@@ -198,13 +200,6 @@ class MirroredStrategy(MirroredBase, Strategy):
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/MirroredStrategy
     """
-
-
-def _checked(ops: CrossDeviceOps, devices: Sequence[Device]) -> CrossDeviceOps:
-    if not isinstance(ops, CrossDeviceOps):
-        raise TypeError(f"cross_device_ops is a torchstrategy.CrossDeviceOps or None; got {ops!r}.")
-    ops._check_devices(devices)
-    return ops
 
 
 def _devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list[Device]:

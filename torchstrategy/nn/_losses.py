@@ -174,8 +174,7 @@ def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
         shape.pop()
     if shape:
         shape += [1] * (loss.dim() - len(shape))
-    fits = len(shape) <= loss.dim() and all(w in (1, n) for w, n in zip(shape, loss.shape, strict=False))
-    if not fits:
+    if len(shape) > loss.dim() or any(w not in (1, n) for w, n in zip(shape, loss.shape, strict=False)):
         raise ValueError(
             f"sample_weight of shape {tuple(weight.shape)} cannot be broadcast to per_example_loss of shape "
             f"{tuple(loss.shape)}. Give one weight for each row, or one for each loss."

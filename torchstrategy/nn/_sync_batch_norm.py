@@ -120,7 +120,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         for path, part in olds.items():
             _refuse_own_ways(path, part)
         for path, parent in module.named_modules(prefix=root):
-            _refuse_held_plainly(path, parent)
+            for where, held in held_plainly(parent):
+                if _is_to_convert(held):
+                    raise TypeError(
+                        f"{path}{where} is a {type(held).__name__} in a plain attribute, where nothing can take its "
+                        "place. Keep layers in torch.nn.ModuleList or torch.nn.ModuleDict."
+                    )
         news: dict[int, nn.Module] = {}
         for old in olds.values():
             # The new layer has the very tables of the old one: its parameters, buffers and hooks, not copies of them.
@@ -133,7 +138,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return news.get(id(module), module)
 
     def _synchronised(self, input: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-        self._check_channels(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm({self.num_features}) was given an input of shape {tuple(input.shape)}, which has "
+                f"{input.shape[1]} channels in dimension 1."
+            )
         dims = [0, *range(2, input.dim())]
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         # Squares of differences from a point near the mean lose no digits when they are added up. The statistics do not
@@ -163,15 +174,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.bias is not None:
             shift = shift + self.bias
         return torch.addcmul(_along(shift, input), centred, _along(scale, input)).to(input.dtype)
-
-    def _check_channels(self, input: torch.Tensor) -> None:
-        self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
-        if input.shape[1] != self.num_features:
-            raise ValueError(
-                f"SyncBatchNorm({self.num_features}) was given an input of shape {tuple(input.shape)}, which has "
-                f"{input.shape[1]} channels in dimension 1."
-            )
 
     @torch.no_grad()
     def _track(self, has_values: bool, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -233,13 +235,3 @@ def _refuse_own_ways(path: str, layer: nn.Module) -> None:
             f"{path} is a {type(layer).__name__}, {what}, which a SyncBatchNorm in its place would not have. Derive "
             "the class from torchstrategy.nn.SyncBatchNorm; a lazy layer becomes a plain one when it sees a batch."
         )
-
-
-def _refuse_held_plainly(path: str, parent: nn.Module) -> None:
-    """Refuses batch normalisation layers in plain attributes, where they cannot be replaced."""
-    for where, held in held_plainly(parent):
-        if _is_to_convert(held):
-            raise TypeError(
-                f"{path}{where} is a {type(held).__name__} in a plain attribute, where nothing can take its place. "
-                "Keep layers in torch.nn.ModuleList or torch.nn.ModuleDict."
-            )
