@@ -40,6 +40,7 @@ MAX_LINES = 350
 # Inside of public folders, whose docstrings are for users: a file imports only from floors below its own. Inside of the
 # other rooms, the room's docstring has the order of its files.
 FLOORS: dict[tuple[str, ...], list[set[str]]] = {
+    ("cluster_resolver",): [{"_cluster_resolver"}],
     ("compat",): [{"v1"}],
     ("compat", "v1"): [
         {"_strategies"},
