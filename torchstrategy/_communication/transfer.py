@@ -101,10 +101,12 @@ _one_at_a_time = threading.Lock()  # two threads that ask for the stream of a de
 def copy_stream(device: Device) -> torch.Stream:
     """The stream on which all values are copied to an accelerator. It lives as long as the process."""
     with _one_at_a_time:
-        return _made_once(device)
+        return _new_stream(device)
 
 
-_made_once = functools.cache(torch.Stream)
+@functools.cache
+def _new_stream(device: Device) -> torch.Stream:
+    return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
