@@ -326,7 +326,7 @@ class DataReads:
         self._users = {key: num_users(s) - given[s._cdata] for key, s in self._storages.items()}
         if tensors:
             listen_to_data()
-            _listeners.add(self)
+            _listeners[id(self)] = self
 
     def note(self, storage: int) -> None:
         """Records that the program has read the `.data` of a tensor of this storage. Called on any thread."""
@@ -349,7 +349,8 @@ def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
     return UncountedWrites({i: t for i, t in enumerate(tensors) if t.layout is torch.strided}, is_exact=True)
 
 
-_listeners: weakref.WeakSet[DataReads] = weakref.WeakSet()
+# `valuerefs` makes a list at once: another thread may add a listener meanwhile.
+_listeners: weakref.WeakValueDictionary[int, DataReads] = weakref.WeakValueDictionary()
 _given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that reading `.data` returned
 
 
@@ -368,8 +369,9 @@ def listen_to_data() -> None:
                 storage = tensor.untyped_storage()._cdata
                 gone = functools.partial(_forget, storage, id(given))
                 _given.setdefault(storage, {})[id(given)] = weakref.ref(given, gone)
-                for listener in list(_listeners):
-                    listener.note(storage)
+                for known in _listeners.valuerefs():
+                    if (listener := known()) is not None:
+                        listener.note(storage)
         return given
 
     torch.Tensor.data = property(data, plain.__set__, doc=plain.__doc__)  # type: ignore[assignment]

@@ -197,7 +197,8 @@ guards = _Exchange(
 # Who is told of the steps of optimizers
 
 
-_told: list[weakref.ref[Any]] = []  # no WeakSet, which must not grow on one thread while another iterates over it
+# `valuerefs` makes a list at once. A WeakSet must not grow on one thread while another iterates over it.
+_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _hooks: list[Any] = []
 
 
@@ -206,8 +207,7 @@ def tell_of_steps(told: Any) -> None:
 
     They are called with the optimizer, on the thread of the step.
     """
-    _told[:] = [known for known in _told if known() is not None]
-    _told.append(weakref.ref(told))
+    _told[id(told)] = told
     if not _hooks:
         _hooks[:] = register_optimizer_step_pre_hook(on_step_begin), register_optimizer_step_post_hook(on_step_end)
 
@@ -230,4 +230,4 @@ def on_step_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _alive() -> list[Any]:
-    return [told for known in list(_told) if (told := known()) is not None]
+    return [told for known in _told.valuerefs() if (told := known()) is not None]

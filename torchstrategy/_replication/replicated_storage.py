@@ -26,6 +26,7 @@ from torchstrategy._core.context import is_accelerator, is_in_replica, undisturb
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
+from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.replicated_modules import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
@@ -101,9 +102,7 @@ class ReplicatedStorage(Storage):
             originals += [*steppers, *own]
             outsiders = list(self._outsiders(named, copies))
             several = len(replica_weights.present) > 1
-            reaches_more = any(id(module) not in self._modules for _, module in named.modules)
-            may_share = several and (named.others or named.tensors or reaches_more)
-            watch = self._shared.watch(named, self._modules, copies.known) if may_share else None
+            watch = self._watch_of(named, copies) if several else None
             may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
             parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
             run_state = ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))  # 2
@@ -132,10 +131,18 @@ class ReplicatedStorage(Storage):
             self._return(copies)
             variables.clear()
 
+    def _watch_of(self, named: StepReferences, copies: ReplicaSet) -> Watch | None:
+        """Looks on in a run for writes on tensors that all replicas share; None if the step reaches no such tensor."""
+        reaches_more = any(id(module) not in self._modules for _, module in named.modules)
+        may_share = named.others or named.tensors or reaches_more
+        return self._shared.watch(named, self._modules, copies.known) if may_share else None
+
     def _steppers_of(self, named: StepReferences) -> list[Any]:
         """The schedulers and scalers of the scope, and those that the step names, ready for a run."""
+        # Another thread may add a stepper meanwhile, so the references are listed at once.
+        of_scope = [stepper for known in self._steppers.valuerefs() if (stepper := known()) is not None]
         seen = (thing for _, thing in named.steppers)
-        steppers = list({id(stepper): stepper for stepper in (*self._steppers.values(), *seen)}.values())
+        steppers = list({id(stepper): stepper for stepper in (*of_scope, *seen)}.values())
         with undisturbed():
             make_ready(steppers, self.parameter_device)
         return steppers
