@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, NamedTuple, final
 
 import torch
@@ -31,7 +31,6 @@ import torch
 from torchstrategy._binding.attribute_contents import SEQUENCES, attributes, table_type
 from torchstrategy._core.torch_internals import keeping_version, marks_of, num_users, pointers, version, versions
 
-_VALUES = methodcaller("values")
 MISSING = object()
 _UNCOUNTED = -1  # takes the place of a version: the tensor was written without a change of its version
 _SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
@@ -75,26 +74,35 @@ class Snapshot:
     """
 
     def __init__(self, containers: Mapping[Any, Any]) -> None:
-        # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
-        self._tables = {k: c for k, c in containers.items() if type(c) is dict or _is_plain_ordered(c)}
-        self._others = {k: c for k, c in containers.items() if k not in self._tables}
+        self._tables = {key: container for key, container in containers.items() if _is_table(container)}
+        self._others = {key: container for key, container in containers.items() if key not in self._tables}
         self.take()
 
     def take(self) -> None:
         """Makes what the containers hold now that with which later contents are compared."""
         self._known = {key: dict(table) for key, table in self._tables.items()}
         self._known_items = {key: _items(container) for key, container in self._others.items()}
-        self._sizes, self.held = self._contents()  # how many objects each container holds, and all of them
+        # Nearly all containers are tables of modules, and most of these are empty. So there is no call for each of them.
+        self._empty = [table for table in self._tables.values() if not table]
+        self._full = [table for table in self._tables.values() if table]
+        self._sizes, self._names, self._values = self._contents()
+
+    @property
+    def held(self) -> list[Any]:
+        """All objects that the containers held."""
+        return [*self._names, *self._values]
 
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
         self._known[place][name] = object()  # which no table holds
-        self._sizes, self.held = [], []
+        self._sizes = []
 
     def is_same(self) -> bool:
         """Whether the containers hold the same objects in the same order."""
-        sizes, held = self._contents()
-        return sizes == self._sizes and all(map(is_, held, self.held))
+        if any(self._empty):
+            return False
+        sizes, names, values = self._contents()
+        return sizes == self._sizes and names == self._names and all(map(is_, values, self._values))
 
     def edits(self) -> Iterator[Edit]:
         """The entries of tables that have changed."""
@@ -110,17 +118,22 @@ class Snapshot:
         now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
         return [key for key in known if not are_same(_items(now[key]), _items(known[key]))]
 
-    def _contents(self) -> tuple[list[int], list[Any]]:
-        """How many objects each container holds, and all of them."""
-        tables, others = self._tables.values(), list(map(_items, self._others.values()))
-        sizes = [*map(len, tables), *map(len, others)]
-        full = list(filter(None, tables))  # an empty `OrderedDict` takes longer to iterate over than to skip
-        entries = chain(chain.from_iterable(full), chain.from_iterable(map(_VALUES, full)))
-        return sizes, [*entries, *chain.from_iterable(others)]
+    def _contents(self) -> tuple[list[int], list[str | int], list[Any]]:
+        """How many objects each container holds, the names in the tables, and all other objects."""
+        names: list[str | int] = []
+        values: list[Any] = []
+        for table in self._full:
+            names += table
+            values += table.values()
+        others = list(map(_items, self._others.values()))
+        values += chain.from_iterable(others)
+        return list(map(len, (*self._full, *others))), names, values
 
 
-def _is_plain_ordered(container: Any) -> bool:
-    return type(container) is OrderedDict and not vars(container)
+def _is_table(container: Any) -> bool:
+    """Whether a container is a dictionary and nothing more, with names that may be compared by `==`."""
+    is_dictionary = type(container) is dict or (type(container) is OrderedDict and not vars(container))
+    return is_dictionary and {str, int}.issuperset(map(type, container))
 
 
 def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:

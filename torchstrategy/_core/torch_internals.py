@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils._pytree import SUPPORTED_NODES as kinds_of_nodes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves_with_path, tree_map_only
 from torch.utils._pytree import _get_node_type as kind_of_node
+
+T = TypeVar("T")
 
 # The names that come from torch as they are. A type checker takes no other import for a part of this file.
 __all__ = [
@@ -103,14 +105,23 @@ _nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
 _shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
 
 
+def _of_each(read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor]) -> list[T]:
+    """What `read` returns for each of some tensors."""
+    # Else torch looks up, for each tensor of a subclass, whether the subclass has a function of its own for this. That
+    # takes longer than reading the attribute.
+    with unseen_by_function_modes():
+        return list(map(read, tensors))
+
+
 def raw_grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradient that autograd has written for each of some tensors."""
-    return list(map(raw_grad, tensors))
+    return _of_each(raw_grad, tensors)
 
 
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
     """Writes the gradient of each of some tensors, as autograd does."""
-    deque(map(set_raw_grad, tensors, gradients), maxlen=0)
+    with unseen_by_function_modes():
+        deque(map(set_raw_grad, tensors, gradients), maxlen=0)
 
 
 def take_raw_grads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -123,24 +134,24 @@ def take_raw_grads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each of some tensors was written in place; 0 for inference tensors, which do not count their writes."""
     try:
-        return list(map(version, tensors))
+        return _of_each(version, tensors)
     except RuntimeError:
         return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
 def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How many bytes the elements of each of some tensors take."""
-    return list(map(_nbytes, tensors))
+    return _of_each(_nbytes, tensors)
 
 
 def requires_grad_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Whether each of some tensors requires grad."""
-    return list(map(_requires_grad, tensors))
+    return _of_each(_requires_grad, tensors)
 
 
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
-    return {torch.strided}.issuperset(map(_layout, tensors))
+    return {torch.strided}.issuperset(_of_each(_layout, tensors))
 
 
 def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[object]]:
@@ -151,7 +162,7 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The address at which each of some tensors begins in memory; for a sparse tensor, its id."""
     if are_dense(tensors):
-        return list(map(torch.Tensor.data_ptr, tensors))
+        return _of_each(torch.Tensor.data_ptr, tensors)
     return [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in tensors]
 
 
