@@ -51,20 +51,10 @@ from torchstrategy._communication.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from torchstrategy._core.context import (
-    has_strategy,
-    in_cross_replica_context,
-    set_default,
-)
+from torchstrategy._core.context import has_strategy, in_cross_replica_context, set_default
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
-from torchstrategy._core.options import (
-    ReduceOp,
-    RunOptions,
-    ValueContext,
-    VariableAggregation,
-    VariableSynchronization,
-)
+from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
 from torchstrategy._data_parallel.data_parallel import DataParallel
 from torchstrategy._execution.replica import ALONE
 from torchstrategy._input.batch_types import register_batch_type

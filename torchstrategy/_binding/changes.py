@@ -82,7 +82,7 @@ class Snapshot:
         """Makes what the containers hold now that with which later contents are compared."""
         self._known = {key: dict(table) for key, table in self._tables.items()}
         self._known_items = {key: _items(container) for key, container in self._others.items()}
-        # Nearly all containers are tables of modules, and most of these are empty. So there is no call for each of them.
+        # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
         self._empty = [table for table in self._tables.values() if not table]
         self._full = [table for table in self._tables.values() if table]
         self._sizes, self._names, self._values = self._contents()
@@ -179,7 +179,7 @@ class TrackedTensors:
         self._loose = [weakref.ref(original.tensor) for original in loose]
         self._versions: list[int] = []
         self.pointers: list[int] = []  # the addresses of the tensors; another list when one has moved
-        self._layouts: list[object] = []
+        self._layouts: list[list[object]] = []
         self._memory: list[object] = []  # keeps the memory, so that no other tensor can get one of the addresses
         self._watched: set[int] = set()
         self._uncounted = UncountedWrites({})
@@ -217,7 +217,7 @@ class TrackedTensors:
         tensors = self.tensors
         count, where, how = marks_of(tensors)
         has_moved = (where, how) != (self.pointers, self._layouts)
-        moved = set(_differing((where, how), (self.pointers, self._layouts))) if has_moved else set()
+        moved = set(_differing((where, *how), (self.pointers, *self._layouts))) if has_moved else set()
         written = set(_differing((count,), (self._versions,))) if count != self._versions else set()
         self._versions = count
         if has_moved:

@@ -154,9 +154,18 @@ def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     return {torch.strided}.issuperset(_of_each(_layout, tensors))
 
 
-def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[object]]:
-    """The versions, addresses and layouts of some tensors: a later look tells whether they were written, or moved."""
-    return versions(tensors), pointers(tensors), layouts(tensors)
+def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[list[object]]]:
+    """What a later look compares, to tell whether some tensors were written, or moved.
+
+    Returns:
+        The versions of the tensors, their addresses, and some lists that say how each tensor reads its memory: its
+        dtype, shape and strides, and whether it is conjugate.
+    """
+    if are_dense(tensors):
+        how = [_of_each(read, tensors) for read in (_dtype, _shape, torch.Tensor.stride, torch.Tensor.is_conj)]
+    else:
+        how = [[(t.dtype, t.shape, t.stride() if t.layout is torch.strided else t.layout) for t in tensors]]
+    return versions(tensors), pointers(tensors), how
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -164,14 +173,6 @@ def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
     if are_dense(tensors):
         return _of_each(torch.Tensor.data_ptr, tensors)
     return [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in tensors]
-
-
-def layouts(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """How each of some tensors reads its memory: its dtype, shape and strides, and whether it is conjugate."""
-    if are_dense(tensors):
-        strides, are_conjugate = map(torch.Tensor.stride, tensors), map(torch.Tensor.is_conj, tensors)
-        return list(zip(map(_dtype, tensors), map(_shape, tensors), strides, are_conjugate, strict=True))
-    return [(t.dtype, t.shape, t.stride() if t.layout is torch.strided else t.layout) for t in tensors]
 
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:

@@ -35,13 +35,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device
 from torchstrategy._replication.copyable import refuse_trainable, refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of, states_of
-from torchstrategy._replication.module_replica import (
-    BufferSlot,
-    ModuleReplica,
-    differ,
-    return_attribute,
-    uncopyable,
-)
+from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, return_attribute, uncopyable
 from torchstrategy._replication.plain_attributes import Attributes
 from torchstrategy._replication.run_warnings import LostBuffers
 from torchstrategy._replication.tensor_copies import sharing_memory

@@ -318,7 +318,7 @@ class ReplicaGradients:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
         # Most steps begin with this, and have neither local nor visible gradients then.
-        if set_to_none and not self.visible and not self.local_indices():
+        if set_to_none and not (self.visible or self.accumulated_here or self.has_any_local()):
             accumulated = self.totals.accumulated
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
@@ -404,7 +404,7 @@ class ReplicaGradients:
 
     def has_any_local(self) -> bool:
         """Whether backward has added to any parameter since local gradients were last taken."""
-        return not {type(None)}.issuperset(map(type, raw_grads(self.parameters)))
+        return any(raw_grad(parameter) is not None for parameter in self.parameters)
 
     def _has_local(self, index: int) -> bool:
         return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
