@@ -63,7 +63,7 @@ EVERYWHERE = """
             # raises is lost: we cannot help that.
             nonlocal seen, where
             code = frame.f_code
-            if not code.co_filename.startswith(PACKAGE) or code.co_name in ("<genexpr>", "_dismiss"):
+            if not code.co_filename.startswith(PACKAGE) or code.co_name in ("<genexpr>", "_dismiss", "_forget"):
                 return
             if event not in ("call", "c_return"):
                 return

@@ -95,7 +95,7 @@ class Snapshot:
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
         self._known[place][name] = object()  # which no table holds
-        self._sizes = []
+        self._sizes, self._names, self._values = [], [], []
 
     def is_same(self) -> bool:
         """Whether the containers hold the same objects in the same order."""
