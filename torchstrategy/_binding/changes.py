@@ -86,6 +86,8 @@ class Snapshot:
         self._empty = [table for table in self._tables.values() if not table]
         self._full = [table for table in self._tables.values() if table]
         self._sizes, self._names, self._values = self._contents()
+        # A name of another type may have an `==` of its own, as a tensor has.
+        self._are_plain = {str, int}.issuperset(map(type, self._names))
 
     @property
     def held(self) -> list[Any]:
@@ -102,7 +104,9 @@ class Snapshot:
         if any(self._empty):
             return False
         sizes, names, values = self._contents()
-        return sizes == self._sizes and names == self._names and all(map(is_, values, self._values))
+        if sizes != self._sizes or not all(map(is_, values, self._values)):
+            return False
+        return names == self._names if self._are_plain else all(map(is_, names, self._names))
 
     def edits(self) -> Iterator[Edit]:
         """The entries of tables that have changed."""
@@ -118,9 +122,9 @@ class Snapshot:
         now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
         return [key for key in known if not are_same(_items(now[key]), _items(known[key]))]
 
-    def _contents(self) -> tuple[list[int], list[str | int], list[Any]]:
+    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
         """How many objects each container holds, the names in the tables, and all other objects."""
-        names: list[str | int] = []
+        names: list[Any] = []
         values: list[Any] = []
         for table in self._full:
             names += table
@@ -131,9 +135,8 @@ class Snapshot:
 
 
 def _is_table(container: Any) -> bool:
-    """Whether a container is a dictionary and nothing more, with names that may be compared by `==`."""
-    is_dictionary = type(container) is dict or (type(container) is OrderedDict and not vars(container))
-    return is_dictionary and {str, int}.issuperset(map(type, container))
+    """Whether a container is a dictionary and nothing more."""
+    return type(container) is dict or (type(container) is OrderedDict and not vars(container))
 
 
 def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:

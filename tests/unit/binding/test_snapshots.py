@@ -33,6 +33,17 @@ class Named(dict[str, int]):
         raise AssertionError("a method of the user's was called")
 
 
+class Word(str):
+    """A name of a class of its own, as numpy has."""
+
+
+def with_another_key(table: dict[Any, Any]) -> None:
+    """Replaces the only key by an equal one. Two tensors of one shape are neither equal nor different: `==` raises."""
+    (key,) = table
+    value = table.pop(key)
+    table[key.clone()] = value
+
+
 def ordered_with_attribute() -> OrderedDict[str, int]:
     table: OrderedDict[str, Any] = OrderedDict(a=1)
     table.note = 1  # type: ignore[attr-defined]
@@ -44,6 +55,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an entry that is added": (dict, lambda c: c.update(a=1)),
     "an entry that is removed": (lambda: {"a": 1}, lambda c: c.clear()),
     "an entry with another name": (lambda: {"a": 1}, lambda c: c.update(b=c.pop("a"))),
+    "a name of a class of its own": (lambda: {Word("a"): 1}, lambda c: c.update(a=2)),
+    "a tensor that is a key": (lambda: {torch.zeros(2): 1}, with_another_key),
     "the order of a dict": (lambda: {"a": 1, "b": 2}, lambda c: c.update(a=c.pop("a"))),
     "an ordered dict": (lambda: OrderedDict(a=1, b=2), lambda c: c.move_to_end("a")),
     "an attribute of an ordered dict": (ordered_with_attribute, lambda c: setattr(c, "note", 2)),
