@@ -118,13 +118,13 @@ class Counters(nn.Module):
         self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("running_size", torch.zeros(()))
+        self.register_buffer("running_mean", torch.zeros(()))
         self.register_buffer("of_the_first", torch.zeros(()))
         self.register_buffer("not_a_number", torch.tensor(float("nan")))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
-        self.running_size = x.mean().float()
+        self.running_mean = x.mean().float()
         self.not_a_number *= 1
         if replica_id() == 0:
             self.of_the_first.add_(1)

@@ -34,7 +34,7 @@ from torchstrategy._core.torch_internals import keeping_version, marks_of, num_u
 MISSING = object()
 _UNCOUNTED = -1  # takes the place of a version: the tensor was written without a change of its version
 _SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
-_COLUMNS = 1021  # a prime, so that the checksums also change if two rows of a usual length change places
+_COLUMNS = (1021, 1019, 1013)  # primes: the checksums of a tensor have a number of columns that divides no stride
 
 
 class Edit(NamedTuple):
@@ -86,8 +86,8 @@ class Snapshot:
         self._empty = [table for table in self._tables.values() if not table]
         self._full = [table for table in self._tables.values() if table]
         self._sizes, self._names, self._values = self._contents()
-        # A name of another type may have an `==` of its own, as a tensor has.
-        self._are_plain = {str, int}.issuperset(map(type, self._names))
+        # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
+        self._are_plain = {str}.issuperset(map(type, self._names))
 
     @property
     def held(self) -> list[Any]:
@@ -291,10 +291,10 @@ class UncountedWrites:
         here = {key: _bits(tensor) for key, tensor in dense.items() if tensor.is_cpu}
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
-        self._large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
+        self._large = {key: (bits, _columns_of(dense[key])) for key, bits in here.items() if bits.nbytes > _SMALL}
         self._is_exact = is_exact
         # The checksums of the large tensors, as far as they are known:
-        self._sums = {key: _sums(bits) for key, bits in self._large.items()} if is_exact else {}
+        self._sums = {key: _sums(*large) for key, large in self._large.items()} if is_exact else {}
         self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
@@ -308,10 +308,10 @@ class UncountedWrites:
                 call.
         """
         written = set(self._never_known) | self._reads.take()
-        for key, bits in self._large.items():
+        for key, large in self._large.items():
             before = self._sums.pop(key, None)
             if key not in counted or self._is_exact:
-                self._sums[key] = _sums(bits)
+                self._sums[key] = _sums(*large)
             if key not in counted and (before is None or not torch.equal(before, self._sums[key])):
                 written.add(key)
         now, before = self._bits_of_small(), self._kept
@@ -417,11 +417,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return bits.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
-def _sums(bits: torch.Tensor) -> torch.Tensor:
+def _columns_of(tensor: torch.Tensor) -> int:
+    """A number of columns such that the checksums also change if two neighbouring rows change places."""
+    steps = [stride * tensor.element_size() for stride in tensor.stride() if stride]
+    return next((c for c in _COLUMNS if all(step % (8 * c) for step in steps)), _COLUMNS[0])
+
+
+def _sums(bits: torch.Tensor, num_columns: int) -> torch.Tensor:
     """Checksums of some memory: so many sums of its words that changed or exchanged values change one of them."""
     begin = -bits.data_ptr() % 8
     words = bits[begin : begin + (bits.numel() - begin) // 8 * 8].view(torch.int64)
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    columns = words[:whole].view(-1, _COLUMNS).sum(0)
+    whole = words.numel() // num_columns * num_columns
+    columns = words[:whole].view(-1, num_columns).sum(0)
     rest = torch.cat([words[whole:].view(torch.uint8), bits[:begin], bits[begin + words.nbytes :]])
     return torch.cat([columns.view(torch.uint8), rest])

@@ -40,10 +40,13 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def computed_by_hooks(module: nn.Module) -> set[str]:
-    """The plain attributes that a hook computes again before each forward, as `weight_norm` and pruning do."""
+    """The plain attributes that a hook computes again before each forward, as `weight_norm` and pruning do.
+
+    They compute `weight` of parameters whose names begin with `weight_`.
+    """
     hooks = module._forward_pre_hooks.values()
     names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks)
-    return {name for name in names if isinstance(name, str)}
+    return {str(name) for name in names if any(known.startswith(f"{name}_") for known in module._parameters)}
 
 
 def within(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:

@@ -159,13 +159,16 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
 
     Returns:
         The versions of the tensors, their addresses, and some lists that say how each tensor reads its memory: its
-        dtype, shape and strides, and whether it is conjugate.
+        dtype, shape and strides, and whether it is conjugate or negative.
     """
-    if are_dense(tensors):
-        how = [_of_each(read, tensors) for read in (_dtype, _shape, torch.Tensor.stride, torch.Tensor.is_conj)]
-    else:
-        how = [[(t.dtype, t.shape, t.stride() if t.layout is torch.strided else t.layout) for t in tensors]]
+    read: list[Callable[[torch.Tensor], object]] = [_dtype, _shape, torch.Tensor.is_conj, torch.Tensor.is_neg]
+    read.append(torch.Tensor.stride if are_dense(tensors) else _stride_or_layout)
+    how = [_of_each(one, tensors) for one in read]
     return versions(tensors), pointers(tensors), how
+
+
+def _stride_or_layout(tensor: torch.Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -112,10 +112,8 @@ class ModuleReplica:
         # See Note [What is aliased and what is copied].
         owners = parameters.tensors
         self.aliased = [may_alias and owner.device == device for owner in owners]
-        data = [
-            owner.detach() if aliased else sent_to([owner], [device])[0][0]
-            for owner, aliased in zip(owners, self.aliased, strict=True)
-        ]
+        sent = iter(copies_of([o for o, aliased in zip(owners, self.aliased, strict=True) if not aliased], device))
+        data = [o.detach() if aliased else next(sent) for o, aliased in zip(owners, self.aliased, strict=True)]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self.trained = requires_grad_of(self.parameters)
         # The parameters with memory of their own. Writes on the others are counted by the user's parameters: both have
@@ -260,8 +258,12 @@ class ModuleReplica:
             self._agreed[index] = (own, version(own))
         if are_others:
             self._writes = writes_on([own for own, _ in self._agreed])
-        else:
-            self._writes.take(set())
+        self.note_buffers()
+
+    def note_buffers(self) -> None:
+        """Says that the buffers agree with the user's. A write on one counts for all tensors that share its memory."""
+        self._agreed = [(own, version(own)) for own, _ in self._agreed]
+        self._writes.take(set())
 
     def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
         """Brings plain attributes of modules; `MISSING` removes one. `own` is that of `copied`."""

@@ -50,7 +50,7 @@ class Attributes:
         self.tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
         self.tensors.watch(range(len(self._leaves)))
         self.is_empty = not (self._places or self._leaves)
-        self._agree()
+        self.agree()
 
     def counterparts(self, r: int) -> dict[int, Any]:
         """By the ids of the user's containers and tensors: what one replica has in their place."""
@@ -84,7 +84,7 @@ class Attributes:
         if changed:
             self.collect(named)
         elif written:
-            self._agree()
+            self.agree()
         return True
 
     def give_back(self, present: Sequence[int], named: NamedAttributes) -> None:
@@ -138,7 +138,8 @@ class Attributes:
                     # may still need the tensors that they have now.
                     self._unbrought.add(id(original))
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
+        """Says that the copies agree with the user's: what is written on them from here on, the step writes."""
         count = range(len(self._replicas))
         self._known = Snapshot({i: place.original for i, place in enumerate(self._places)})
         self._known_local = [Snapshot({i: place.local[r] for i, place in enumerate(self._places)}) for r in count]

@@ -125,7 +125,7 @@ class ReplicatedModules:
         self._computed = [computed_by_hooks(module) for module in modules]
         self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
         self._attribute_contents = Attributes(self.replicas, self._known_tensors, self._named_attributes)
-        self._pointers = self._buffers.pointers, self._attribute_contents.tensors.pointers
+        self._pointers = self._current_pointers()
         self._overlaps = self._find_overlaps()
 
     @property
@@ -157,24 +157,36 @@ class ReplicatedModules:
         if changed:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
+        if self._overlaps:
+            contents.agree()
+            for replica in self.replicas:
+                replica.note_buffers()
         return self._overlap_as_before()
 
     def _overlap_as_before(self) -> bool:
-        """Whether the same buffers and tensors in attributes share memory as when the copies were made."""
-        pointers = self._buffers.pointers, self._attribute_contents.tensors.pointers
-        if all(map(operator.is_, pointers, self._pointers)):
+        """Whether the same tensors share memory as when the copies were made."""
+        if all(map(operator.is_, self._current_pointers(), self._pointers)):
             return True
-        self._pointers = pointers
+        self._pointers = self._current_pointers()
         return self._find_overlaps() == self._overlaps
 
+    def _current_pointers(self) -> list[list[int]]:
+        return [tracked.pointers for tracked in self._tracked()]
+
     def _find_overlaps(self) -> list[list[int]]:
-        """The ids of the buffers and tensors in attributes that share memory with one another, in groups."""
-        tensors = [*self._buffers.tensors, *self._attribute_contents.tensors.tensors]
+        """The ids of the tensors that share memory with one another, in groups."""
+        tensors = [tensor for tracked in self._tracked() for tensor in tracked.tensors]
         return sorted([id(tensors[index]) for index in group] for group in sharing_memory(tensors))
+
+    def _tracked(self) -> tuple[TrackedTensors, ...]:
+        return self._parameters, self._buffers, self._attribute_contents.tensors
 
     def _have_same_classes(self) -> bool:
         """Whether nobody has given a module another class, as some libraries do to patch layers."""
-        now = list(map(type, self.originals()))
+        originals = self.originals()
+        if not all(map(operator.is_, map(vars, originals), self._insides)):  # somebody has written a `__dict__`
+            return False
+        now = list(map(type, originals))
         # During a run of another thread they are proxies.
         return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
 
@@ -436,7 +448,7 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     # The base classes of torch's batch and instance normalisation layers have private names. Layers of other packages
     # follow torch in the names of such buffers.
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
-    return isinstance(module, norms) or name.startswith("running_")
+    return isinstance(module, norms) or name in ("running_mean", "running_var")
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -128,8 +129,8 @@ class ReplicaSet:
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._index_of]
-            copies.step(optimizer, owners, self.gradients.arrived)
-            self.replicated.note_updated(owners)
+            if copies.step(optimizer, owners, self.gradients.arrived):
+                self.replicated.note_updated(owners)
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
         copies = self._optimizer_copies.get(id(optimizer))
@@ -263,6 +264,8 @@ class ReplicatedRun(OptimizerHost):
         # So while an optimizer steps, the user's parameters are no proxies.
         with suspended(self.copies.plain_owners, self.copies), self.copies.gradients.published():
             yield
+        for optimizer in chain.from_iterable(self._optimizers.values()):
+            optimizer.forget_settings()
         with undisturbed():
             self.copies.replicated.refresh_parameters()
         for trainer in self.trainers:
@@ -395,9 +398,6 @@ class ReplicatedRun(OptimizerHost):
         self._return_settings()
         with self._published():
             yield
-        for optimizers in self._optimizers.values():
-            for optimizer in optimizers:
-                optimizer.forget_settings()
 
     def _check_settings(self) -> None:
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""

@@ -17,10 +17,8 @@ def copies_of(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Ten
     """A copy on a device of each of some tensors. Copies of tensors that share memory share memory."""
     groups = sharing_memory(tensors)
     shared = {index for group in groups for index in group}
-    copies: dict[int, torch.Tensor] = {}
-    for origin in {tensor.device for tensor in tensors}:
-        alone = [index for index, t in enumerate(tensors) if t.device == origin and index not in shared]
-        copies.update(zip(alone, sent_to([tensors[index] for index in alone], [device])[0], strict=True))
+    # Each by itself: tensors that were sent together would be parts of one piece of memory.
+    copies = {i: sent_to([tensor], [device])[0][0] for i, tensor in enumerate(tensors) if i not in shared}
     for group in groups:
         copies.update(zip(group, _copied_together([tensors[index] for index in group], device), strict=True))
     return [copies[index] for index in range(len(tensors))]

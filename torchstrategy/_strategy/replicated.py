@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, final
 
 import torch
@@ -92,6 +92,9 @@ class ReplicatedExtended(OneMachineExtended):
                 ):
                     try:
                         result = fn(*own_args, **own_kwargs)
+                        if isinstance(result, (Generator, Coroutine)):
+                            result.close()
+                            raise TypeError(_NOT_RUN.format(type(result).__name__))
                         run_state.ends(replica)
                         return result
                     finally:
@@ -153,6 +156,12 @@ class ReplicatedExtended(OneMachineExtended):
 def _as_mean(op: ReduceOp, value: DistributedValues, reduced: Tree) -> Tree:
     """The result of a reduction. The mean of integers is of torch's default dtype, also if one replica was present."""
     return reduced / 1 if op is ReduceOp.MEAN and len(value.values) == 1 else reduced
+
+
+_NOT_RUN = (
+    "The step is a function with yield, or an async one: its call returned a {}, and ran nothing yet. Whoever runs it "
+    "later runs it on your own objects, once for each replica. Let the step do its work and return what it made."
+)
 
 
 def _may_require_grad(value: Tree) -> bool:

@@ -27,7 +27,7 @@ from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._binding.torch_hooks import others_are_told
 from torchstrategy._communication.transfer import brought
 from torchstrategy._core.context import undisturbed
-from torchstrategy._core.torch_internals import raw_grad
+from torchstrategy._core.torch_internals import raw_grad, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._training.replica_gradients import ReplicaParameter
 from torchstrategy._training.replica_steppers import settings_of
@@ -59,6 +59,7 @@ class OptimizerCopies:
         self.of_replicas = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         # The state of the user's optimizer that the copies agree with.
         self._known: _State | None = None
+        self._gradients = _marks_of_gradients(optimizer)  # those with which the optimizer begins its step
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
@@ -78,15 +79,22 @@ class OptimizerCopies:
                 copied.bring_state(optimizer)
         if not is_known:
             self._known = _State(optimizer)
+        self._gradients = _marks_of_gradients(optimizer)
 
-    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> None:
+    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> bool:
         """After a step of the user's optimizer: the copies take the same step on the replicas' parameters.
 
         Args:
             optimizer: The user's own.
             owners: The user's parameters whose counterparts are updated.
             arrived: Returns the copy of a gradient that a replica has already.
+
+        Returns:
+            Whether they took it. They cannot if the gradients are no longer those that the user's optimizer began its
+            step with: torch's loops for SGD with nesterov momentum write on gradients, and a closure makes new ones.
         """
+        if _marks_of_gradients(optimizer) != self._gradients:
+            return False
         gradients = [(owner, gradient) for owner in owners if (gradient := raw_grad(owner)) is not None]
         for replica, copied in self.of_replicas.items():
             with traced("update [{}] [replica {}]", optimizer, replica):
@@ -96,6 +104,12 @@ class OptimizerCopies:
             self._known.take_changes()
         else:
             self._known = _State(optimizer)
+        return True
+
+
+def _marks_of_gradients(optimizer: Optimizer) -> tuple[list[int], list[int]]:
+    gradients = [gradient for p in parameters_of(optimizer) if (gradient := raw_grad(p)) is not None]
+    return list(map(id, gradients)), versions(gradients)
 
 
 @final

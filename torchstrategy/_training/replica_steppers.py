@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, final
 
 import torch
@@ -25,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._binding.proxies import plain_class, users_own
 from torchstrategy._core.context import current_frame, in_use
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.torch_internals import hide_from_compiler
+from torchstrategy._core.torch_internals import hide_from_compiler, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Device, Tree
@@ -90,6 +91,9 @@ class ReplicaOptimizer:
     # The groups that the step was shown, on which it may write, and the same groups as they were then.
     _groups: list[dict[str, Any]] = field(default_factory=list)
     _shown: list[dict[str, Any]] = field(default_factory=list)
+    # The tensors of the state that the step was shown, and their versions then.
+    _state: list[torch.Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -107,6 +111,10 @@ class ReplicaOptimizer:
             states = self.own_state()
         else:
             states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
+        if not self._state:
+            values = chain.from_iterable(of.values() for of in states.values() if isinstance(of, dict))
+            self._state = [value for value in values if isinstance(value, torch.Tensor)]
+            self._versions = versions(self._state)
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -194,8 +202,8 @@ class ReplicaOptimizer:
             return getattr(self.optimizer, method)(*args, **kwargs)
 
     def forget_settings(self) -> None:
-        """Forgets the groups that the step was shown, since an update may have changed settings."""
-        self._groups, self._shown = [], []
+        """Forgets what the step was shown, since an update may have changed settings and state."""
+        self._groups, self._shown, self._state, self._versions = [], [], [], []
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
@@ -234,7 +242,7 @@ class ReplicaOptimizer:
         }
 
     def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
-        """Refuses a setting that another replica has set to another number than this one has.
+        """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
 
         Args:
             mine: The id of this replica.
@@ -243,6 +251,8 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: Naming it.
         """
+        if any(versions(one._state) != one._versions for one in (self, *others.values())):
+            raise RuntimeError(_STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__))
         written = self.written_settings()
         for replica, other in others.items():
             for (i, name), value in other.written_settings().items():
@@ -265,6 +275,12 @@ class ReplicaOptimizer:
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self.index_of.get(id(owner))
         return owner if index is None else self.gradients.own(index)
+
+
+_STATE_WRITTEN = (
+    "A step wrote in place on the state of {name} in a replica: every replica would write once, and they share the "
+    "optimizer. Do it outside of strategy.run, or in a merge function: get_replica_context().merge_call(...)."
+)
 
 
 @final
