@@ -336,9 +336,9 @@ class _Scaled(torch.autograd.Function):
 
 # `torch.compile` cannot trace the queues and threads of a synchronization point. The backward functions are listed,
 # too, since a compiled step also runs its backward.
-for _meeting in (ReplicaGroup.all_reduce, ReplicaGroup.all_gather, _Backward.backward, _Scaled.backward):
-    hide_from_compiler(_meeting)
-del _meeting
+for _point in (ReplicaGroup.all_reduce, ReplicaGroup.all_gather, _Backward.backward, _Scaled.backward):
+    hide_from_compiler(_point)
+del _point
 
 _apply_backward: Callable[..., Any] = _Backward.apply
 _apply_scaled: Callable[..., Any] = _Scaled.apply

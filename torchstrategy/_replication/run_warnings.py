@@ -64,8 +64,8 @@ def _is_power_of_two(count: int) -> bool:
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
     flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
-    is_dealt = any(isinstance(leaf, DistributedValues) for leaf in flat)
-    return not is_dealt and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
+    is_distributed = any(isinstance(leaf, DistributedValues) for leaf in flat)
+    return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
 
 
 def _within(leaves: Sequence[Any]) -> Iterator[Any]:
@@ -81,14 +81,14 @@ def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
 
 def warn_of_plain_batch(num_replicas: int) -> None:
     """Warns at the user's line."""
-    warn(_NOT_DEALT.format(count=num_replicas), UndistributedBatchWarning)
+    warn(_NOT_DISTRIBUTED.format(count=num_replicas), UndistributedBatchWarning)
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
-_NOT_DEALT = (
+_NOT_DISTRIBUTED = (
     "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
-    "costs {count} times the work, and counts each row {count} times where results are added up. Deal the batches out, "
-    "and run the step with what that yields: for batch in strategy.experimental_distribute_dataset(loader): "
+    "costs {count} times the work, and counts each row {count} times where results are added up. Distribute the "
+    "batches, and run the step with what that yields: for batch in strategy.experimental_distribute_dataset(loader): "
     "strategy.run(step, args=(batch,)). If each replica is to have all rows: "
     'warnings.filterwarnings("ignore", category=torchstrategy.UndistributedBatchWarning).'
 )
