@@ -436,7 +436,7 @@ def distributed_from_function(
 def _source(dataset: Any, what: str) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
-            "This dataset is distributed already, and cannot be distributed again. Give the loader that it was made of."
+            "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
         )
     return Source(dataset, what)
 
