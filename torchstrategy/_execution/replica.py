@@ -110,8 +110,8 @@ class InlineReplica(Replica):
         reached(self.index, name)
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
-        # the caller's thread, so its frame and its default device have to be put aside for a while. See Note
-        # [Who may call what on which thread].
+        # the caller's thread, so its frame and its default device have to be put aside for a while.
+        # See Note [Who may call what on which thread].
         with nowhere(), in_use(self.callers_device), traced("synchronize at {}", name):
             return combine([brought])[0]
 

@@ -34,13 +34,24 @@ from torchstrategy._variables.variable import Variable, is_variable, set_plain_d
 # Note [What is aliased and what is copied]
 # - A parameter is a leaf of the replica's own, with its own slot for gradients. On the device of the user's parameter
 #   it shares the memory (`aliased`), so that after an update nothing has to be copied. On another device, or without
-#   `may_alias`, it has memory of its own, on which `bring_parameters` writes.
+#   `may_alias`, it has memory of its own: `bring_parameters` says what is to be written there, and `transfer.write`
+#   writes it. Under `MirroredStrategy`, `optimizer_copies` updates it there, too.
 # - A variable with one value for all replicas is treated as a parameter. A `SyncOnReadVariable` holds a component for
 #   each replica itself: the copies of the modules have the user's variable.
 # - Buffers and tensors in plain attributes are always copied: a step may write on them, from the rows of its replica.
+#   But a parameter or variable that a plain attribute holds is the replica's own, the one that its modules have.
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
-# - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
+# - A hook is the user's own object, so that what it records is in one place. But a method of a module is that of the
+#   replica's module. And a function that closes over a part of the model, be it a hook or in a plain attribute, is made
+#   anew for each replica, over the replica's part.
+# - Of the states of a metric the first replica has copies, and the others have copies of the default states; see
+#   `metrics`.
+# - The arguments of the step are not copied. Each replica gets new containers, with its component in the place of each
+#   distributed value; any other tensor in them is one for all replicas (`distributed_values.select`).
+# - A trainer has attributes of its own in each replica, which begin as the user's own objects: these are not copied.
+# - The state of an optimizer is one for all replicas. Under `MirroredStrategy`, a replica whose parameters have memory
+#   of their own also has a copy of the optimizer, with a state of its own (`optimizer_copies.can_have_copies`).
 
 
 _OF_VARIABLES = frozenset(

@@ -152,18 +152,6 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 CrossReplica = Callable[[], AbstractContextManager[None]]
 """Enters the strategy's cross-replica context."""
 
-# Note [The order of a run and of its undoing]
-# 1. The run takes a replica set that no other run has, and brings it up to date.
-# 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
-# 3. Optimizers tell the run before they step, so that one which is not the strategy's is refused.
-# 4. Metrics hand out their states.
-# 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
-# 6. Proxies take the place of the user's objects. The replicas run, and the proxies are taken away.
-# 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
-# If anything fails from 2 on, the set is never used again, and what was done is undone: the proxies first (6), since
-# all else writes on the user's own objects; then an update that is under way; then the gradients (5). Whether or not it
-# failed, 3 and 1 are undone last. Each undoing may find that nothing was done: a signal's handler may raise anywhere.
-
 
 @final
 @dataclass(eq=False)
@@ -310,7 +298,7 @@ class ReplicatedRun(OptimizerHost):
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
-        # See Note [The order of a run and of its undoing], step 7.
+        # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
         self._check_unwritten()
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()

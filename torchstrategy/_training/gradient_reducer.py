@@ -70,16 +70,22 @@ Together = Callable[[Callable[[], None]], None]
 
 
 # Note [The states of a gradient]
-# While a run is under way, the gradient of one of the user's parameters is in three kinds of places:
+# While a run is under way, the gradient of one of the user's parameters is in these places:
 # - local: each replica's parameter has a slot of its own, which autograd writes, so that backward needs no lock and
 #   waits for nobody.
+# - added early: if no two replicas ever run at once, each one adds its weighted local gradients to `_total` before it
+#   waits or ends (`accumulate`). It does so on its own thread, and no other thread works meanwhile.
 # - accumulated: one tensor for all replicas, in `GradientReducer.accumulated`. Only the thread that called `run`
-#   changes it, in `reduce` and `published`, while every replica waits at a synchronization point or has ended.
+#   changes it, while no replica runs: `begin` and `_leave` before and after all replicas, `watch`, `reduce` and
+#   `published` at synchronization points, and `reduce` and `end` when all steps have ended.
 # - visible: a replica's copy of the accumulated gradient, made when the step reads `.grad`. What the step does to it
 #   stays in the replica until `reduce`, which requires that all replicas did the same or each put a gradient there.
-# `reduce` empties the local and visible gradients of all replicas into the accumulated ones. Meanwhile `.grad` of the
-# user's own parameter is None, so that a backward which reaches it by mistake is noticed. It has a gradient only inside
-# `published` (an update, a merge function) and from `end` or `abort` on.
+# - kept: in `_kept`, what the user's parameters get if the run fails: their gradients from before the run, or those
+#   that its last update has left.
+# `reduce` empties the local and visible gradients of all replicas, and `_total`, into the accumulated ones. From
+# `begin` on, `.grad` of the user's own parameter is None, so that a backward which reaches it by mistake is noticed. It
+# has a gradient only inside `published` (an update, a merge function), in `_add` while the user's hooks look at it, and
+# from `end` or `abort` on.
 
 
 @final
@@ -124,10 +130,10 @@ class GradientReducer:
         # which shows writes; and the copy of each replica.
         self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self._take_turns = take_turns
-        # The weighted sum of the local gradients that were accumulated since the last reduction, and of how many
+        # The weighted sum of the local gradients that were added early since the last reduction, and of how many
         # replicas it is.
         self._total: dict[int, torch.Tensor] = {}
-        self._num_accumulated = 0
+        self._num_added = 0
         self._replica_weights: ReplicaWeights | None = None  # None between runs
         self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
         self._has_updated = False
@@ -173,15 +179,15 @@ class GradientReducer:
         `reduce` adds the total to the accumulated gradients.
         """
         weighing = self._weights.weighing
-        is_next = self._num_accumulated < len(weighing) and weighing[self._num_accumulated] == replica
+        is_next = self._num_added < len(weighing) and weighing[self._num_added] == replica
         if self._take_turns and self._all_reduce is None and is_next:
             if not self.of_replicas[replica].has_any_local():  # as at the end of most steps
-                self._num_accumulated += 1
+                self._num_added += 1
                 return
             # The user's function modes, inference mode and grad mode are in force on this thread, and must neither see
             # these operations nor act on them.
             with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
-                self.of_replicas[replica].accumulated_here = self._add_up(replica)
+                self.of_replicas[replica].added_early = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
         """Until the end of the run, backward may not reach one more tensor, of which the replicas have no copies."""
@@ -369,9 +375,9 @@ class GradientReducer:
             self.of_replicas[r].take_local()
         if self._all_reduce is not None:
             return self._all_reduced(self._all_reduce)
-        for r in weighing[self._num_accumulated :]:
+        for r in weighing[self._num_added :]:
             self._add_up(r)
-        total, self._total, self._num_accumulated = self._total, {}, 0
+        total, self._total, self._num_added = self._total, {}, 0
         return total
 
     def _all_reduced(self, all_reduce: AllReduce) -> dict[int, torch.Tensor]:
@@ -404,7 +410,7 @@ class GradientReducer:
             self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
-        self._num_accumulated += 1
+        self._num_added += 1
         return set(local)
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -434,7 +440,7 @@ class GradientReducer:
         self._replica_weights = None
         self.forget_arrived()
         self.accumulated, self._kept = [], []
-        self._total, self._num_accumulated = {}, 0
+        self._total, self._num_added = {}, 0
         self.owners, self.hooked, self._together = [], set(), None
         for of_replica in self.of_replicas:
             of_replica.leave()

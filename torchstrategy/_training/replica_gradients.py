@@ -206,7 +206,7 @@ class ReplicaGradients:
         self.parameters = list(parameters)
         # Below, a parameter is meant by its position. `reduced` empties the first three.
         self.visible: dict[int, VisibleGradient] = {}
-        self.accumulated_here: set[int] = set()  # whose local gradients `accumulate` has added to the total
+        self.added_early: set[int] = set()  # whose local gradients `accumulate` has added to the total
         self.put: set[int] = set()  # to which the step itself assigned a local gradient
         self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
@@ -319,7 +319,7 @@ class ReplicaGradients:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
         # Most steps begin with this, and have neither local nor visible gradients then.
-        if set_to_none and not (self.visible or self.accumulated_here or self.has_any_local()):
+        if set_to_none and not (self.visible or self.added_early or self.has_any_local()):
             accumulated = self.totals.accumulated
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
@@ -375,7 +375,7 @@ class ReplicaGradients:
             if view.gradient is not None and view.version is not None:
                 self._shown[index] = weakref.ref(view.gradient)
         self.visible.clear()
-        self.accumulated_here = set()
+        self.added_early = set()
         self.put.clear()
         self._reads, self._unlooked = set(), set()
         self._last_read = self._num_nodes = -1
@@ -399,9 +399,7 @@ class ReplicaGradients:
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
-        return {
-            index for index, local in enumerate(raw_grads(self.parameters)) if local is not None
-        } | self.accumulated_here
+        return {index for index, local in enumerate(raw_grads(self.parameters)) if local is not None} | self.added_early
 
     def has_any_local(self) -> bool:
         """Whether backward has added to any parameter since local gradients were last taken."""
