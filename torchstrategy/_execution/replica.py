@@ -54,7 +54,10 @@ class Watch(Protocol):
     take_turns: bool
 
     def look(self, running: Collection[int]) -> None:
-        """Called with the replicas that may have run since the last call; with none after a synchronization point."""
+        """Called with the replicas that may have run since the last call.
+
+        With none at the start of the run, and after a synchronization point.
+        """
 
     def warn(self) -> None:
         """Called after the run, to give warnings about it."""

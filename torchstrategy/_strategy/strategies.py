@@ -161,11 +161,12 @@ class MirroredBase(StrategyBase):
 class MirroredStrategy(MirroredBase, Strategy):
     """Keeps parameters on the device of every replica, where each replica updates its own.
 
-    The user's own modules are those of the first replica, and the user's own optimizer updates them. Each other replica
-    has parameters, and an optimizer, in memory of its own. Whenever the user's optimizer takes a step, in a run or
-    after it, theirs take the same on the same gradients, those of the whole batch; so all stay equal, bit by bit, and
-    no parameter is sent. What is written on parameters by other ways, such as `load_state_dict`, is sent before the
-    next run. So are the values that an optimizer which is none of torch's own has computed.
+    The user's own modules are those of the first replica, and the user's own optimizer updates them. Replicas on the
+    same device share their memory: all replicas do on `["cpu", "cpu"]`. Each replica on another device has parameters,
+    and an optimizer, in memory of its own. Whenever the user's optimizer takes a step, in a run or after it, theirs
+    take the same on the same gradients, those of the whole batch; so all stay equal, bit by bit, and no parameter is
+    sent. What is written on parameters by other ways, such as `load_state_dict`, is sent before the next run. So are
+    the values that an optimizer which is none of torch's own has computed.
 
     Args:
         devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on

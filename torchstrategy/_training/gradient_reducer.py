@@ -10,11 +10,14 @@ Before the local gradients are added, each step may have changed the `.grad` tha
 it becomes None. If all made the same change, this change is kept. If each assigned a tensor of its own, these tensors
 are weighted and added up. Anything else is an error.
 
-Gradients are reduced at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when
-the run ends. Clearing a gradient is no synchronization point: it empties the replica's local and visible gradient.
+Gradients are reduced at `optimizer.step()` and the other methods of an optimizer that act once for all replicas, at
+`step`, `update` and `unscale_` of schedulers and scalers, at the first read of a `.grad` after a backward, at
+`merge_call`, and when the run ends. Clearing a gradient empties the replica's local and visible gradient. It is no
+synchronization point, and neither is the assignment of one, unless the user's parameter has a hook: then gradients are
+reduced before the step clears what backward has made, and after it has assigned something.
 
-Nothing is written to the `.grad` of the user's parameters before an update begins, so a run that fails earlier leaves
-them as they were.
+When a run begins, the `.grad` of the user's parameters becomes None. If the run fails, they get back what they had, or
+what the last update of the run has left.
 """
 
 from __future__ import annotations

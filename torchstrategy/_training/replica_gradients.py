@@ -62,7 +62,7 @@ def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
 
 
 class GradientTotals(Protocol):
-    """What one replica uses of the gradients of all replicas: of `GradientReducer`, which a file above defines."""
+    """What one replica uses of the gradients of all replicas, which a `GradientReducer` has."""
 
     owners: list[torch.Tensor]
     names: list[str]
