@@ -404,10 +404,10 @@ _proxy_class: Callable[[type], type] = _Classes(_with_proxy).__getitem__
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
-    """The method resolution order of a proxy class: its own base comes first, though the user's class is its only base.
+    """The method resolution order of a proxy class: `_Proxy` comes first, though the user's class is the only base.
 
-    If `_Proxy` were a base before the user's class, CPython would refuse the change of `__class__`, as the memory
-    layouts would differ, if the first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
+    `_Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`
+    and `Generic` have, the memory layouts would then differ, and CPython would refuse the change of `__class__`.
     """
     if kind is None:
         return [proxy, _Proxy, *cls.__mro__[:-1], _Attributes, object]

@@ -8,8 +8,8 @@ The library raises Python's own kinds of exceptions, so `except ValueError` work
     TypeError              an object of the wrong type
     NotImplementedError    something that a kind of strategy, or a class of the user's, does not have
 
-One exception has a class of its own, as in TensorFlow: `OutOfRangeError`, an `EOFError`, says that a dataset has no more
-batches.
+One exception has a class of its own, as in TensorFlow: `OutOfRangeError`, an `EOFError`, says that a dataset has no
+more batches.
 
 An exception that the user's code raises in a replica comes out of `Strategy.run` as the same object; `add_note` adds
 to this object in which replica it was raised.

@@ -163,7 +163,7 @@ class ModuleReplica:
     def _tensors_in_attributes(
         self, modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor], device: Device
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """By id, copies of the tensors with a history in plain attributes of the user's modules; and all others."""
+        """Of the tensors in plain attributes: copies of those with a history, by the user's ids; and all others."""
         # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
         # does not hold it, so that the user can drop it.
         outputs: dict[int, torch.Tensor] = {}
@@ -258,8 +258,8 @@ class ModuleReplica:
         are_others = False
         for index in indices:
             own, original = self._agreed[index][0], originals.tensors[index]
-            # The replica may hold elsewhere what the step put in the place of a buffer, or took from there. A buffer
-            # with a history was written by the last step: a write on it would become a part of that graph.
+            # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new
+            # one. The last step wrote a buffer with a history: a write on it would become a part of that graph.
             is_other = own.shape != original.shape or own.dtype != original.dtype
             if is_other or own.requires_grad or self.has_replaced(index):
                 own, are_others = original.detach().to(own.device, copy=True), True
@@ -275,7 +275,7 @@ class ModuleReplica:
             self._writes.take(set())
 
     def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
-        """Brings plain attributes of modules; `MISSING` removes one. `own` is that of `copied`."""
+        """Brings plain attributes of modules; `MISSING` removes one. `own`: see `copied`."""
         copied = self.copied({(e.place, e.name): e.after for e in edits if e.after is not MISSING}, own)
         for edit in edits:
             edit._replace(after=copied.get((edit.place, edit.name), MISSING)).apply(self.insides[edit.place])
@@ -361,7 +361,7 @@ class ModuleReplica:
         return self.buffer(index) is not self._agreed[index][0]
 
     def left(self, index: int) -> torch.Tensor | None:
-        """The tensor that the step replaced, if the step wrote on it before."""
+        """The buffer's tensor from before the run, if the step wrote on it; else None."""
         own, count = self._agreed[index]
         return own if version(own) != count else None
 

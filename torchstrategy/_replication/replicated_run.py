@@ -409,7 +409,7 @@ def _stepped_on_other_thread(optimizer: Optimizer) -> str:
     return (
         f"{plain_class(type(optimizer)).__name__}.step() was called on the thread {threading.current_thread().name!r}, "
         "which is none of a replica, while strategy.run was at work with the same parameters. A thread that a step "
-        "starts has the user's own model and optimizer, not its replica's; so has a hook that autograd calls on a "
+        "starts has your own model and optimizer, not its replica's; so has a hook that autograd calls on a "
         "thread of its own. Call backward and optimizer.step() in the step itself; or train on the other thread when "
         "strategy.run has returned."
     )

@@ -228,7 +228,7 @@ class ReplicatedStorage(Storage):
     def _standing_still(self) -> list[ReplicaSet]:
         """The replica sets that this thread may write, since no replica uses them now.
 
-        That is the set of the run of which this thread holds a synchronization point, or between runs the last one.
+        During a run: its set, if this thread called the run. Between runs: the set used last.
         """
         with self._lock:
             if not self._in_use:

@@ -49,7 +49,7 @@ from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
-_READ = 2**24  # at the most so many bytes of a tensor are read, since an average changes all of them
+_READ = 2**24  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
 _SHOWN = 3  # at the most so many names are in a message
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
 
@@ -200,7 +200,7 @@ class SharedWrites(Watch):
         self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
 
     def look(self, running: Collection[int]) -> None:
-        """Notes that tensors which changed since the last look were written by these replicas; by nobody if by none."""
+        """Notes the tensors that changed since the last look. One of these replicas wrote them; with none, nobody did."""
         # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
             marks = [*versions(self._counted), *map(_digest, self._read)]

@@ -274,7 +274,10 @@ def running_context(
 
 @final
 class LoneFrame(Frame):
-    """That of a lone replica on the user's own objects. Its context is made when somebody asks, which few steps do."""
+    """The frame of a single replica, which uses the user's own objects.
+
+    Its context is made when somebody asks for it, which few steps do.
+    """
 
     __slots__ = ()
 

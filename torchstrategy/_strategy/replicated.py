@@ -39,7 +39,7 @@ _ON_ONE_DEVICE = ReductionToOneDevice()
 
 @final
 class ReplicatedExtended(OneMachineExtended):
-    """Several replicas: each gets its part of a batch, and what they return is put together. There may be only one.
+    """Several replicas, or a single one. Each gets its part of a batch, and their results are put together.
 
     Args:
         storage: Where parameters live, and on which devices replicas run.

@@ -125,7 +125,8 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         and `buffer_aggregation` are ours.
 
     Raises:
-        ValueError: If a device is none, or one that this machine does not have; or if there is no compute device.
+        ValueError: If a name is not a device, or this machine does not have the device; or if there is no compute
+            device.
         TypeError: If a device, or the list of them, is of the wrong kind.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
@@ -195,7 +196,7 @@ class MirroredStrategy(MirroredBase, Strategy):
         CPU. A device may be listed twice. `gradient_reduction` and `buffer_aggregation` are ours.
 
     Raises:
-        ValueError: If a device is none, or one that this machine does not have; or if there is no device.
+        ValueError: If a name is not a device, or this machine does not have the device; or if there is no device.
             Or if `cross_device_ops` cannot be used with these devices.
         TypeError: If a device, or the list of them, or `cross_device_ops` is of the wrong kind.
 
@@ -223,7 +224,7 @@ def _devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> lis
 
 
 def _storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
-    """Where parameters live: with a lone replica on their device, which uses them in place, or beside copies of them.
+    """The storage: plain for one replica on the parameter device, else one that makes copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.

@@ -303,8 +303,8 @@ class GradientReducer:
         for r, read in zip(present, reads, strict=True):
             for other, others in zip(present, reads, strict=True):
                 missed = local[other] & read.doubtful - local[r]
-                # Replica `r` ran no backward, and the other one is here for a read after its own: did `r` take the same
-                # gradient for complete, and read it without coming here?
+                # Replica `r` ran no backward. The other one did, read a gradient after it, and so came here. If `r` has
+                # read the same gradient without coming here, it took for complete what the other one adds to now.
                 if not local[r]:
                     missed |= local[other] & read.all - others.all
                 if missed:
@@ -454,7 +454,7 @@ def _stray_gradient(name: str) -> str:
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
         "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
-        "starts, where names mean the user's own objects. Create the module in the scope or give it to "
+        "starts, where names mean your own objects. Create the module in the scope or give it to "
         "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
         "step; call backward on the thread of the step."
     )

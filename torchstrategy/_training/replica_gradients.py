@@ -173,7 +173,7 @@ class Reads(NamedTuple):
     """The parameters whose gradients a replica took for complete, and read without a synchronization point."""
 
     all: set[int]
-    doubtful: set[int]  # those among them before whose read backward may have run unnoticed
+    doubtful: set[int]  # those that were read without a look at all slots: a backward may have run before the read
 
 
 CLEARED = VisibleGradient(None)
@@ -275,8 +275,8 @@ class ReplicaGradients:
             return [None] * len(brought)
 
         self.accumulate()
-        # If a forward has come since these reads, the backward that made the local gradients came after them, too: the
-        # reads missed nothing.
+        # If autograd has made nodes since the last look at all slots, a forward came after the reads, and the backward
+        # that made the local gradients came after this forward. So the reads missed nothing.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
         self.replica.synchronize(point, combine, Reads(self._reads, unlooked))
 

@@ -110,7 +110,7 @@ class ReplicaOptimizer:
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears this replica's gradients, local and visible: a synchronization point if a hook waits for one of them."""
+        """Clears this replica's local and visible gradients. A synchronization point only if a hook waits for one."""
         self.gradients.clear(list(self.index_of.values()), set_to_none)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
