@@ -404,7 +404,7 @@ _proxy_class: Callable[[type], type] = _Classes(_with_proxy).__getitem__
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
-    """The method resolution order of a proxy class: `_Proxy` comes first, though the user's class is the only base.
+    """The method resolution order of a proxy class: `kind` comes first, though the user's class is the only base.
 
     `_Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`
     and `Generic` have, the memory layouts would then differ, and CPython would refuse the change of `__class__`.

@@ -40,8 +40,8 @@ from torchstrategy._execution.replica import Combine, InlineReplica, Replica, Re
 
 
 # Note [Who may call what on which thread]
-# The single replica of a strategy runs on the caller's thread, and so does its `combine`: `InlineReplica` puts what
-# makes the thread a replica's aside for that while. All that follows is about several replicas.
+# The single replica of a strategy runs on the caller's thread, and so does its `combine`. For that while,
+# `InlineReplica` puts the replica's frame and default device aside. All that follows is about several replicas.
 # The caller's thread runs everything of `_Run`: it gives the turns, switches the random streams, and calls `combine`.
 # A replica's thread only runs the step, up to `_stand_still`: there it reports and waits until the caller's thread
 # answers. So at a synchronization point all replicas stand still, and `combine` may use all that replicas share without

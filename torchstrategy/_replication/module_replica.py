@@ -259,7 +259,7 @@ class ModuleReplica:
         for index in indices:
             own, original = self._agreed[index][0], originals.tensors[index]
             # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new
-            # one. The last step wrote a buffer with a history: a write on it would become a part of that graph.
+            # one. A buffer with a history is from the last step: a write on it would become a part of that graph.
             is_other = own.shape != original.shape or own.dtype != original.dtype
             if is_other or own.requires_grad or self.has_replaced(index):
                 own, are_others = original.detach().to(own.device, copy=True), True

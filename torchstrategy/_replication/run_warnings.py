@@ -200,7 +200,7 @@ class SharedWrites(Watch):
         self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
 
     def look(self, running: Collection[int]) -> None:
-        """Notes the tensors that changed since the last look: these replicas wrote them; if there are none, nobody did."""
+        """Notes the tensors that changed since the last look: these replicas wrote them. With none, nobody did."""
         # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
             marks = [*versions(self._counted), *map(_digest, self._read)]

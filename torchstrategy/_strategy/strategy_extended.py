@@ -1,6 +1,7 @@
 """What `Strategy.extended` offers, and what a kind of strategy brings: the methods with an underscore.
 
-All are optional: calling one that a subclass does not define raises NotImplementedError.
+All are optional: some have a default, and calling another one that a subclass does not define raises
+NotImplementedError.
 """
 
 from __future__ import annotations
