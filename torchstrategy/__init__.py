@@ -9,11 +9,18 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     per-replica       a value with one component for each replica, which may differ
     mirrored          a value with one component for each replica, known to be equal
     present, absent   a replica that got no rows sits the step out: it is absent
-    weight            how much a replica's gradient counts: its rows, of all the rows of the batch
+    fraction          a replica's rows, divided by the rows of the whole batch
+    weight            what a replica's gradient is multiplied by: its fraction for MEAN, 1 for SUM, 0 if it is dropped
+    weighing          said of a replica whose weight is not 0
+    accumulated       the `.grad` of an owner from before the run, and all gradients that were reduced since
     owner             a parameter of the user's own module, which the optimizer updates
     local             a replica's own: its copy of a module, its parameter, its gradient
     plain attribute   an attribute of a module that is no parameter, buffer, layer or table of torch's: `model.config`
     trainer           an object of the user's that holds models or what trains them
+    stepper           a learning-rate scheduler or a `GradScaler`, which counts steps
+    outsider          a trainable tensor that a step names and of which replicas have no copies
+    lead              the first replica that is present: where one replica speaks for all of them, it does
+    lane              the replicas that take turns: those on one physical device, or all of them
 
 At a *synchronization point* every replica brings something, and all go on together: `optimizer.step()`, a collective.
 

@@ -188,9 +188,8 @@ def test_an_extended_is_of_the_strategy_that_it_was_made_for_before_that_has_it(
 
 def test_an_extended_is_of_one_strategy() -> None:
     one = Strategy(Alone())
-    with pytest.raises(
-        ValueError, match=r"^This extended is that of <torchstrategy\.Strategy .*, and cannot be that of"
-    ):
+    said = r"^This `extended` belongs to <torchstrategy\.Strategy .*>\. Two strategies cannot share one\."
+    with pytest.raises(ValueError, match=said):
         Strategy(one.extended)
     assert one.run(torchstrategy.get_strategy) is one
     extended = one.extended

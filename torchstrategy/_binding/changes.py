@@ -79,7 +79,7 @@ class Snapshot:
         self.take()
 
     def take(self) -> None:
-        """Makes what the containers hold now that with which later contents are compared."""
+        """Remembers what the containers hold now; later calls compare with this."""
         self._known = {key: dict(table) for key, table in self._tables.items()}
         self._known_items = {key: _items(container) for key, container in self._others.items()}
         # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
@@ -282,8 +282,8 @@ class UncountedWrites:
 
     Args:
         tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is.
-        is_exact: Whether a large tensor counts as written only if it was. If not, a large tensor may count as written
-            without having been; but then no checksum is computed for a tensor that is written between all calls.
+        is_exact: About large tensors on the CPU. True: exact, with a checksum at each call. False: cheaper, with no
+            checksum for a tensor whose version has changed, so that it counts as written at the next call.
     """
 
     def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
@@ -303,9 +303,7 @@ class UncountedWrites:
         """The tensors that were, or may have been, written since the last call.
 
         Args:
-            counted: The tensors whose version has changed, of which the caller knows that they were written. Unless
-                `is_exact`, no checksum of a large one of them is computed now, and it counts as written at the next
-                call.
+            counted: The tensors whose version has changed, of which the caller knows that they were written.
         """
         written = set(self._never_known) | self._reads.take()
         for key, large in self._large.items():
@@ -353,7 +351,9 @@ class DataReads:
         """The tensors that may have been written: their `.data` was read, or the program still holds it."""
         if not self._read:
             return set()
-        found, self._read = {key for key, s in self._storages.items() if s._cdata in self._read}, set()
+        # First the set is exchanged: another thread may note a read meanwhile.
+        read, self._read = self._read, set()
+        found = {key for key, s in self._storages.items() if s._cdata in read}
         for storage, users in ((self._storages[key], self._users[key]) for key in found):
             if storage._cdata in _given or num_users(storage) > users:
                 self._read.add(storage._cdata)
@@ -424,7 +424,10 @@ def _columns_of(tensor: torch.Tensor) -> int:
 
 
 def _sums(bits: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Checksums of some memory: so many sums of its words that changed or exchanged values change one of them."""
+    """Checksums of some memory: one sum for each column of its words.
+
+    So a changed word shows, and so do two exchanged words, unless they are in one column.
+    """
     begin = -bits.data_ptr() % 8
     words = bits[begin : begin + (bits.numel() - begin) // 8 * 8].view(torch.int64)
     whole = words.numel() // num_columns * num_columns

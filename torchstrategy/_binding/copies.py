@@ -90,7 +90,7 @@ class ClosureRebinder:
         made.__kwdefaults__ = keywords
         made.__qualname__, made.__module__, made.__doc__ = fn.__qualname__, fn.__module__, fn.__doc__
         made.__annotations__ = fn.__annotations__
-        made.__dict__ = fn.__dict__  # for the same reason
+        made.__dict__ = fn.__dict__  # the same object, so that a counter in it counts for all replicas
         return made
 
 

@@ -30,8 +30,15 @@ from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 _lock = threading.Lock()
 
 
-# Note [What a proxy never shows]
-# A proxy is the user's own object with another class. Code that does not belong to the step must not notice this:
+# Note [What a proxy must not change]
+# A proxy is the user's own object with another class. In a replica, each kind of proxy changes this and no more:
+# - The proxy of a module changes everything: whatever is read, set or deleted on it is that of the replica's copy.
+# - The proxy of an optimizer changes `step`, `zero_grad`, `param_groups`, `state`, and the public methods that the
+#   user's class adds to torch's. It refuses `add_param_group` and `load_state_dict`.
+# - The proxy of a parameter changes `.grad` only. Its values are the user's own.
+# - The proxy of a scheduler or scaler changes `step`, `update` and `unscale_`, which act once for all replicas.
+# - The proxy of a trainer changes the attributes that are in its `__dict__`. Methods and properties are the user's.
+# Code that does not belong to the step must not notice a proxy:
 # - The object has the proxy class only during a run. Also then, `__class__` and `isinstance` see the user's class, and
 #   so do pickles and copies. Only `type()` shows the proxy class, which has the name and the module of the user's.
 # - To make a proxy class, neither the user's metaclass nor `__init_subclass__` is called: they may register classes.
@@ -43,7 +50,7 @@ class _Proxy:
     """The base of all proxy classes. A proxy is pickled and copied as an object of the user's class."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Hides proxy classes from `__init_subclass__` of the user's. See Note [What a proxy never shows]."""
+        """Hides proxy classes from `__init_subclass__` of the user's. See Note [What a proxy must not change]."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -290,7 +297,7 @@ _under_way: dict[object, Sequence[object]] = {}  # the runs that are under way, 
 
 
 def install(objects: Sequence[object], run: object) -> None:
-    """Makes proxies of the objects, until `uninstall`. May be called again. See Note [What a proxy never shows].
+    """Makes proxies of the objects, until `uninstall`. May be called again. See Note [What a proxy must not change].
 
     If a run is interrupted in this function, it can call `uninstall` for all of the objects.
     """
@@ -313,7 +320,7 @@ def uninstall(objects: Sequence[object], run: object) -> None:
 def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
     """A block in which some objects have their own class again. The replicas of the run must stand still meanwhile.
 
-    See Note [What a proxy never shows].
+    See Note [What a proxy must not change].
     """
     with _lock:
         at_rest = _of_no_other(objects, run)
@@ -387,7 +394,7 @@ def _with_proxy(cls: type) -> type:
     made: Any = type(type(cls))  # usually `type`
     meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
     # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
-    # See Note [What a proxy never shows].
+    # See Note [What a proxy must not change].
     made = ABCMeta if issubclass(meta, ABCMeta) else type
     proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
     return proxy
@@ -397,10 +404,10 @@ _proxy_class: Callable[[type], type] = _Classes(_with_proxy).__getitem__
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
-    """The method resolution order of a proxy class: its own base comes first, though the user's class is its only base.
+    """The method resolution order of a proxy class: `kind` comes first, though the user's class is the only base.
 
-    If `_Proxy` were a base before the user's class, CPython would refuse the change of `__class__`, as the memory
-    layouts would differ, if the first base of the user's class has empty `__slots__`, as `ABC` and `Generic` have.
+    `_Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`
+    and `Generic` have, the memory layouts would then differ, and CPython would refuse the change of `__class__`.
     """
     if kind is None:
         return [proxy, _Proxy, *cls.__mro__[:-1], _Attributes, object]

@@ -51,13 +51,13 @@ class StepReferences:
         self.modules: list[tuple[str, nn.Module]] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []  # leaves that require grad
         self.steppers: list[tuple[str, Any]] = []  # schedulers and scalers, and bound methods of them
-        self.optimizers: list[Optimizer] = []  # an optimizer that wraps others comes after them
-        self.updates: list[tuple[str, Any]] = []  # bound methods of optimizers that replicas call together, as `step`
-        self.others: list[tuple[str, torch.Tensor]] = []  # tensors that are no leaves that require grad
-        self._objects: dict[int, tuple[str, Any]] = {}
-        # For each object, by its id: the ids of the objects that hold it.
+        self.optimizers: list[Optimizer] = []  # one that wraps other optimizers comes after these
+        self.updates: list[tuple[str, Any]] = []  # bound methods of optimizers that act once for all replicas: `step`
+        self.others: list[tuple[str, torch.Tensor]] = []  # all other tensors
+        self._objects: dict[int, tuple[str, Any]] = {}  # by id: objects that may be trainers, each with its name
+        # By the id of an object: the ids of the objects that hold it.
         self._holders: defaultdict[int, set[int]] = defaultdict(set)
-        self._makers: set[int] = set()  # the ids of modules, optimizers and steppers: a trainer holds one of these
+        self._makers: set[int] = set()  # the ids of modules, optimizers and steppers: what holds one is a trainer
         self._seen: set[int] = set()
 
     def trainers(self) -> list[tuple[str, Any]]:

@@ -38,18 +38,19 @@ Stepper = LRScheduler | torch.amp.GradScaler
 
 @final
 class _Exchange:
-    """Attributes of torch's classes, and what takes their place for a while.
+    """Replaces attributes of torch's classes for a while.
 
     Args:
-        made: By class and name, a function that makes, of the attribute of torch's, what takes its place.
+        made: By the class and the name of an attribute: a function that gets torch's attribute, or None if the class
+            has none, and returns what replaces it.
     """
 
     def __init__(self, made: Mapping[tuple[type, str], Callable[[Any], Any]]) -> None:
         self._made = made
-        self._plain: dict[tuple[type, str], Any] = {}  # what the classes had before, while others have the places
+        self._plain: dict[tuple[type, str], Any] = {}  # what was replaced; None: the class had no such attribute
 
     def begin(self) -> None:
-        """Puts the others in the places where they are not yet. Its callers hold a lock of their own."""
+        """Replaces the attributes that are not replaced yet. The caller holds a lock."""
         for (owner, name), made in self._made.items():
             if (owner, name) not in self._plain:
                 self._plain[owner, name] = plain = vars(owner).get(name)
@@ -134,8 +135,8 @@ class _SchedulerGuard:
 
     Args:
         name: The name of the attribute.
-        is_count: Whether the scheduler counts its steps in it. A step may read a count, and write none. It may read
-            another attribute of a scheduler that acts for all replicas, since the proxy does the counting.
+        is_count: Whether the scheduler counts its steps in it. A step may read a count, and not write it. It may read
+            an attribute that is no count only if the scheduler has a proxy, which counts a step once for all replicas.
     """
 
     def __init__(self, name: str, is_count: bool) -> None:

@@ -1,7 +1,9 @@
 """What every other room uses: types, errors, options, devices, nested and distributed values, and where a thread is.
 
-No file here has to do with models, gradients or batches. `tree` takes nested containers of values apart and puts them
-together again. A value of several replicas is a `DistributedValues`. `context` says in which replica a thread is.
+No file here decides what becomes of a model, a gradient or a batch. But `torch_internals` reads and writes gradients
+for the rooms above, and a `PerReplica` keeps how many rows of a batch each replica got. `tree` takes nested containers
+of values apart and puts them together again. A value of several replicas is a `DistributedValues`. `context` says in
+which replica a thread is.
 
     errors                words for messages, the warnings of a run, and where in a replica an exception was raised
     options               what a person says about one run, one variable or one value function

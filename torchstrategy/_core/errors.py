@@ -2,10 +2,14 @@
 
 The library raises Python's own kinds of exceptions, so `except ValueError` works without importing the library:
 
-    RuntimeError    a call inside instead of outside of `Strategy.run`, or the reverse; a call in another strategy's
-                    scope; replicas that disagree
-    ValueError      something that the caller can change: a size, a device, an option
-    TypeError       an object of the wrong type
+    RuntimeError           a call inside instead of outside of `Strategy.run`, or the reverse; a call in another
+                           strategy's scope; replicas that disagree
+    ValueError             something that the caller can change: a size, a device, an option
+    TypeError              an object of the wrong type
+    NotImplementedError    something that a kind of strategy, or a class of the user's, does not have
+
+One exception has a class of its own, as in TensorFlow: `OutOfRangeError`, an `EOFError`, says that a dataset has no
+more batches.
 
 An exception that the user's code raises in a replica comes out of `Strategy.run` as the same object; `add_note` adds
 to this object in which replica it was raised.

@@ -40,7 +40,7 @@ from torch.utils._pytree import _get_node_type as kind_of_node
 
 T = TypeVar("T")
 
-# The names that come from torch as they are. A type checker takes no other import for a part of this file.
+# Names re-exported unchanged. mypy accepts a re-export only if `__all__` has it.
 __all__ = [
     "TorchDispatchMode",
     "TreeSpec",

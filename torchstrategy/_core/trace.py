@@ -8,6 +8,7 @@
     torchstrategy.synchronize at optimizer.step()   all replicas are at this synchronization point
     torchstrategy.reduce gradients                  the gradients of the replicas are reduced to one
     torchstrategy.update [Adam]                     the optimizer's own step
+    torchstrategy.update [Adam] [replica 1]         the same step, by the copy of the optimizer that a replica has
     torchstrategy.bring parameters                  changed parameters are copied to the replicas
     torchstrategy.copy modules                      each replica gets its own copies of the modules, once
     torchstrategy.split a batch                     a batch is read, split, and sent to the devices

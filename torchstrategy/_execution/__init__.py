@@ -1,7 +1,8 @@
 """Threads, turns, synchronization points and random streams.
 
-A run calls the step once in each replica, and each replica runs on a thread of its own. When all replicas have come to
-a synchronization point, a function runs once on the thread that called `run`, and each replica gets its result.
+A run calls the step once in each replica. Each of several replicas runs on a thread of its own, a single one on the
+thread that called `run`. When all replicas have come to a synchronization point, a function runs once on the thread
+that called `run`, and each replica gets its result.
 
     instruments        the hooks for tests: they are told where replicas are, and may say which one goes next
     random_streams     the random numbers of each replica

@@ -27,7 +27,8 @@ from torchstrategy._core.types import Device
 # is over, the caller's generators go on where replica 0 stopped, as after a plain step. If replica 0 drew nothing and
 # another replica did, the caller's generator moves on by one number: otherwise the next run would make the same seeds,
 # and the other replica would draw the same numbers again.
-# If replicas run at the same time, they share the one generator of the CPU, and draw from it in any order.
+# If replicas may run at the same time, they share the one generator of the CPU, and draw from it as they come. This is
+# so, too, in a run in which a `Watch` has them take turns, since whether it does depends on what earlier runs wrote.
 @final
 class RandomStreams:
     """The random streams of the replicas of one run. See Note [Random streams of replicas].

@@ -54,7 +54,10 @@ class Watch(Protocol):
     take_turns: bool
 
     def look(self, running: Collection[int]) -> None:
-        """Called with the replicas that may have run since the last call; with none after a synchronization point."""
+        """Called with the replicas that may have run since the last call.
+
+        With none at the start of the run, and after a synchronization point.
+        """
 
     def warn(self) -> None:
         """Called after the run, to give warnings about it."""
@@ -110,8 +113,8 @@ class InlineReplica(Replica):
         reached(self.index, name)
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
-        # the caller's thread, so its frame and its default device have to be put aside for a while. See Note
-        # [Who may call what on which thread].
+        # the caller's thread, so its frame and its default device have to be put aside for a while.
+        # See Note [Who may call what on which thread].
         with nowhere(), in_use(self.callers_device), traced("synchronize at {}", name):
             return combine([brought])[0]
 
@@ -336,9 +339,9 @@ class _Scaled(torch.autograd.Function):
 
 # `torch.compile` cannot trace the queues and threads of a synchronization point. The backward functions are listed,
 # too, since a compiled step also runs its backward.
-for _meeting in (ReplicaGroup.all_reduce, ReplicaGroup.all_gather, _Backward.backward, _Scaled.backward):
-    hide_from_compiler(_meeting)
-del _meeting
+for _point in (ReplicaGroup.all_reduce, ReplicaGroup.all_gather, _Backward.backward, _Scaled.backward):
+    hide_from_compiler(_point)
+del _point
 
 _apply_backward: Callable[..., Any] = _Backward.apply
 _apply_scaled: Callable[..., Any] = _Scaled.apply

@@ -40,16 +40,27 @@ from torchstrategy._execution.replica import Combine, InlineReplica, Replica, Re
 
 
 # Note [Who may call what on which thread]
+# The single replica of a strategy runs on the caller's thread, and so does its `combine`. For that while,
+# `InlineReplica` puts the replica's frame and default device aside. All that follows is about several replicas.
 # The caller's thread runs everything of `_Run`: it gives the turns, switches the random streams, and calls `combine`.
 # A replica's thread only runs the step, up to `_stand_still`: there it reports and waits until the caller's thread
 # answers. So at a synchronization point all replicas stand still, and `combine` may use all that replicas share without
-# a lock. Between two such points, replicas of one lane take turns, but those of another lane may run at the same time:
-# a replica may then write only on its own objects, or under a lock. There are two exceptions. If replicas take turns, a
-# replica adds its gradients to the shared total before it waits (`GradientReducer.accumulate`). If an optimizer calls a
-# closure, its loop runs on the first replica's thread while the others wait.
+# a lock.
+# Between two such points, the replicas of one lane run one at a time. A lane is a physical device; if somebody gives
+# the turns, or a `Watch` asks for it, all replicas are in one lane. The replicas of two lanes may run at the same time:
+# a replica may then write only on its own objects, or under a lock. The exceptions are:
+# - If all replicas are on one device, each adds its gradients to the shared total before it waits or ends
+#   (`GradientReducer.accumulate`).
+# - If an optimizer calls a closure, its loop runs on the thread of the lead, the first replica, while the others wait.
+# - When the step begins in a replica, `ReplicatedRun.local_objects` appends the replica to a list of the run, and
+#   enters its objects in tables under its own id. Python does each of these in one piece.
+# - Whoever steps an optimizer or reads `.data`, on any thread, may write `ReplicatedRun._on_other_thread`, or have
+#   `DataReads.note` add to a set. Python does these in one piece, too.
 # Only the thread of the step may synchronize, and only during the step: any other thread would wait for ever.
-# The threads talk only by `SimpleQueue`, whose `put` may also be called in a finalizer or a signal handler, while
-# another `put` is under way. Code with a lock could then wait for ever.
+# The threads send each other messages by `SimpleQueue` only. Its `put` may also be called in a finalizer or a signal
+# handler, while another `put` is under way; code with a lock could then wait for ever. To stop a replica that sends no
+# message, the caller's thread sets `is_cancelled`, which the replica reads before its step, and has Python raise an
+# exception on the thread that the replica has written in `thread` (`ReplicaThreads.abandon`).
 @final
 @dataclass(eq=False)
 class _ThreadReplica(Replica):
@@ -176,7 +187,7 @@ class ReplicaThreads:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
-        # A lane is a physical device; if somebody gives the turns, all replicas are in one lane.
+        # See Note [Who may call what on which thread].
         self.lanes: list[Device | None] = [memory_device(device) for device in devices]
         self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
@@ -262,6 +273,8 @@ class _Run:
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
         self._lanes = {r: threads.lanes[r] if turns is None else None for r in present}
+        # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
+        # replica draws from the same kind of stream with and without the watch.
         self._streams = RandomStreams(
             threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
         )

@@ -104,7 +104,7 @@ def register_batch_type(
         }
 
     Raises:
-        TypeError: If `cls` is no class, or one whose values are dealt out by rules of their own; or if one of the
+        TypeError: If `cls` is no class, or one whose values are distributed by rules of their own; or if one of the
             functions cannot be called.
         ValueError: If the type is registered already, or `take` is missing, or there for what has no rows.
 
@@ -113,7 +113,7 @@ def register_batch_type(
     if not isinstance(cls, type):
         raise TypeError(f"register_batch_type takes a class; got {cls!r}.")
     if cls in _BUILT_IN:
-        raise TypeError(f"How a {cls.__name__} is dealt out is fixed: register a type of your own that holds it.")
+        raise TypeError(f"How a {cls.__name__} is distributed is fixed: register a type of your own that holds it.")
     for name, function in (("rows", rows), ("take", take), ("apply", apply)):
         if function is not None and not callable(function):
             raise TypeError(f"register_batch_type({cls.__name__}, {name}=...) takes a function; got {function!r}.")
@@ -274,13 +274,13 @@ def named_counts(batch: Tree) -> Iterator[tuple[str, int]]:
     """The names of all values that have rows, and the number of their rows.
 
     Raises:
-        TypeError: If it is not known how to deal a value out.
+        TypeError: If it is not known how to distribute a value.
     """
     for name, value in leaves_within(batch, "batch", is_leaf, _is_record):
         kind = kind_of(value)
         if kind is None:
             what, to_do = _unknown(value)
-            raise TypeError(f"{name} is {what}, and it is not known how to deal out its rows. {to_do}")
+            raise TypeError(f"{name} is {what}, and it is not known how to distribute its rows. {to_do}")
         if kind.rows is not None:
             yield name, kind.rows(value)
 

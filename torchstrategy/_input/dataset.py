@@ -295,7 +295,7 @@ class DistributedDataset:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
             self,
-            "it deals batches out to replicas of this process. Save where it stands, dataset.state_dict(); where it "
+            "it distributes batches to replicas of this process. Save where it stands, dataset.state_dict(); where it "
             "goes on, distribute the loader anew, and give it that with load_state_dict.",
         )
 
@@ -395,7 +395,7 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
     source = _source(dataset, "A dataset to distribute")
     if replicas > 1 and is_map_style(dataset):
         raise ValueError(
-            f"{type(dataset).__name__} yields single elements, which cannot be dealt out to {replicas} replicas. "
+            f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas} replicas. "
             "Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
         )
     shares = options.row_shares
@@ -436,8 +436,7 @@ def distributed_from_function(
 def _source(dataset: Any, what: str) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
-            "This dataset is distributed already: its elements are dealt out, and cannot be dealt out again. Give the "
-            "loader that it was made of."
+            "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
         )
     return Source(dataset, what)
 

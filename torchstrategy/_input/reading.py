@@ -58,9 +58,12 @@ class StagedBatch(NamedTuple):
 # A batch is copied to an accelerator on other streams than the consumer's, so the consumer is given two promises:
 # 1. Its stream reads a tensor only when the copy is complete. `stage` and `copy` record an event after their copies,
 #    and `receive` makes the consumer's current stream wait for it. The consumer's thread does not wait.
-# 2. The memory of a tensor is kept until its stream has used it. The copies are allocated on the copy stream. When the
-#    consumer drops one, the allocator would give its memory to the next copy at once, though kernels that read it may
-#    still be queued on the consumer's stream. `record_stream` makes the allocator wait for these.
+# 2. The memory of a tensor is kept until its stream has used it. The copies of `copy` are allocated on the copy stream,
+#    those of `stage` on the current stream of the reading thread. When the consumer drops one, the allocator would give
+#    its memory to the next copy at once, though kernels that read it may still be queued on the consumer's stream.
+#    `record_stream` makes the allocator wait for these.
+# Without prefetching, the consumer's thread is the reading thread, so that for the tensors of `stage` both streams are
+# one, and both promises are kept anyway.
 # Both are given in `receive`, since only the consumer's thread knows on which stream the batch will be used.
 @final
 class Route:

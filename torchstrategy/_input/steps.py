@@ -88,7 +88,7 @@ def _rows(batch: Tree) -> int | None:
 
     Raises:
         ValueError: If two of them have different numbers of rows.
-        TypeError: If it is not known how to deal one out.
+        TypeError: If it is not known how to distribute one.
     """
     counts = batch_types.row_counts(batch)
     if counts is not None and len(counts) < 2:
@@ -123,7 +123,7 @@ def _part(leaf: Any, rows: slice) -> Any:
             return batch_types.taken(leaf, slice(0, 0))
         except Exception as error:
             raise ValueError(
-                f"A replica was dealt no rows, and there is no {type(leaf).__name__} without rows to give it: "
+                f"A replica got no rows, and there is no {type(leaf).__name__} without rows to give it: "
                 f"{described(error)}. Leave out RunOptions(run_empty_replicas=True), and such a replica sits the step "
                 "out; or let the take function that the type was registered with make one for slice(0, 0)."
             ) from error
@@ -329,7 +329,7 @@ class SplitSteps(Splitter):
         rows = _rows(element)
         if rows is None:
             raise ValueError(
-                f"An element of the dataset has no rows to deal out to {self.replicas} replicas: it is not batched. "
+                f"An element of the dataset has no rows to distribute to {self.replicas} replicas: it is not batched. "
                 "Batch the dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, "
                 "batch_size=...)."
             )

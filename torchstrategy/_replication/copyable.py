@@ -21,9 +21,9 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
 
     Args:
         roots: Modules, which are checked with all modules below them.
-        are_all: Whether there are no other modules, and copies are made now. Else a trainable tensor in a plain
-            attribute may be a parameter of another module, and a module that does not know its sizes yet may learn
-            them before the first run. Neither is refused.
+        are_all: True: there are no other modules, and copies are made now. False: copies are made later. A trainable
+            tensor in a plain attribute is not refused then, since it may be a parameter of another module. Neither is a
+            module that does not know its sizes yet, since it may learn them before the first run.
         further: Tensors that are copied besides, and that a module may hold in any way.
 
     Raises:

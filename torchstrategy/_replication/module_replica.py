@@ -34,13 +34,24 @@ from torchstrategy._variables.variable import Variable, is_variable, set_plain_d
 # Note [What is aliased and what is copied]
 # - A parameter is a leaf of the replica's own, with its own slot for gradients. On the device of the user's parameter
 #   it shares the memory (`aliased`), so that after an update nothing has to be copied. On another device, or without
-#   `may_alias`, it has memory of its own, on which `bring_parameters` writes.
+#   `may_alias`, it has memory of its own: `bring_parameters` says what is to be written there, and `transfer.write`
+#   writes it. Under `MirroredStrategy`, `optimizer_copies` updates it there, too.
 # - A variable with one value for all replicas is treated as a parameter. A `SyncOnReadVariable` holds a component for
 #   each replica itself: the copies of the modules have the user's variable.
 # - Buffers and tensors in plain attributes are always copied: a step may write on them, from the rows of its replica.
+#   But a parameter or variable that a plain attribute holds is the replica's own, the one that its modules have.
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
-# - Hooks are the user's own objects, unless they are methods of a module. Functions close over the replica's modules.
+# - A hook is the user's own object, so that what it records is in one place. But a method of a module is that of the
+#   replica's module. And a function that closes over a part of the model, be it a hook or in a plain attribute, is made
+#   anew for each replica, over the replica's part.
+# - Of the states of a metric the first replica has copies, and the others have copies of the default states; see
+#   `metrics`.
+# - The arguments of the step are not copied. Each replica gets new containers, with its component in the place of each
+#   distributed value; any other tensor in them is one for all replicas (`distributed_values.select`).
+# - A trainer has attributes of its own in each replica, which begin as the user's own objects: these are not copied.
+# - The state of an optimizer is one for all replicas. Under `MirroredStrategy`, a replica whose parameters have memory
+#   of their own also has a copy of the optimizer, with a state of its own (`optimizer_copies.can_have_copies`).
 
 
 _OF_VARIABLES = frozenset(
@@ -150,7 +161,7 @@ class ModuleReplica:
     def _tensors_in_attributes(
         self, modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor], device: Device
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """By id, copies of the tensors with a history in plain attributes of the user's modules; and all others."""
+        """Of the tensors in plain attributes: copies of those with a history, by the user's ids; and all others."""
         # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
         # does not hold it, so that the user can drop it.
         outputs: dict[int, torch.Tensor] = {}
@@ -245,8 +256,8 @@ class ModuleReplica:
         are_others = False
         for index in indices:
             own, original = self._agreed[index][0], originals.tensors[index]
-            # The replica may hold elsewhere what the step put in the place of a buffer, or took from there. A buffer
-            # with a history was written by the last step: a write on it would become a part of that graph.
+            # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new
+            # one. A buffer with a history is from the last step: a write on it would become a part of that graph.
             is_other = own.shape != original.shape or own.dtype != original.dtype
             if is_other or own.requires_grad or self.has_replaced(index):
                 own, are_others = original.detach().to(own.device, copy=True), True
@@ -266,7 +277,7 @@ class ModuleReplica:
         self._writes.take(set())
 
     def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
-        """Brings plain attributes of modules; `MISSING` removes one. `own` is that of `copied`."""
+        """Brings plain attributes of modules; `MISSING` removes one. `own`: see `copied`."""
         copied = self.copied({(e.place, e.name): e.after for e in edits if e.after is not MISSING}, own)
         for edit in edits:
             edit._replace(after=copied.get((edit.place, edit.name), MISSING)).apply(self.insides[edit.place])
@@ -352,7 +363,7 @@ class ModuleReplica:
         return self.buffer(index) is not self._agreed[index][0]
 
     def left(self, index: int) -> torch.Tensor | None:
-        """The tensor that the step replaced, if the step wrote on it before."""
+        """The buffer's tensor from before the run, if the step wrote on it; else None."""
         own, count = self._agreed[index]
         return own if version(own) != count else None
 

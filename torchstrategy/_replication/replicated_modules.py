@@ -395,7 +395,8 @@ class ReplicatedModules:
 
     def _named_attributes(self) -> Iterator[Attribute]:
         """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
-        # What a replica still has in the place of an attribute's new value is no copy of that value.
+        # Attributes that the user has replaced and that are not brought yet are left out: the replicas still hold the
+        # old value.
         unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
         for position, inside in enumerate(self._insides):
             left_out = TORCHS_OWN | self._computed[position] | self._states[position]

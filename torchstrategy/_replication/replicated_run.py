@@ -153,18 +153,6 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 CrossReplica = Callable[[], AbstractContextManager[None]]
 """Enters the strategy's cross-replica context."""
 
-# Note [The order of a run and of its undoing]
-# 1. The run takes a replica set that no other run has, and brings it up to date.
-# 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
-# 3. Optimizers tell the run before they step, so that one which is not the strategy's is refused.
-# 4. Metrics hand out their states.
-# 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
-# 6. Proxies take the place of the user's objects. The replicas run, and the proxies are taken away.
-# 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
-# If anything fails from 2 on, the set is never used again, and what was done is undone: the proxies first (6), since
-# all else writes on the user's own objects; then an update that is under way; then the gradients (5). Whether or not it
-# failed, 3 and 1 are undone last. Each undoing may find that nothing was done: a signal's handler may raise anywhere.
-
 
 @final
 @dataclass(eq=False)
@@ -313,7 +301,7 @@ class ReplicatedRun(OptimizerHost):
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
-        # See Note [The order of a run and of its undoing], step 7.
+        # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
         self._check_unwritten()
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
@@ -349,7 +337,7 @@ class ReplicatedRun(OptimizerHost):
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
-        in_this_run = frame is not None and any(frame.local_objects is local for local in self._local.values())
+        in_this_run = frame is not None and any(frame.local_objects is local for local in list(self._local.values()))
         is_on_other_thread = not in_this_run and threading.get_ident() not in self._threads
         # The optimizer belongs to another run, or to this run on the thread of a replica.
         if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
@@ -421,7 +409,7 @@ def _stepped_on_other_thread(optimizer: Optimizer) -> str:
     return (
         f"{plain_class(type(optimizer)).__name__}.step() was called on the thread {threading.current_thread().name!r}, "
         "which is none of a replica, while strategy.run was at work with the same parameters. A thread that a step "
-        "starts has the user's own model and optimizer, not its replica's; so has a hook that autograd calls on a "
+        "starts has your own model and optimizer, not its replica's; so has a hook that autograd calls on a "
         "thread of its own. Call backward and optimizer.step() in the step itself; or train on the other thread when "
         "strategy.run has returned."
     )

@@ -69,6 +69,22 @@ class ReplicatedStorage(Storage):
         if any(map(is_accelerator, (*self.devices, self.parameter_device))):
             listen_to_data()
 
+    # Note [The order of a run and of its undoing]
+    # 1. The run takes a replica set that no other run has, and brings it up to date.
+    # 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
+    # 3. Optimizers tell the run before they step, so that one which is not the strategy's is refused.
+    # 4. Metrics hand out their states.
+    # 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
+    # 6. Proxies take the place of the user's objects. The replicas run, and the proxies are taken away.
+    # 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
+    # If anything fails after 1, the set is never used again, and what was done is undone in this order:
+    # - The proxies are taken away (6), since all else writes on the user's own objects.
+    # - If the loop of an optimizer with a closure was under way, the block that shows it gradients is closed. What any
+    #   optimizer has written on parameters stays.
+    # - The gradients are given back (5): those from before the run, or those that its last update left.
+    # The states of metrics (4) are not undone: the replicas have copies of them, which are dropped with the set.
+    # Whether or not the run failed, 3 and 1 are undone last. Each undoing may find that nothing was done: a signal's
+    # handler may raise anywhere.
     @contextmanager
     def begin_run(
         self, replica_weights: ReplicaWeights, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
@@ -85,7 +101,7 @@ class ReplicatedStorage(Storage):
         self._take_around(named)
         ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
         refuse_bound_methods([*named.steppers, *ours])
-        # See Note [The order of a run and of its undoing]; the numbers below are its steps.
+        # The numbers below are the steps of Note [The order of a run and of its undoing].
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables)
         run_state = None
@@ -212,7 +228,7 @@ class ReplicatedStorage(Storage):
     def _standing_still(self) -> list[ReplicaSet]:
         """The replica sets that this thread may write, since no replica uses them now.
 
-        That is the set of the run of which this thread holds a synchronization point, or between runs the last one.
+        During a run: its set, if this thread called the run. Between runs: the set used last.
         """
         with self._lock:
             if not self._in_use:

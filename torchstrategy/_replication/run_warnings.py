@@ -49,7 +49,7 @@ from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
-_READ = 2**24  # at the most so many bytes of a tensor are read, since an average changes all of them
+_READ = 2**24  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
 _SHOWN = 3  # at the most so many names are in a message
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
 
@@ -64,8 +64,8 @@ def _is_power_of_two(count: int) -> bool:
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
     flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
-    is_dealt = any(isinstance(leaf, DistributedValues) for leaf in flat)
-    return not is_dealt and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
+    is_distributed = any(isinstance(leaf, DistributedValues) for leaf in flat)
+    return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
 
 
 def _within(leaves: Sequence[Any]) -> Iterator[Any]:
@@ -81,14 +81,14 @@ def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
 
 def warn_of_plain_batch(num_replicas: int) -> None:
     """Warns at the user's line."""
-    warn(_NOT_DEALT.format(count=num_replicas), UndistributedBatchWarning)
+    warn(_NOT_DISTRIBUTED.format(count=num_replicas), UndistributedBatchWarning)
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
-_NOT_DEALT = (
+_NOT_DISTRIBUTED = (
     "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
-    "costs {count} times the work, and counts each row {count} times where results are added up. Deal the batches out, "
-    "and run the step with what that yields: for batch in strategy.experimental_distribute_dataset(loader): "
+    "costs {count} times the work, and counts each row {count} times where results are added up. Distribute the "
+    "batches, and run the step with what that yields: for batch in strategy.experimental_distribute_dataset(loader): "
     "strategy.run(step, args=(batch,)). If each replica is to have all rows: "
     'warnings.filterwarnings("ignore", category=torchstrategy.UndistributedBatchWarning).'
 )
@@ -200,7 +200,7 @@ class SharedWrites(Watch):
         self._writers: dict[int, tuple[str, torch.Tensor, list[Collection[int]]]] = {}
 
     def look(self, running: Collection[int]) -> None:
-        """Notes that tensors which changed since the last look were written by these replicas; by nobody if by none."""
+        """Notes the tensors that changed since the last look: these replicas wrote them. With none, nobody did."""
         # On the thread that called `run`, whose own function modes must not see these operations.
         with unseen_by_function_modes():
             marks = [*versions(self._counted), *map(_digest, self._read)]

@@ -1,7 +1,7 @@
 """The public classes: what a strategy is, and of which parts each of them is made.
 
 `Strategy.run` goes through `strategy_base` to `replicated`, which tells the story of a step: weigh the replicas, begin
-the run, call the step in each replica, end the run, put the results together.
+the run, call the step in each replica, put the results together, end the run.
 
     strategy_extended     `Strategy.extended`, and what a strategy of one's own defines
     strategy_base         the methods that strategies of TensorFlow 1 and 2 have

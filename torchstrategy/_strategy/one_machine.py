@@ -126,10 +126,10 @@ class OneMachineExtended(StrategyExtended):
         self._storage.take_stepper(optimizer)
 
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        """Calls the step in a lone replica on the user's own objects, which a step should not notice.
+        """Calls the step in a single replica, which uses the user's own objects. This has to cost next to nothing.
 
-        It is called between steps, when no cache holds it: each function that it calls takes half a microsecond or
-        more.
+        It runs between steps, when its code is in no cache of the processor: each function that it calls takes half a
+        microsecond or more.
         """
         if options.examples is not None:
             ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit

@@ -225,12 +225,12 @@ class ReplicaContext:
                     "others are. Bring the replicas' results together after run."
                 )
             return ALONE
-        self._require_here(what, can_meet=self._group is not None)
+        self._require_here(what, can_synchronize=self._group is not None)
         assert self._group is not None
         return self._group
 
-    def _require_here(self, what: str, can_meet: bool = True) -> None:
-        if current_replica_context() is not self or not can_meet:
+    def _require_here(self, what: str, can_synchronize: bool = True) -> None:
+        if current_replica_context() is not self or not can_synchronize:
             frame = current_frame()
             where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
             raise RuntimeError(
@@ -274,7 +274,10 @@ def running_context(
 
 @final
 class LoneFrame(Frame):
-    """That of a lone replica on the user's own objects. Its context is made when somebody asks, which few steps do."""
+    """The frame of a single replica, which uses the user's own objects.
+
+    Its context is made when somebody asks for it, which few steps do.
+    """
 
     __slots__ = ()
 

@@ -39,7 +39,7 @@ _ON_ONE_DEVICE = ReductionToOneDevice()
 
 @final
 class ReplicatedExtended(OneMachineExtended):
-    """Several replicas: each gets its part of a batch, and what they return is put together. There may be only one.
+    """Several replicas, or a single one. Each gets its part of a batch, and their results are put together.
 
     Args:
         storage: Where parameters live, and on which devices replicas run.
@@ -66,11 +66,13 @@ class ReplicatedExtended(OneMachineExtended):
     # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
     # 2. Begin the run: each replica gets its copies, up to date, and names in the step mean them
     #    (`_replication/replicated_storage`; Note [The order of a run and of its undoing] tells what undoes it).
-    # 3. Call the step in each replica, on a thread of its own (`_execution/replica_threads`).
+    # 3. Call the step in each replica, on a thread of its own; a single replica runs on this thread
+    #    (`_execution/replica_threads`).
     # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas stand still while one function runs
-    #    for them on this thread; there gradients become one (`_training/gradient_reducer`).
-    # 5. End the run: what the step has changed in its copies comes to the user's own objects.
-    # 6. Regroup: what the replicas returned becomes one result (`_core/distributed_values`).
+    #    for them on this thread. At `optimizer.step()` gradients become one (`_training/gradient_reducer`).
+    # 5. Regroup: what the replicas returned becomes one result (`_core/distributed_values`).
+    # 6. End the run: what the step has changed in its copies comes to the user's own objects. This may be refused, and
+    #    then the run is undone.
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")

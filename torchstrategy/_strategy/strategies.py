@@ -125,7 +125,8 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         and `buffer_aggregation` are ours.
 
     Raises:
-        ValueError: If a device is none, or one that this machine does not have; or if there is no compute device.
+        ValueError: If a name is not a device, or this machine does not have the device; or if there is no compute
+            device.
         TypeError: If a device, or the list of them, is of the wrong kind.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
@@ -161,11 +162,12 @@ class MirroredBase(StrategyBase):
 class MirroredStrategy(MirroredBase, Strategy):
     """Keeps parameters on the device of every replica, where each replica updates its own.
 
-    The user's own modules are those of the first replica, and the user's own optimizer updates them. Each other replica
-    has parameters, and an optimizer, in memory of its own. Whenever the user's optimizer takes a step, in a run or
-    after it, theirs take the same on the same gradients, those of the whole batch; so all stay equal, bit by bit, and
-    no parameter is sent. What is written on parameters by other ways, such as `load_state_dict`, is sent before the
-    next run. So are the values that an optimizer which is none of torch's own has computed.
+    The user's own modules are those of the first replica, and the user's own optimizer updates them. Replicas on the
+    same device share their memory: all replicas do on `["cpu", "cpu"]`. Each replica on another device has parameters,
+    and an optimizer, in memory of its own. Whenever the user's optimizer takes a step, in a run or after it, theirs
+    take the same on the same gradients, those of the whole batch; so all stay equal, bit by bit, and no parameter is
+    sent. What is written on parameters by other ways, such as `load_state_dict`, is sent before the next run. So are
+    the values that an optimizer which is none of torch's own has computed.
 
     Args:
         devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
@@ -194,7 +196,7 @@ class MirroredStrategy(MirroredBase, Strategy):
         CPU. A device may be listed twice. `gradient_reduction` and `buffer_aggregation` are ours.
 
     Raises:
-        ValueError: If a device is none, or one that this machine does not have; or if there is no device.
+        ValueError: If a name is not a device, or this machine does not have the device; or if there is no device.
             Or if `cross_device_ops` cannot be used with these devices.
         TypeError: If a device, or the list of them, or `cross_device_ops` is of the wrong kind.
 
@@ -222,7 +224,7 @@ def _devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> lis
 
 
 def _storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
-    """Where parameters live: with a lone replica on their device, which uses them in place, or beside copies of them.
+    """The storage: plain for one replica on the parameter device, else one that makes copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.

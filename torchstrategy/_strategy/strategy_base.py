@@ -1,6 +1,6 @@
-"""What strategies of either version of the API are: the dictionary from TensorFlow's names to what is below them.
+"""The methods that strategies of TensorFlow 1 and 2 share. Each checks its call and passes it to `extended`.
 
-A version says what else there is by the name of `Strategy`; a concrete strategy is a constructor that picks the parts.
+Each version has a class `Strategy` with further methods. A strategy is a subclass of it with a constructor.
 """
 
 from __future__ import annotations
@@ -159,20 +159,21 @@ class StrategyBase:
         `optimizer.step()` in the step is taken once for all replicas, when each of them has come to it.
 
         What the step writes on a trainer, an object that holds models or optimizers, is the replica's own: `self.fake =
-        self.generator(noise)`. After the run, attributes that are equal in all replicas, as a counter is, are that, and
-        anything else is a `DistributedValues`, of which each replica finds its component in the next run. Lists, dicts
-        and variables are one for all replicas.
+        self.generator(noise)`. After the run, an attribute that is equal in all replicas, such as a counter, has that
+        value. Any other attribute is a `DistributedValues`, and in the next run each replica finds its component there.
+        All replicas share lists, dicts and variables.
 
-        Replicas that share a device run one after the other, in order, and change only where they synchronize; so a run
-        with the same seed gives the same numbers. Replica 0 draws from the caller's random generator, the others each
-        from a stream derived from it.
+        Replicas on one device run one after the other, in order. The next one gets its turn only where a replica
+        synchronizes or ends, so a run with the same seed gives the same numbers. Replica 0 draws from the caller's
+        random generator, and each other replica from a stream derived from it.
 
         A replica that got no rows sits the step out: it has no component in the result.
 
         If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
         names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
-        what they were before; a completed update stays, and one that fails halfway leaves what it leaves in plain
-        PyTorch. So does a step that writes on parameters in place, which is refused when it has done so.
+        what they were before. A completed update stays. An update that fails halfway leaves the parameters half
+        updated, as in plain PyTorch. A write of the step on a parameter is refused only afterwards: the value stays
+        changed.
 
         Args:
             fn: The step.

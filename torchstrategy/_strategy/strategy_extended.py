@@ -1,6 +1,7 @@
 """What `Strategy.extended` offers, and what a kind of strategy brings: the methods with an underscore.
 
-None of these has to be there. What a kind of strategy does not bring is missed when it is asked for.
+All are optional: some have a default, and calling another one that a subclass does not define raises
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class MultiStepContext:
         Args:
             name: By what to find it again.
             output: What to keep.
-            reduce_op: How those of the replicas become one. None: they are kept as they are, as in no replica can be.
+            reduce_op: How those of the replicas become one. None: kept as they are; not allowed in a replica.
 
         Raises:
             ValueError: If it is called in a replica without `reduce_op`.
@@ -486,9 +487,8 @@ class StrategyExtended(VariablesOfExtended):
         owner = self._strategy_reference and self._strategy_reference()
         if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
             raise ValueError(
-                f"This extended is that of {owner!r}, and cannot be that of another strategy, too: there would be one "
-                "answer for both to which strategy its replicas are of. copy.deepcopy(strategy) makes another of the "
-                "same kind."
+                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. copy.deepcopy(strategy) makes "
+                "another strategy of the same kind."
             )
         self._strategy_reference = weakref.ref(strategy)
 

@@ -1,4 +1,4 @@
-"""How gradients in a replica reach the user's parameters and hooks, beside being reduced: by hooks, and by a graph.
+"""The ways besides a reduction in which gradients of a replica reach the user's parameters and hooks.
 
 A replica's parameters have none of the user's hooks. Hooks of ours count how often backward adds to them. So when
 gradients are reduced, the user's hooks see a gradient that backward made, and none that a step assigned.
@@ -189,7 +189,7 @@ def _attached(local: ReplicaParameter, owner: torch.Tensor) -> Iterator[None]:
 
 
 def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:
-    """Says in the slot of which tensor the replica's local gradient lies."""
+    """From here on, the local gradient of the parameter `local` is the one in the slot of `leaf`."""
     if local.run.gradients is not None:
         slots: list[Any] = local.run.gradients.parameters
         slots[local.position] = leaf

@@ -10,11 +10,14 @@ Before the local gradients are added, each step may have changed the `.grad` tha
 it becomes None. If all made the same change, this change is kept. If each assigned a tensor of its own, these tensors
 are weighted and added up. Anything else is an error.
 
-Gradients are reduced at `optimizer.step()`, at the first read of a `.grad` after a backward, at `merge_call`, and when
-the run ends. Clearing a gradient is no synchronization point: it empties the replica's local and visible gradient.
+Gradients are reduced at `optimizer.step()` and the other methods of an optimizer that act once for all replicas, at
+`step`, `update` and `unscale_` of schedulers and scalers, at the first read of a `.grad` after a backward, at
+`merge_call`, and when the run ends. Clearing a gradient empties the replica's local and visible gradient. It is no
+synchronization point, and neither is the assignment of one, unless the user's parameter has a hook: then gradients are
+reduced before the step clears what backward has made, and after it has assigned something.
 
-Nothing is written to the `.grad` of the user's parameters before an update begins, so a run that fails earlier leaves
-them as they were.
+When a run begins, the `.grad` of the user's parameters becomes None. If the run fails, they get back what they had, or
+what the last update of the run has left.
 """
 
 from __future__ import annotations
@@ -70,16 +73,22 @@ Together = Callable[[Callable[[], None]], None]
 
 
 # Note [The states of a gradient]
-# While a run is under way, the gradient of one of the user's parameters is in three kinds of places:
+# While a run is under way, the gradient of one of the user's parameters is in these places:
 # - local: each replica's parameter has a slot of its own, which autograd writes, so that backward needs no lock and
 #   waits for nobody.
+# - added early: if no two replicas ever run at once, each one adds its weighted local gradients to `_total` before it
+#   waits or ends (`accumulate`). It does so on its own thread, and no other thread works meanwhile.
 # - accumulated: one tensor for all replicas, in `GradientReducer.accumulated`. Only the thread that called `run`
-#   changes it, in `reduce` and `published`, while every replica waits at a synchronization point or has ended.
+#   changes it, while no replica runs: `begin` and `_leave` before and after all replicas, `watch`, `reduce` and
+#   `published` at synchronization points, and `reduce` and `end` when all steps have ended.
 # - visible: a replica's copy of the accumulated gradient, made when the step reads `.grad`. What the step does to it
 #   stays in the replica until `reduce`, which requires that all replicas did the same or each put a gradient there.
-# `reduce` empties the local and visible gradients of all replicas into the accumulated ones. Meanwhile `.grad` of the
-# user's own parameter is None, so that a backward which reaches it by mistake is noticed. It has a gradient only inside
-# `published` (an update, a merge function) and from `end` or `abort` on.
+# - kept: in `_kept`, what the user's parameters get if the run fails: their gradients from before the run, or those
+#   that its last update has left.
+# `reduce` empties the local and visible gradients of all replicas, and `_total`, into the accumulated ones. From
+# `begin` on, `.grad` of the user's own parameter is None, so that a backward which reaches it by mistake is noticed. It
+# has a gradient only inside `published` (an update, a merge function), in `_add` while the user's hooks look at it, and
+# from `end` or `abort` on.
 
 
 @final
@@ -124,10 +133,10 @@ class GradientReducer:
         # which shows writes; and the copy of each replica.
         self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self._take_turns = take_turns
-        # The weighted sum of the local gradients that were accumulated since the last reduction, and of how many
+        # The weighted sum of the local gradients that were added early since the last reduction, and of how many
         # replicas it is.
         self._total: dict[int, torch.Tensor] = {}
-        self._num_accumulated = 0
+        self._num_added = 0
         self._replica_weights: ReplicaWeights | None = None  # None between runs
         self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
         self._has_updated = False
@@ -173,15 +182,15 @@ class GradientReducer:
         `reduce` adds the total to the accumulated gradients.
         """
         weighing = self._weights.weighing
-        is_next = self._num_accumulated < len(weighing) and weighing[self._num_accumulated] == replica
+        is_next = self._num_added < len(weighing) and weighing[self._num_added] == replica
         if self._take_turns and self._all_reduce is None and is_next:
             if not self.of_replicas[replica].has_any_local():  # as at the end of most steps
-                self._num_accumulated += 1
+                self._num_added += 1
                 return
             # The user's function modes, inference mode and grad mode are in force on this thread, and must neither see
             # these operations nor act on them.
             with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
-                self.of_replicas[replica].accumulated_here = self._add_up(replica)
+                self.of_replicas[replica].added_early = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
         """Until the end of the run, backward may not reach one more tensor, of which the replicas have no copies."""
@@ -294,8 +303,8 @@ class GradientReducer:
         for r, read in zip(present, reads, strict=True):
             for other, others in zip(present, reads, strict=True):
                 missed = local[other] & read.doubtful - local[r]
-                # Replica `r` ran no backward, and the other one is here for a read after its own: did `r` take the same
-                # gradient for complete, and read it without coming here?
+                # Replica `r` ran no backward. The other one did, read a gradient after it, and so came here. If `r` has
+                # read the same gradient without coming here, it took for complete what the other one adds to now.
                 if not local[r]:
                     missed |= local[other] & read.all - others.all
                 if missed:
@@ -369,9 +378,9 @@ class GradientReducer:
             self.of_replicas[r].take_local()
         if self._all_reduce is not None:
             return self._all_reduced(self._all_reduce)
-        for r in weighing[self._num_accumulated :]:
+        for r in weighing[self._num_added :]:
             self._add_up(r)
-        total, self._total, self._num_accumulated = self._total, {}, 0
+        total, self._total, self._num_added = self._total, {}, 0
         return total
 
     def _all_reduced(self, all_reduce: AllReduce) -> dict[int, torch.Tensor]:
@@ -404,7 +413,7 @@ class GradientReducer:
             self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
-        self._num_accumulated += 1
+        self._num_added += 1
         return set(local)
 
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -434,7 +443,7 @@ class GradientReducer:
         self._replica_weights = None
         self.forget_arrived()
         self.accumulated, self._kept = [], []
-        self._total, self._num_accumulated = {}, 0
+        self._total, self._num_added = {}, 0
         self.owners, self.hooked, self._together = [], set(), None
         for of_replica in self.of_replicas:
             of_replica.leave()
@@ -445,7 +454,7 @@ def _stray_gradient(name: str) -> str:
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
         "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
-        "starts, where names mean the user's own objects. Create the module in the scope or give it to "
+        "starts, where names mean your own objects. Create the module in the scope or give it to "
         "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
         "step; call backward on the thread of the step."
     )

@@ -62,7 +62,7 @@ def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
 
 
 class GradientTotals(Protocol):
-    """What one replica uses of the gradients of all replicas: of `GradientReducer`, which a file above defines."""
+    """What one replica uses of the gradients of all replicas, which a `GradientReducer` has."""
 
     owners: list[torch.Tensor]
     names: list[str]
@@ -173,7 +173,7 @@ class Reads(NamedTuple):
     """The parameters whose gradients a replica took for complete, and read without a synchronization point."""
 
     all: set[int]
-    doubtful: set[int]  # those among them before whose read backward may have run unnoticed
+    doubtful: set[int]  # those that were read without a look at all slots: a backward may have run before the read
 
 
 CLEARED = VisibleGradient(None)
@@ -206,7 +206,7 @@ class ReplicaGradients:
         self.parameters = list(parameters)
         # Below, a parameter is meant by its position. `reduced` empties the first three.
         self.visible: dict[int, VisibleGradient] = {}
-        self.accumulated_here: set[int] = set()  # whose local gradients `accumulate` has added to the total
+        self.added_early: set[int] = set()  # whose local gradients `accumulate` has added to the total
         self.put: set[int] = set()  # to which the step itself assigned a local gradient
         self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
@@ -275,8 +275,8 @@ class ReplicaGradients:
             return [None] * len(brought)
 
         self.accumulate()
-        # If a forward has come since these reads, the backward that made the local gradients came after them, too: the
-        # reads missed nothing.
+        # If autograd has made nodes since the last look at all slots, a forward came after the reads, and the backward
+        # that made the local gradients came after this forward. So the reads missed nothing.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
         self.replica.synchronize(point, combine, Reads(self._reads, unlooked))
 
@@ -319,7 +319,7 @@ class ReplicaGradients:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
         # Most steps begin with this, and have neither local nor visible gradients then.
-        if set_to_none and not (self.visible or self.accumulated_here or self.has_any_local()):
+        if set_to_none and not (self.visible or self.added_early or self.has_any_local()):
             accumulated = self.totals.accumulated
             self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
             self.with_graph.difference_update(indices)
@@ -375,7 +375,7 @@ class ReplicaGradients:
             if view.gradient is not None and view.version is not None:
                 self._shown[index] = weakref.ref(view.gradient)
         self.visible.clear()
-        self.accumulated_here = set()
+        self.added_early = set()
         self.put.clear()
         self._reads, self._unlooked = set(), set()
         self._last_read = self._num_nodes = -1
@@ -399,9 +399,7 @@ class ReplicaGradients:
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
-        return {
-            index for index, local in enumerate(raw_grads(self.parameters)) if local is not None
-        } | self.accumulated_here
+        return {index for index, local in enumerate(raw_grads(self.parameters)) if local is not None} | self.added_early
 
     def has_any_local(self) -> bool:
         """Whether backward has added to any parameter since local gradients were last taken."""

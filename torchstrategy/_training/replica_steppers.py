@@ -118,7 +118,7 @@ class ReplicaOptimizer:
         return _Shown(name, {key: _Shown(name, of) if isinstance(of, dict) else of for key, of in states.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears this replica's gradients, the local and the visible ones. No synchronization point."""
+        """Clears this replica's local and visible gradients. A synchronization point only if a hook waits for one."""
         self.gradients.clear(list(self.index_of.values()), set_to_none)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -325,8 +325,8 @@ def _check(name: str, brought: Sequence[_Given]) -> None:
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(given)[0]):
             raise RuntimeError(
                 f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
-                "own. In the step, run backward and give the method nothing of the graph; or call it outside of "
-                "strategy.run, on what the user's own parameters are."
+                "own. In the step, run backward and give the method nothing of the graph; or call it after "
+                "strategy.run, with tensors computed from your own parameters."
             )
     _refuse_different(name, brought)
 

@@ -365,7 +365,7 @@ def test_what_is_not_known_is_refused_by_name_with_what_to_do(batch: Any, what: 
     with pytest.raises(TypeError) as caught:
         dealt(STRATEGIES[2], batch)
     assert str(caught.value).startswith(what)
-    assert "it is not known how to deal out its rows. " in str(caught.value)
+    assert "it is not known how to distribute its rows. " in str(caught.value)
     assert then in str(caught.value)
 
 
@@ -542,7 +542,7 @@ def test_only_a_class_can_be_registered(what: Any) -> None:
 
 @pytest.mark.parametrize("cls", [object, torch.Tensor, np.ndarray, list, tuple, dict, str, int, type(None), torch.Size])
 def test_how_plain_types_are_dealt_out_is_fixed(cls: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^How a {cls.__name__} is dealt out is fixed: register a type of your own"):
+    with pytest.raises(TypeError, match=rf"^How a {cls.__name__} is distributed is fixed: register a type of your own"):
         register_batch_type(cls, rows=None)
 
 
@@ -725,7 +725,7 @@ def test_a_type_of_which_there_is_no_empty_batch_is_not_asked_for_one_that_nobod
         results = strategy.run(lambda batch: torch.tensor([len(found(batch).items)]), args=(batch,))
         counts.append(int(strategy.gather(results, axis=0).sum()))
     assert counts == [3, 4, 1]
-    with pytest.raises(ValueError, match=r"dealt no rows, and there is no \w+ without rows.*no such batch"):
+    with pytest.raises(ValueError, match=r"A replica got no rows, and there is no \w+ without rows.*no such batch"):
         strategy.run(lambda batch: 1, args=(batch,), options=torchstrategy.RunOptions(run_empty_replicas=True))
 
 

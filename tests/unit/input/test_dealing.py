@@ -283,7 +283,7 @@ def test_one_replica_needs_no_agreement(topology: str) -> None:
 @pytest.mark.parametrize("single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=shown)
 def test_an_element_without_rows_is_refused_with_how_to_batch(single: Any) -> None:
     sentence = (
-        r"^An element of the dataset has no rows to deal out to 2 replicas: it is not batched\. Batch the dataset "
+        r"^An element of the dataset has no rows to distribute to 2 replicas: it is not batched\. Batch the dataset "
     )
     with pytest.raises(ValueError, match=sentence):
         batch(STRATEGIES[2], single)
@@ -297,7 +297,7 @@ def test_one_replica_takes_unbatched_elements(topology: str) -> None:
 @pytest.mark.parametrize("unknown", [{1, 2}, object(), range(2), iter([1, 2])], ids=lambda u: type(u).__name__)
 def test_a_leaf_of_an_unknown_type_is_refused_by_name(unknown: Any) -> None:
     kind = type(unknown).__name__
-    sentence = rf"^batch\['s'\] is an? {kind}, and it is not known how to deal out its rows\. "
+    sentence = rf"^batch\['s'\] is an? {kind}, and it is not known how to distribute its rows\. "
     with pytest.raises(TypeError, match=sentence):
         batch(STRATEGIES[2], {"x": torch.ones(2), "s": unknown})
 
@@ -322,7 +322,7 @@ def test_what_is_no_dataset_is_refused_at_once(topology: str, junk: Any) -> None
 @pytest.mark.parametrize("dataset", [Squares(), TensorDataset(torch.arange(4))], ids=lambda d: type(d).__name__)
 def test_a_map_style_dataset_is_refused_at_once_with_how_to_batch(several: Strategy, dataset: Any) -> None:
     n, name = several.num_replicas_in_sync, type(dataset).__name__
-    sentence = rf"^{name} yields single elements, which cannot be dealt out to {n} replicas\. Batch it: "
+    sentence = rf"^{name} yields single elements, which cannot be distributed to {n} replicas\. Batch it: "
     with pytest.raises(ValueError, match=sentence):
         several.experimental_distribute_dataset(dataset)
 

@@ -98,7 +98,7 @@ def _shared_generator(problem: Problem, mismatch: Mismatch) -> Cause | None:
     return Cause(
         f"{' and '.join(shared)}, is a generator that all replicas share: what a replica draws depends on who drew "
         "before it, and a generator of one device cannot be used on another. Draw from torch's default generator, "
-        "which gives each replica a stream of its own, or draw before the batch is dealt and put it into the batch."
+        "which gives each replica a stream of its own, or draw before the batch is distributed and put it into it."
     )
 
 
@@ -133,7 +133,7 @@ def _random_numbers(problem: Problem, mismatch: Mismatch) -> Cause | None:
     return Cause(
         f"Random numbers ({who}): each replica draws its own, so they are not those that one device draws. That is as "
         "it should be, and cannot be compared. For this test switch dropout off (p=0, model.eval()), or draw before "
-        "the batch is dealt and put the numbers into the batch.",
+        "the batch is distributed and put the numbers into the batch.",
         edited(problem, drop_nothing),
     )
 

@@ -211,15 +211,15 @@ class ReplicaTraining(Training):
 
     def _run(self, batch: Tree) -> tuple[Sequence[Sighting], ReplicaWeights]:
         problem = self._problem
-        (dealt,) = problem.strategy.experimental_distribute_dataset([batch])
-        leaves = tree_flatten(dealt)[0]
+        (distributed,) = problem.strategy.experimental_distribute_dataset([batch])
+        leaves = tree_flatten(distributed)[0]
         shares = ReplicaWeights.of(leaves, problem.num_replicas, problem.options or NO_OPTIONS, problem.reduction)
         step = partial(_observed, problem.step, self.models, self.optimizers)
         # What these two warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
             for compared in (SharedWriteWarning, ReplicaBufferWarning):
                 warnings.simplefilter("ignore", compared)
-            sightings = problem.strategy.run(step, args=(dealt,), options=problem.options)
+            sightings = problem.strategy.run(step, args=(distributed,), options=problem.options)
         return problem.strategy.experimental_local_results(sightings), shares
 
     def _in_order(self) -> AbstractContextManager[object]:
