@@ -5,6 +5,7 @@ Each was silent: no error, no warning. The name of a test says what had gone wro
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -267,3 +268,23 @@ def test_a_maximum_is_not_averaged(several: torchstrategy.Strategy) -> None:
         several.run(lambda x: model(x), args=(deal(several, X),))
     first = several.experimental_local_results(deal(several, X))[0]
     close(model.running_max, first.max())
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_a_penalty_on_the_gradient_of_rows_that_meet(several: torchstrategy.Strategy, rows: int) -> None:
+    # The gradient of a sum is right only where all replicas have as many rows: docs/features.md says to take a mean.
+    x = torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3).sin()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+    ours = torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    several.distribute_module(ours)
+
+    def penalty(model: nn.Module, x: torch.Tensor) -> None:
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).mean(0).sum(), x, create_graph=True)
+        ((gradient * len(x)).norm(dim=1) - 1).square().mean().backward()
+
+    several.run(lambda x: penalty(ours, x), args=(deal(several, x),))
+    penalty(plain, x)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        close(one.grad, other.grad)
