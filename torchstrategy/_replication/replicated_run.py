@@ -306,7 +306,7 @@ class ReplicatedRun(OptimizerHost):
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         with undisturbed():
-            self.copies.gradients.reduce()
+            self.copies.gradients.reduce(can_wait=True)
             for trainer in self.trainers:
                 trainer.put_together()
             self.copies.replicated.return_to_originals(self.replica_weights, changes)

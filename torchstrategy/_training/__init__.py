@@ -5,6 +5,7 @@ multiplies the gradients of each replica by its weight (`replica_weights`), adds
 user's own parameters, which the user's optimizer then updates once.
 
     replica_gradients        the gradients of one replica, as its step sees them
+    user_gradients           the tensors that hold the user's gradients, and are written in place
     replica_weights          how much each replica of a run counts, and which replicas take part
     gradient_hooks           the user's hooks, late gradients, and a graph that goes on to the user's parameters
     replica_steppers         optimizers, schedulers and `GradScaler` in a replica: one step for all replicas

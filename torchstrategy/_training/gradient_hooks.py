@@ -34,6 +34,7 @@ from torchstrategy._core.torch_internals import (
     will_be_reached,
 )
 from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter
+from torchstrategy._training.user_gradients import can_hold
 
 Owner = Callable[[], torch.Tensor | None]
 """Returns one of the user's parameters; None if nobody has it any more."""
@@ -147,6 +148,8 @@ def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
     before = raw_grad(owner)
     if have_gradient_hooks((owner,)):
         torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
+    elif before is not None and not torch.is_grad_enabled() and can_hold(before, gradient):
+        before.add_(gradient)  # in place, as autograd does it
     else:
         set_raw_grad(owner, gradient if before is None else before + gradient)
 

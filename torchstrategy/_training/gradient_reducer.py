@@ -17,7 +17,8 @@ synchronization point, and neither is the assignment of one, unless the user's p
 reduced before the step clears what backward has made, and after it has assigned something.
 
 When a run begins, the `.grad` of the user's parameters becomes None. If the run fails, they get back what they had, or
-what the last update of the run has left.
+what the last update of the run has left. The sums are written into the tensors that were there before the run, as
+backward does it: see `_training/user_gradients`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ from torchstrategy._training.replica_gradients import (
     Reads,
     ReplicaGradients,
     ReplicaParameter,
+    read_too_early,
+    stray_gradient,
 )
 from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._training.user_gradients import UserGradients
 from torchstrategy._variables.variable import is_variable
 
 AllReduce = Callable[
@@ -139,6 +143,7 @@ class GradientReducer:
         self._num_added = 0
         self._replica_weights: ReplicaWeights | None = None  # None between runs
         self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
+        self._users = UserGradients([])
         self._has_updated = False
         self.hooked: set[int] = set()  # the positions of the user's parameters that have gradient hooks
         self._together: Together | None = None
@@ -166,7 +171,7 @@ class GradientReducer:
         # `_replica_weights` is set, `abort` gives `_kept` back: so it is set after `_kept`, before the slots are empty.
         with _exchanging:
             self._kept = raw_grads(self.owners)
-            self.accumulated = list(self._kept)
+            self.accumulated, self._users = list(self._kept), UserGradients(self._kept)
             self._replica_weights = replica_weights
             set_raw_grads(self.owners, repeat(None))
         if have_gradient_hooks(own):
@@ -196,8 +201,8 @@ class GradientReducer:
         """Until the end of the run, backward may not reach one more tensor, of which the replicas have no copies."""
         self.owners.append(owner)
         self.names.append(name)
-        self.accumulated.append(raw_grad(owner))
-        self._kept.append(raw_grad(owner))
+        for gradients in (self.accumulated, self._kept, self._users.tensors):
+            gradients.append(raw_grad(owner))
 
     def end(self) -> None:
         """Gives the user's parameters their accumulated gradients."""
@@ -207,7 +212,11 @@ class GradientReducer:
                 for index, other in enumerate(raw_grads(self.owners)):
                     if other is not None:
                         self._add(index, other, is_seen=False)
+            self._users.take(self.accumulated)
             set_raw_grads(self.owners, self.accumulated)
+            # The write takes a while, so a signal's handler may raise right after it: `abort` must not undo a part.
+            self._replica_weights = None
+            self._users.write()
         self._leave()
 
     def abort(self) -> None:
@@ -217,22 +226,27 @@ class GradientReducer:
                 if not self.is_alone:
                     both = zip(self.owners, self._kept, strict=True)
                     self._kept = [raw_grad(owner) if kept is None else kept for owner, kept in both]
+                self._users.restore()
                 set_raw_grads(self.owners, self._kept)
         self._leave()
 
     @contextmanager
     def published(self) -> Iterator[None]:
         """Reduces gradients; for the length of the block the user's parameters have them, as in plain PyTorch."""
-        self.reduce()
+        self.reduce(can_wait=True)
+        self._users.take(self.accumulated)
+        self._users.write(can_fail=True)
         set_raw_grads(self.owners, self.accumulated)
         try:
             yield
         finally:
             self.forget_arrived()
             self.accumulated = take_raw_grads(self.owners)
+            self._users.tensors = list(self.accumulated)
             # After an update, the gradients from before the run belong to parameter values that are gone.
             if self._has_updated:
                 self._kept = list(self.accumulated)
+                self._users.forget()
             self._show_again()
 
     def arrived(self, gradient: torch.Tensor, replica: int) -> torch.Tensor | None:
@@ -250,6 +264,7 @@ class GradientReducer:
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
         self._has_updated = True
+        self._users.forget()
 
     def deliver_late_ones(self) -> None:
         """From here on, the gradients of a backward between runs go on to the user's parameters at once."""
@@ -266,8 +281,11 @@ class GradientReducer:
             self.reduce()
             self._show_again()
 
-    def reduce(self) -> None:
+    def reduce(self, can_wait: bool = False) -> None:
         """Adds the local gradients of all replicas to the accumulated gradients.
+
+        Args:
+            can_wait: Whether nobody reads the sums before they are written into the user's tensors.
 
         Raises:
             RuntimeError: If some replicas cleared or changed a gradient and others did not; or if backward reached an
@@ -277,16 +295,17 @@ class GradientReducer:
         if self.is_alone:
             for name, stray in zip(self.names, raw_grads(self.owners), strict=True):
                 if stray is not None:
-                    raise RuntimeError(_stray_gradient(name))
+                    raise RuntimeError(stray_gradient(name))
         seen = seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
         self._reduce_visible()
         with torch.no_grad(), traced("reduce gradients"):
             combined = self._combined()
+            for of_replica in self.of_replicas:
+                self._users.replace(of_replica.with_graph)  # autograd adds in place only without a graph
             for index, gradient in combined.items():
-                if index in seen or self.accumulated[index] is not None:
+                waits = can_wait and index not in seen
+                if not (waits and self._users.will_add(index, self.accumulated[index], gradient)):
                     self._add(index, gradient, index in seen)
-                else:
-                    self.accumulated[index] = gradient
         if combined and len(self.of_replicas) > 1:
             combined_gradients()
 
@@ -308,7 +327,7 @@ class GradientReducer:
                 if not local[r]:
                     missed |= local[other] & read.all - others.all
                 if missed:
-                    raise RuntimeError(_missed(self.names[min(missed)], r, other))
+                    raise RuntimeError(read_too_early(self.names[min(missed)], r, other))
 
     def _show_again(self) -> None:
         for of_replica in self.of_replicas:
@@ -323,6 +342,7 @@ class GradientReducer:
     def _reduce_visible(self) -> None:
         of_replicas = [self.of_replicas[r] for r in self._weights.weighing]
         first = of_replicas[0].visible
+        self._users.replace(index for index, view in first.items() if view.is_other)
         if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):
             # The usual case: every replica called zero_grad(). No gradient has to be compared.
             for index in first:
@@ -442,31 +462,11 @@ class GradientReducer:
         # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.
         self._replica_weights = None
         self.forget_arrived()
-        self.accumulated, self._kept = [], []
+        self.accumulated, self._kept, self._users = [], [], UserGradients([])
         self._total, self._num_added = {}, 0
         self.owners, self.hooked, self._together = [], set(), None
         for of_replica in self.of_replicas:
             of_replica.leave()
-
-
-def _stray_gradient(name: str) -> str:
-    return (
-        f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
-        "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
-        "starts, where names mean your own objects. Create the module in the scope or give it to "
-        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
-        "step; call backward on the thread of the step."
-    )
-
-
-def _missed(name: str, replica: int, other: int) -> str:
-    return (
-        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add. This happens if a "
-        "replica that did not use the parameter ran no backward, or if backward ran twice in it without a new forward "
-        "and without a read of all gradients in between. Run backward in every replica; where there is no loss, call "
-        "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
-    )
 
 
 def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -153,6 +153,7 @@ class VisibleGradient(NamedTuple):
     had_none: bool = False  # the step cleared it when there was neither a local nor an accumulated gradient
     version: int | None = None  # of the gradient, when the step was shown it
     are_zeros: bool = False  # the step cleared it to zeros; their version tells whether it has written on them since
+    is_other: bool = False  # in plain PyTorch it would be another tensor than before the step, or none
 
     def is_as_shown(self, accumulated: torch.Tensor | None) -> bool:
         """Whether the step has not changed the gradient since it was shown.
@@ -176,8 +177,8 @@ class Reads(NamedTuple):
     doubtful: set[int]  # those that were read without a look at all slots: a backward may have run before the read
 
 
-CLEARED = VisibleGradient(None)
-CLEARED_NOTHING = VisibleGradient(None, had_none=True)
+CLEARED = VisibleGradient(None, is_other=True)
+CLEARED_NOTHING = VisibleGradient(None, had_none=True, is_other=True)
 
 
 # The C library gives free memory at the end of a thread's heap back to the kernel, which then has to provide it again,
@@ -304,7 +305,7 @@ class ReplicaGradients:
             was_shown = _version(view.gradient) > 0
         if value is not None and was_shown:
             self.with_graph.discard(index)
-            self.visible[index] = VisibleGradient(value)
+            self.visible[index] = VisibleGradient(value, is_other=True)
             set_raw_grad(self.parameters[index], None)
         else:
             self.visible[index] = self._cleared(index)
@@ -328,7 +329,8 @@ class ReplicaGradients:
         for index in () if set_to_none else indices:
             if (gradient := self._shown_or_local(index)) is not None:
                 zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
-                cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True)
+                is_other = index in self.visible and self.visible[index].is_other
+                cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True, is_other=is_other)
         self.visible.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -465,6 +467,28 @@ def written_in_replica(name: str) -> str:
         "this change once, and copies on other devices would no longer agree. Where replicas share the memory of the "
         "parameter, the change is in it now. Write on parameters after strategy.run, or in a merge function: "
         "get_replica_context().merge_call(lambda strategy: ...)."
+    )
+
+
+def stray_gradient(name: str) -> str:
+    """The message for a gradient that came to one of the user's own parameters."""
+    return (
+        f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
+        "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
+        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
+        "starts, where names mean your own objects. Create the module in the scope or give it to "
+        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
+        "step; call backward on the thread of the step."
+    )
+
+
+def read_too_early(name: str, replica: int, other: int) -> str:
+    """The message for a gradient that a replica has read before it was complete."""
+    return (
+        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add. This happens if a "
+        "replica that did not use the parameter ran no backward, or if backward ran twice in it without a new forward "
+        "and without a read of all gradients in between. Run backward in every replica; where there is no loss, call "
+        "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
     )
 
 
