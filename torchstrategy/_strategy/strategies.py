@@ -167,7 +167,8 @@ class MirroredStrategy(MirroredBase, Strategy):
     and an optimizer, in memory of its own. Whenever the user's optimizer takes a step, in a run or after it, theirs
     take the same on the same gradients, those of the whole batch; so all stay equal, bit by bit, and no parameter is
     sent. What is written on parameters by other ways, such as `load_state_dict`, is sent before the next run. So are
-    the values that an optimizer which is none of torch's own has computed.
+    the values that an optimizer has computed which is none of torch's own, or which writes on gradients in its step, as
+    SGD does with nesterov momentum on accelerators.
 
     Args:
         devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
