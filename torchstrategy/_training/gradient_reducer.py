@@ -66,11 +66,9 @@ AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
     Sequence[Sequence[torch.Tensor | None]],
 ]
-"""Adds up the gradients of several replicas, times their weights, and returns the sums on the device of each replica.
+"""Adds up the gradients of several replicas, times their weights, and returns the sums for each replica.
 
-It gets the gradients of each of these replicas, their weights, and for each replica of the strategy its parameters,
-which tell where it wants the sums.
-"""
+Its last argument has the parameters of each of these, on whose devices the sums are to be."""
 
 Together = Callable[[Callable[[], None]], None]
 """Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters."""
@@ -87,8 +85,7 @@ Together = Callable[[Callable[[], None]], None]
 #   `published` at synchronization points, and `reduce` and `end` when all steps have ended.
 # - visible: a replica's copy of the accumulated gradient, made when the step reads `.grad`. What the step does to it
 #   stays in the replica until `reduce`, which requires that all replicas did the same or each put a gradient there.
-# - kept: in `_kept`, what the user's parameters get if the run fails: their gradients from before the run, or those
-#   that its last update has left.
+# - kept: in `_kept`, what the user's parameters get if the run fails: what they had before it, or at its last update.
 # `reduce` empties the local and visible gradients of all replicas, and `_total`, into the accumulated ones. From
 # `begin` on, `.grad` of the user's own parameter is None, so that a backward which reaches it by mistake is noticed. It
 # has a gradient only inside `published` (an update, a merge function), in `_add` while the user's hooks look at it, and
@@ -128,13 +125,10 @@ class GradientReducer:
         # Whether no other run, of another thread, has had the same parameters since this one began. Else a gradient in
         # their `.grad` may be the other run's, and is no mistake of this step.
         self.is_alone = True
-        self._is_remote = [
-            any(p.device != o.device for p, o in zip(local, owners, strict=False)) for local in parameters
-        ]
+        self._is_remote = [any(p.device != o.device for p, o in zip(own, owners, strict=False)) for own in parameters]
         self._all_reduce = all_reduce
-        # The copies of accumulated gradients that the all-reduce left on the devices, for as long as they are sure to
-        # agree. By the id of an accumulated gradient: the gradient, so that no other tensor gets its id; its version,
-        # which shows writes; and the copy of each replica.
+        # The copies of accumulated gradients that the all-reduce left on the devices. By the id of an accumulated
+        # gradient: the gradient, so that no other tensor gets its id; its version; and the copy of each replica.
         self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self._take_turns = take_turns
         # The weighted sum of the local gradients that were added early since the last reduction, and of how many
