@@ -288,3 +288,32 @@ def test_a_penalty_on_the_gradient_of_rows_that_meet(several: torchstrategy.Stra
     penalty(plain, x)
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         close(one.grad, other.grad)
+
+
+def test_a_hook_of_a_parameter_that_only_the_step_trains(several: torchstrategy.Strategy) -> None:
+    # A random program found it: what the step thaws and freezes again is frozen when the next run begins, and its hook
+    # was not called any more.
+    def run(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3).double()
+        if strategy is not None:
+            model = strategy.distribute_module(model)
+        model.weight.register_hook(lambda gradient: gradient / 2)
+        gradients = []
+
+        def step(x: torch.Tensor) -> None:
+            model.requires_grad_(True)
+            model(x).square().mean().backward()
+            model.requires_grad_(False)
+
+        for _ in range(3):
+            if strategy is None:
+                step(X)
+            else:
+                strategy.run(step, args=(deal(strategy, X),))
+            assert model.weight.grad is not None
+            gradients.append(model.weight.grad.clone())
+        return gradients
+
+    for ours, plain in zip(run(several), run(None), strict=True):
+        close(ours, plain)

@@ -45,10 +45,29 @@ def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None
     for of_replica in of_replicas:
         parameter = of_replica.parameters[index] if index < len(of_replica.parameters) else None
         # These hooks stay as long as the parameter. `counts` remembers them: a later run does not add them again.
-        if parameter is not None and parameter.requires_grad and not parameter.counts:
+        if parameter is not None and not parameter.counts:
             parameter.counts = True
-            on_computed(parameter, functools.partial(_computed, parameter.run, index))
-            on_gradient(parameter, _counted)
+            with _trained(parameter):
+                on_computed(parameter, functools.partial(_computed, parameter.run, index))
+                on_gradient(parameter, _counted)
+
+
+@contextmanager
+def _trained(parameter: torch.Tensor) -> Iterator[None]:
+    """A block in which a parameter requires grad. A step may train one that is frozen when the run begins."""
+    before = parameter.requires_grad
+    parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
+
+
+def send_through_hooks(owner: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds a gradient of the whole batch to one of the user's parameters, as a backward does, which calls its hooks."""
+    # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
+    with _trained(owner), torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward([owner], [gradient])
 
 
 def seen_by_hooks(

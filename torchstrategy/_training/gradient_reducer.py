@@ -48,7 +48,7 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
-from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks
+from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
 from torchstrategy._training.replica_gradients import (
     CLEARED,
     CLEARED_NOTHING,
@@ -441,12 +441,9 @@ class GradientReducer:
     def _add(self, index: int, gradient: torch.Tensor, is_seen: bool) -> None:
         owner, accumulated = self.owners[index], self.accumulated[index]
         if is_seen:
-            # The hooks of the user's parameter see the gradient of the whole batch, once: a backward from the parameter
-            # itself calls them as autograd would. It runs on this thread, which is known to speak for all replicas; the
-            # threads of autograd's own pool are not.
+            # The hooks of the user's parameter see the gradient of the whole batch, once.
             set_raw_grad(owner, None if accumulated is None else accumulated.clone())
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward([owner], [gradient])
+            send_through_hooks(owner, gradient)
             self.accumulated[index] = raw_grad(owner)
             set_raw_grad(owner, None)
         else:
