@@ -181,9 +181,10 @@ def rows_as_long_as_the_checksums(m: Any) -> None:
 
 
 def exchange_rows(m: Any) -> None:
-    m.b.copy_(m.b.flip(0)) if m.b.device.type != "cpu" else m.b.numpy().__setitem__(
-        slice(None), m.b.numpy()[::-1].copy()
-    )
+    if m.b.is_cpu:
+        m.b.numpy()[:] = m.b.numpy()[::-1].copy()  # torch does not count this write
+    else:
+        m.b.copy_(m.b.flip(0))
 
 
 def hooked_dict(m: Any) -> None:

@@ -59,7 +59,8 @@ class OptimizerCopies:
         self.of_replicas = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         # The state of the user's optimizer that the copies agree with.
         self._known: _State | None = None
-        self._gradients = _marks_of_gradients(optimizer)  # those with which the optimizer begins its step
+        # The marks of the gradients with which the user's optimizer begins its step.
+        self._gradients: tuple[list[int], list[int]] = [], []
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
         self._lock = threading.Lock()
 
