@@ -7,8 +7,16 @@ from torchstrategy.cluster_resolver._cluster_resolver import (
     TFConfigClusterResolver,
     UnionResolver,
 )
+from torchstrategy.cluster_resolver._slurm import SlurmClusterResolver
 
-__all__ = ["ClusterResolver", "ClusterSpec", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver"]
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "UnionResolver",
+]
 
 for _name in __all__:
     globals()[_name].__module__ = __name__

@@ -133,10 +133,9 @@ def as_index(value: object) -> int:
         if isinstance(value, bool):
             raise TypeError
         index = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"The index of a task is an integer; got {value!r:.60}, {an(type(value).__name__)}.") from None
-    except ValueError:
-        raise ValueError(f"The index of a task is an integer; got {value!r:.60}.") from None
+    except (TypeError, ValueError) as error:
+        told = f"The index of a task is an integer; got {value!r:.60}, {an(type(value).__name__)}."
+        raise type(error)(told) from None
     if index < 0:
         raise ValueError(f"The index of a task is 0 or more; got {index}.")
     if index >= _MOST_TASKS:
@@ -174,10 +173,10 @@ class Task(NamedTuple):
 
 
 class ClusterResolver(ABC):
-    """Knows which processes a cluster has, and which of them this one is. The base of one's own.
+    """Knows which processes a cluster has, and which of them this one is. Subclass it to describe your own.
 
-    A subclass says `cluster_spec` and `master`; and which task it is, by setting `task_type`, `task_id` and
-    `rpc_layer`. They may be set anew at any time.
+    A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id` and `rpc_layer` to say which task
+    this process is. They may be set again at any time.
 
     Example:
         >>> class OnOneHost(torchstrategy.cluster_resolver.ClusterResolver):
@@ -340,9 +339,7 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(master, str):
             raise TypeError(f"master is an address, a string; got {master!r}.")
         if not isinstance(num_accelerators, (Mapping, type(None))):
-            raise TypeError(
-                f"num_accelerators is a dict from kinds to numbers, {{'GPU': 8}}; got {num_accelerators!r}."
-            )
+            raise TypeError(f"num_accelerators is a dict of numbers by kind, {{'GPU': 8}}; got {num_accelerators!r}.")
         self._cluster_spec = cluster_spec
         self._master = master
         self._environment = environment
@@ -481,7 +478,7 @@ T = TypeVar("T")
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """Knows what the environment variable `TF_CONFIG` says, which is read each time that something is asked.
+    """Knows what the environment variable `TF_CONFIG` says, which is read at each call.
 
     `TF_CONFIG` is JSON: `{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}`; also
     `"rpc_layer"` and `"session_master"` are known. What is given here wins over it.
@@ -555,9 +552,8 @@ class TFConfigClusterResolver(ClusterResolver):
         if not isinstance(task, dict):
             raise ValueError(f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r:.60}.')
         index = task.get("index")
-        return Task(
-            _text("type", task), None if index is None else _said(as_index, index), _text("rpc_layer", _config())
-        )
+        task_id = None if index is None else _said(as_index, index)
+        return Task(_text("type", task), task_id, _text("rpc_layer", _config()))
 
 
 def _text(name: str, where: dict[str, Any]) -> str | None:

@@ -185,7 +185,7 @@ def test_what_a_simple_resolver_hands_out_is_not_its_own() -> None:
         ({"cluster_spec": {"worker": ["a:1"]}}, "cluster_spec is a ClusterSpec; got {'worker'"),
         ({"cluster_spec": None}, "cluster_spec is a ClusterSpec; got None"),
         ({"master": 1}, "master is an address, a string; got 1"),
-        ({"num_accelerators": 8}, "num_accelerators is a dict from kinds to numbers, {'GPU': 8}; got 8"),
+        ({"num_accelerators": 8}, "num_accelerators is a dict of numbers by kind, {'GPU': 8}; got 8"),
         ({"task_id": 0.5}, "The index of a task is an integer"),
     ],
 )
