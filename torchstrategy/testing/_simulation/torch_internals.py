@@ -16,7 +16,11 @@ from torch.utils import backend_registration
 # functions has to make it again.
 from torch.utils._device import _device_constructors as list_device_constructors
 
-__all__ = ["list_device_constructors"]  # a type checker takes no other import for a part of this file
+# The arguments of an operator are cast as torch's own autocast does it: whatever containers they are in.
+from torch.utils._pytree import tree_map_only
+
+# A type checker takes no other imports for parts of this file.
+__all__ = ["list_device_constructors", "tree_map_only"]
 
 # DLPack capsules are the only way to a second tensor that has the same memory and reports another device.
 to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
