@@ -20,6 +20,8 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     stepper           a learning-rate scheduler or a `GradScaler`, which counts steps
     outsider          a trainable tensor that a step names and of which replicas have no copies
     lead              the first replica that is present: where one replica speaks for all of them, it does
+    worker            one of several processes that train together, each with replicas of its own
+    understudy        a worker without rows: its first replica runs the step on others' rows, and nothing of it counts
     lane              the replicas that take turns: those on one physical device, or all of them
 
 At a *synchronization point* every replica brings something, and all go on together: `optimizer.step()`, a collective.
@@ -58,6 +60,7 @@ from torchstrategy._communication.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
+from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.context import has_strategy, in_cross_replica_context, set_default
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
@@ -68,6 +71,7 @@ from torchstrategy._input.batch_types import register_batch_type
 from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.steps import PerReplicaSpec, TensorSpec
+from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context, running_context
 from torchstrategy._strategy.strategies import (
     CentralStorageStrategy,
@@ -91,6 +95,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "OutOfRangeError",
@@ -109,6 +114,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "WorkerError",
     "cluster_resolver",
     "compat",
     "experimental",

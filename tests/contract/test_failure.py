@@ -320,7 +320,8 @@ def test_a_buffer_that_cannot_be_brought_back_leaves_everything_as_it_was(severa
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            self.history = torch.cat([self.history, torch.ones(1)])
+            replica = torchstrategy.get_replica_context().replica_id_in_sync_group
+            self.history = torch.cat([self.history, torch.ones(1 + replica)])
             return self.norm(inputs)
 
     with several.scope():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import queue
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -250,13 +252,15 @@ def test_with_one_device_the_module_is_called_on_the_callers_thread() -> None:
 
 def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> None:
     """A lock, an open file, a generator or a Python module in an attribute was refused."""
-    held = [threading.Lock(), (i for i in range(9)), gc, {"deep": [threading.RLock()]}]
-    model, plain = alike(lambda: Calls(lambda module, x: x * module.weight * next(module.held[1]).bit_length()))
-    for one in (model.module, plain):
-        one.held = list(held)
-    next(held[1])  # type: ignore[call-overload]
-    assert sorted(model(torch.ones(3, 1)).flatten().tolist()) == [1, 2, 2]  # replicas on several devices run at once
-    assert model.module.held[0] is held[0]
+    with tempfile.TemporaryFile() as file:
+        held = [threading.Lock(), (i for i in range(9)), gc, {"deep": [threading.RLock()]}, queue.SimpleQueue(), file]
+        model, plain = alike(lambda: Calls(lambda module, x: x * module.weight * next(module.held[1]).bit_length()))
+        for one in (model.module, plain):
+            one.held = list(held)
+        next(held[1])  # type: ignore[call-overload]
+        # Replicas on several devices run at once.
+        assert sorted(model(torch.ones(3, 1)).flatten().tolist()) == [1, 2, 2]
+        assert model.module.held[0] is held[0]
 
 
 # Where it is called

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import clip_grad_norm_
 
 from problems import built, compare, data, deal, mlp, mse, replica_id, sgd, where_it_is
@@ -33,6 +34,9 @@ def _hooked(log: dict[int, list[float]], kinds: str) -> Callable[[], nn.Module]:
                 p.register_hook(lambda g: seen.append(float(g.norm())))
             if "accumulate" in kinds:
                 p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
+        if kinds == "several":
+            register_multi_grad_hook(tuple(model.parameters()), lambda gs: seen.extend(float(g.norm()) for g in gs))
+            register_multi_grad_hook([model[0].bias], lambda gs: seen.append(float(gs[0].norm())))
         return model
 
     return build
@@ -43,6 +47,38 @@ def _check(make: Any, step: Any, kinds: str, **options: Any) -> None:
     compare(make, 3, step, build=_hooked(log, kinds), **options)
     ours, plain = log.values()
     assert sorted(ours) == pytest.approx(sorted(plain), rel=1e-9)
+
+
+def test_a_hook_for_several_parameters_sees_their_gradients(make):
+    """It was never called: gradients came to the parameters one after the other, in a backward each."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    _check(make, step, "several")
+
+
+def test_hooks_are_called_in_the_order_of_a_backward(make):
+    """Hooks that share something, such as a budget for all gradients, saw the first parameters first."""
+    log: dict[int, list[int]] = {}
+
+    def build() -> nn.Module:
+        model = mlp()
+        seen = log.setdefault(len(log), [])
+        for position, p in enumerate(model.parameters()):
+            p.register_hook(lambda g, position=position: seen.append(position))
+        return model
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    compare(make, 3, step, build=build)
+    ours, plain = log.values()
+    assert ours == plain
 
 
 @pytest.mark.parametrize("kinds", ["tensor", "accumulate"])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import torchstrategy
 from nets import F64
 from problems import ELSEWHERE, assert_close, data, deal, gradients, mlp, mse, where_it_is
 
@@ -257,21 +258,34 @@ def test_a_model_of_another_strategy_in_a_step_is_refused(make):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_buffer_of_another_shape_is_refused_by_name(make):
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.register_buffer("queue", torch.zeros(2))
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("queue", torch.zeros(2))
 
-        def forward(self) -> None:
-            self.queue = torch.cat([self.queue, torch.ones(1)])
+    def forward(self, count: int) -> torch.Tensor:
+        self.queue = torch.cat([self.queue, torch.ones(count, device=self.queue.device)])
+        return self.queue.sum()
 
+
+def test_a_buffer_of_another_shape_in_each_replica_is_refused_by_name(make):
     strategy = make(2)
     with strategy.scope():
         model = Growing()
     with pytest.raises(
-        RuntimeError, match=r"A replica replaced the buffer Growing\.queue, of shape \(2,\) and torch\.float32, by"
+        RuntimeError, match=r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and torch\.float32, and"
     ):
-        strategy.run(lambda: model())
+        strategy.run(lambda: model(1 + torchstrategy.get_replica_context().replica_id_in_sync_group))
     assert model.queue.tolist() == [0.0, 0.0]
+
+
+def test_a_buffer_may_get_another_shape_that_is_the_same_in_all_replicas(make):
+    """An observer of quantization makes a scale for each channel in its first forward. It was refused."""
+    strategy = make(2)
+    with strategy.scope():
+        model = Growing()
+    for count in (1, 2, 3):
+        results = strategy.run(lambda: model(1))
+        assert list(map(float, results.values)) == [count, count] and model.queue.tolist() == [0.0, 0.0, *[1.0] * count]
+    assert float(model(1)) == 4

@@ -189,3 +189,83 @@ def test_a_buffer_that_is_to_learn_is_refused() -> None:
     model = strategy.distribute_module(Scaled())
     with pytest.raises(TypeError, match=r"Scaled\.scale is a tensor that requires grad"):
         strategy.run(lambda: (model.scale * X).mean().backward())
+
+
+def the_same(m: Any) -> None:
+    m.other = m.mean
+
+
+def a_view(m: Any) -> None:
+    m.other = m.mean[:1]
+
+
+def a_parameter(m: Any) -> None:
+    m.other = m.layer.bias.detach()
+
+
+def a_view_of_a_parameter(m: Any) -> None:
+    m.other = m.layer.weight.detach()[1:, 1]
+
+
+def something_new_in_both(m: Any) -> None:
+    m.mean = m.other = m.mean * 0.5
+
+
+def a_view_of_something_new(m: Any) -> None:
+    m.mean = m.mean * 0.5
+    m.other = m.mean[1:]
+
+
+def through_data(m: Any) -> None:
+    m.other.data = m.mean.data[:1]
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        the_same,
+        a_view,
+        a_parameter,
+        a_view_of_a_parameter,
+        something_new_in_both,
+        a_view_of_something_new,
+        through_data,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_a_step_that_puts_one_tensor_in_two_places_leaves_one(
+    several: torchstrategy.Strategy, put: Callable[[Any], None]
+) -> None:
+    """The user's module had two tensors: a write on one of them did not show in the other."""
+
+    def write(m: Any) -> None:
+        if m.due:
+            put(m)
+        m.mean.add_(0.25)
+        m.scale.fill_(2 * m.other.sum())
+
+    def others(m: Any) -> None:
+        m.due = False
+        m.register_buffer("other", torch.ones(2, dtype=torch.float64))
+        m.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+
+    def trained(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:
+        with nullcontext() if strategy is None else strategy.scope():
+            net = Net(write, others)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        seen = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            net(X).square().mean().backward()
+            optimizer.step()
+
+        for index in range(4):
+            net.due = index == 1
+            step() if strategy is None else strategy.run(step)
+            net.mean.mul_(3)
+            seen += [value.detach().cpu().clone() for value in net.state_dict().values()]
+        return seen
+
+    for one, other in zip(trained(several), trained(None), strict=True):
+        torch.testing.assert_close(one, other)

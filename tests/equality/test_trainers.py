@@ -323,7 +323,8 @@ def test_a_module_from_outside_of_the_scope_may_be_the_trainer(several: torchstr
     inner = made(several)
     learner = Learner(inner.model, inner.optimizer)
     before = inner.model[0].weight.detach().clone()
-    rows = several.run(learner, args=(deal(several, data(7)),))
+    with pytest.warns(torchstrategy.ReplicaBufferWarning, match=r"The attribute Learner\.rows has other numbers"):
+        rows = several.run(learner, args=(deal(several, data(7)),))
     assert sum(components(several, rows)) == 7
     assert learner.steps == 1 and not torch.equal(inner.model[0].weight, before)
 

@@ -216,24 +216,44 @@ def test_a_scaler_unscales_what_every_replica_updates_with(strategy: torchstrate
     assert_replicas_agree(strategy, model, updates)
 
 
-def test_a_buffer_that_forward_writes_through_data_is_that_of_the_model(strategy: torchstrategy.Strategy) -> None:
-    class Codebook(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, **F64))
-            self.register_buffer("codes", torch.zeros(2, **F64))
-            self.seen = torch.zeros(1, **F64)
+class Codebook(nn.Module):
+    """Two tensors of which `write` makes others in each forward."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.codes.data.add_(1)
-            self.seen.data.add_(2)
-            return x * self.weight
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, **F64))
+        self.register_buffer("codes", torch.zeros(2, **F64))
+        self.seen = torch.zeros(1, **F64)
+        self.write = write
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return x * self.weight
+
+
+def writes_through_data(model: Any) -> None:
+    model.codes.data.add_(1)
+    model.seen.data.add_(2)
+
+
+def gives_other_memory(model: Any) -> None:
+    """An assignment to `.data` counts no version and writes nothing on the memory that was there: it was not seen."""
+    model.codes.data = model.codes.data + 1
+    model.seen.data = model.seen.data + 2
+
+
+@pytest.mark.parametrize(
+    ("write", "count", "expected"),
+    [(writes_through_data, 2, ([2.0, 2.0], [4.0])), (gives_other_memory, 3, ([3.0, 3.0], [6.0]))],
+)
+def test_what_forward_writes_through_data_is_that_of_the_model(
+    strategy: torchstrategy.Strategy, write: Callable[[Any], None], count: int, expected: tuple[list[float], ...]
+) -> None:
     with strategy.scope():
-        model = Codebook()
-    for batch in strategy.experimental_distribute_dataset(batches(2)):
+        model = Codebook(write)
+    for batch in strategy.experimental_distribute_dataset(batches(count)):
         strategy.run(lambda x: model(x).detach(), args=(batch,))
-    assert (model.codes.tolist(), model.seen.tolist()) == ([2.0, 2.0], [4.0])
+    assert (model.codes.tolist(), model.seen.tolist()) == expected
     assert_replicas_agree(strategy, model)
 
 

@@ -40,7 +40,7 @@ MAX_LINES = 350
 # Inside of public folders, whose docstrings are for users: a file imports only from floors below its own. Inside of the
 # other rooms, the room's docstring has the order of its files.
 FLOORS: dict[tuple[str, ...], list[set[str]]] = {
-    ("cluster_resolver",): [{"_cluster_resolver"}],
+    ("cluster_resolver",): [{"_cluster_resolver"}, {"_slurm"}],
     ("compat",): [{"v1"}],
     ("compat", "v1"): [
         {"_strategies"},
@@ -48,9 +48,9 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("nn",): [{"_losses", "_sync_batch_norm"}],
     ("testing",): [
-        {"_refusals", "_simulation"},
+        {"_instruments", "_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
-        {"_same_as_plain"},
+        {"_same_as_plain", "_worker_drift"},
     ],
     ("testing", "_simulation"): [
         {"torch_internals"},

@@ -77,7 +77,7 @@ def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
     links = re.findall(r"\]\((\S+?)\)", TEXT)
     assert links
     for link in links:
-        assert link[1:] in anchors if link.startswith("#") else (PAGE.parent / link).is_file(), link
+        assert link[1:] in anchors if link.startswith("#") else (PAGE.parent / link.partition("#")[0]).is_file(), link
     from_outside = re.findall(r"\(docs/data\.md(?:#(\S+))?\)", (PAGE.parents[1] / "README.md").read_text())
     assert "" in from_outside
     assert set(from_outside) <= {"", *anchors}

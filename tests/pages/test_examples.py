@@ -9,13 +9,16 @@ import re
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+import torchstrategy
 from processes import python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def output_of(program: str, *arguments: str) -> str:
@@ -73,11 +76,24 @@ def test_the_digits_program_runs_and_checks_itself() -> None:
     assert "largest difference from plain PyTorch" in output
 
 
+def output_of_workers(*arguments: str) -> str:
+    """What a program prints that torchrun starts in two processes."""
+    return output_of_python(*TORCHRUN, str(EXAMPLES / arguments[0]), *arguments[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")])
+def test_the_digits_program_checks_itself_in_two_processes(arguments: tuple[str, ...]) -> None:
+    output = output_of_workers("digits.py", "--strategy", "workers", "--epochs", "1", "--check", *arguments)
+    assert [line.partition(" ")[0] for line in output.splitlines()] == ["15", "test", "largest"]  # one of them prints
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
         "--strategy default",
+        "--strategy workers --replicas 2",
         "--strategy one --device cpu:1",
         "--strategy central --device cpu:1,cpu:0",
         "--strategy central --replicas 4 --optimizer adam",
@@ -114,6 +130,7 @@ def test_the_check_of_digits_fails_when_a_weight_differs(digits_problem: ModuleT
         ("--strategy one --replicas 2", "--strategy one has one replica, and --replicas asks for 2"),
         ("--strategy default --device cpu", "--strategy default runs where the tensors are and takes no --device"),
         ("--strategy central --device cpu,cpu --replicas 3", "--replicas asks for 3, and --device lists 2"),
+        ("--strategy workers --device cpu,cpu --replicas 3", "--replicas asks for 3, and --device lists 2"),
     ],
 )
 def test_digits_refuses_arguments_that_it_would_have_to_ignore(
@@ -121,6 +138,64 @@ def test_digits_refuses_arguments_that_it_would_have_to_ignore(
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         digits_problem.new_strategy(parsed(digits_problem, arguments))
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("restart")
+
+
+@pytest.mark.slow
+def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
+    command = (*TORCHRUN, "--max-restarts", "1", str(EXAMPLES / "restart.py"), "--kill", "20", "--check")
+    done = python(*command, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exitcode: -9" in done.stderr  # of SIGKILL
+    begun, learned, same = done.stdout.splitlines()
+    assert begun == "the training goes on after step 14"
+    assert learned.startswith("test accuracy 9")
+    assert same == "all weights are those of an unbroken run, to the bit"
+    assert list(tmp_path.iterdir()) == []
+
+
+PARTS = ("model", "optimizer", "scheduler", "dataset", "random")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", [None, *PARTS])
+def test_a_checkpoint_needs_all_its_parts(
+    restart: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str | None
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def be_killed() -> None:
+        raise Killed
+
+    options = restart.argument_parser().parse_args(["--epochs", "2", "--kill", "9"])
+    strategy, path = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]), tmp_path / "checkpoint.pt"
+    unbroken = restart.train(strategy, options, None)
+    monkeypatch.setattr(restart, "kill_this_process", be_killed)
+    with pytest.raises(Killed):
+        restart.train(strategy, options, path)
+    if lacking:
+        state = torch.load(path)
+        state[lacking] = state_at_the_beginning(restart, strategy, tmp_path)[lacking]
+        torch.save(state, path)
+    options.kill = None
+    resumed = restart.train(strategy, options, path)
+    if lacking:
+        with pytest.raises(SystemExit, match="not the weights of an unbroken run"):
+            restart.check(resumed, unbroken)
+    else:
+        restart.check(resumed, unbroken)
+
+
+def state_at_the_beginning(restart: ModuleType, strategy: torchstrategy.Strategy, folder: Path) -> dict[str, Any]:
+    restart.Training(strategy).save(folder / "first.pt")
+    state: dict[str, Any] = torch.load(folder / "first.pt")
+    return state
 
 
 @pytest.mark.slow

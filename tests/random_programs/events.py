@@ -630,8 +630,11 @@ class Move(Event):
         elif self.how == "double":
             model.double()
         elif self.how == "there and back":
-            model.float()
-            model.double()
+            # A sparse gradient is rounded entry by entry. One device has an entry for each use of a row, and replicas
+            # have their sums: so the rounding is another.
+            if not any(p.grad is not None and p.grad.is_sparse for p in model.parameters()):
+                model.float()
+                model.double()
         else:
             model.apply(lambda module: None)
             model.requires_grad_(True)

@@ -80,7 +80,9 @@ class _Draw:
         cut = draw.randint(1, len(step)) if step and draw.random() < 0.12 else len(step)
         step, then = step[:cut], step[cut:]
         ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
-        self._may_fail_late = ends_with_update and not self._sees_calls
+        # A run that fails takes back what the step did to the model, but for its updates.
+        has_deeds = any(isinstance(action, actions.Deed) for action in step)
+        self._may_fail_late = ends_with_update and not (self._sees_calls or has_deeds)
         line = [*step, *then]
         backwards = sum(repr(line).count(name) for name in ("Backward(", "Penalty(", "Closure("))
         self._repeats = backwards > 1 or any(word in repr(line) for word in ("twice", "micro=2", "assign", "add"))
@@ -149,6 +151,10 @@ class _Draw:
             ways = modules.WAYS_OF_CALLING if isinstance(inner, layers.Linear) else modules.WAYS_OF_CALLING[:5]
             if self._is_data_parallel:  # a checkpoint calls its layer again, in a backward that is after the run
                 ways = [way for way in ways if "checkpoint" not in way]
+            if isinstance(inner, layers.Norm) and "batch" in inner.kind:
+                # A checkpoint calls a layer again for the tensors that it has saved, and then it counts a batch twice.
+                # One of torch saves some in any case, `SyncBatchNorm` if something but its bias is trained.
+                ways = [way for way in ways if way != "checkpoint"]
             return layers.Wrapped(inner, draw.choice(ways))
         if kind == 28 and draw.random() < 0.3:
             inside = tuple(self._parts(self._layer, draw.randint(1, 3)))

@@ -10,7 +10,7 @@ import enum
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -23,6 +23,8 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 import torch
 from torch import nn
+
+from torchstrategy._core.distributed_values import PerReplica
 
 _NUMBERS = (bool, int, float, complex, np.generic, Decimal, Fraction, datetime, date, time, timedelta)
 PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice, PurePath)
@@ -38,12 +40,9 @@ _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 class Place(NamedTuple):
     """A container or an object that may be changed in place, and the copies of the replicas."""
 
+    path: str
     original: Any
     local: Sequence[Any]  # by replica
-
-    def everywhere(self) -> Sequence[Any]:
-        """The copy of each replica, and after them the user's own."""
-        return [*self.local, self.original]
 
 
 class Leaf(NamedTuple):
@@ -58,20 +57,28 @@ Attribute = tuple[str, Any, Sequence[Any]]
 """The path of an attribute, its value in the user's object, and its value in each replica."""
 
 
-def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dict[int, Leaf]]:
-    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects."""
+def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dict[int, Leaf], list[Place]]:
+    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+
+    Returns:
+        The places, the leaves, and further places, which hold arrays and `PerReplica`s.
+    """
     places: dict[int, Place] = {}
     leaves: dict[int, Leaf] = {}
+    others: list[Place] = []
     for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
                 leaves[id(value)] = Leaf(where, value, copies)
         elif isinstance(value, np.ndarray):
+            others.append(Place(where, value, copies))
             with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
                 leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
+        elif isinstance(value, PerReplica):
+            others.append(Place(where, value, copies))
         elif not isinstance(value, nn.Module):
-            places[id(value)] = Place(value, copies)
-    return places, leaves
+            places[id(value)] = Place(where, value, copies)
+    return places, leaves, others
 
 
 def _over(array: Any) -> torch.Tensor:
@@ -82,12 +89,12 @@ def _over(array: Any) -> torch.Tensor:
 
 
 def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors, arrays, modules, containers and other objects in a value, each with its path."""
+    """The tensors, arrays, modules, `PerReplica`s, containers and other objects in a value, each with its path."""
     return ((where, held) for where, held, _ in _walk(path, value, (), set()))
 
 
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Attribute]:
-    if isinstance(value, (torch.Tensor, np.ndarray, nn.Module)):
+    if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
         yield path, value, local
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
@@ -96,7 +103,9 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
         yield path, value, local
-    items, of_copies = _named_items(value), list(map(_named_items, local))
+    if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= _PLAIN_TYPES:
+        return  # there may be many
+    items, of_copies = named_items(value), list(map(named_items, local))
     for place, item in items.items():
         if type(item) not in _PLAIN_TYPES and all(place in of_copy for of_copy in of_copies):
             shown, key = place
@@ -106,13 +115,13 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
 _ITEM, _ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
 
 
-def _named_items(value: Any) -> dict[tuple[str, Any], Any]:
+def named_items(value: Any) -> dict[tuple[str, Any], Any]:
     """What a value holds, by how a path shows it and by its position, key or name."""
     named: dict[tuple[str, Any], Any] = {}
     if isinstance(value, (list, tuple, deque)):
-        if set(map(type, value)) <= _PLAIN_TYPES:
-            return named
         named.update(((_ITEM, i), item) for i, item in enumerate(value))
+    elif isinstance(value, set):
+        named.update(((_ITEM, item), item) for item in value)
     elif isinstance(value, dict):
         named.update(((_ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
@@ -147,21 +156,9 @@ def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def is_data(value: Any, is_known: Callable[[Any], bool]) -> bool:
-    """Whether a value is a number, a string or similar, or `is_known` is true of it, or it holds nothing but such."""
-    return _is_data(value, is_known, set())
-
-
-def _is_data(value: Any, is_known: Callable[[Any], bool], seen: set[int]) -> bool:
-    if isinstance(value, PLAIN) or is_known(value) or id(value) in seen:
-        return True
-    is_container = isinstance(value, (tuple, frozenset)) or type(value) in _COPIED
-    if not (is_container or _is_all_attributes(value)):
-        return False
-    seen.add(id(value))
-    items = value if isinstance(value, (tuple, frozenset, *SEQUENCES)) else ()
-    table = chain.from_iterable(table_type(value).items(value)) if isinstance(value, dict) else ()
-    return all(_is_data(item, is_known, seen) for item in chain(items, table, attributes(value).values()))
+def is_container(value: Any) -> bool:
+    """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes."""
+    return isinstance(value, (tuple, frozenset)) or type(value) in _COPIED or _is_all_attributes(value)
 
 
 def _is_all_attributes(value: Any) -> bool:
@@ -192,6 +189,23 @@ def contents_of(container: Any) -> tuple[Any, Any, Any]:
         dict(table_type(container).items(container)) if isinstance(container, dict) else None,
         dict(attributes(container)),
     )
+
+
+def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
+    """Gives a container, which stays the same object, what `named_items` returned for another one."""
+    tables: dict[str, dict[Any, Any]] = {_ITEM: {}, _ATTRIBUTE: {}}
+    for (shown, key), value in named.items():
+        tables[shown][key] = value
+    items = list(tables[_ITEM].values()) if isinstance(container, SEQUENCES) else None
+    write(container, (items, tables[_ITEM] if isinstance(container, dict) else None, tables[_ATTRIBUTE]))
+
+
+def drop(value: Any, item: object) -> None:
+    """Removes an item from all containers in a value that can be written."""
+    for _, container in list(things_in("", value)):
+        named = {} if isinstance(container, (*_CLOSED, PerReplica)) else named_items(container)
+        if any(held is item for held in named.values()):
+            write_items(container, {place: held for place, held in named.items() if held is not item})
 
 
 def write(container: Any, contents: tuple[Any, Any, Any]) -> None:

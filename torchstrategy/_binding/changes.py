@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -71,9 +71,11 @@ class Snapshot:
 
     Args:
         containers: Dictionaries, lists, sets, or objects with attributes, by keys that the caller chooses.
+        left_out: Names in tables. What stands there is not looked at, and neither is the order of all names.
     """
 
-    def __init__(self, containers: Mapping[Any, Any]) -> None:
+    def __init__(self, containers: Mapping[Any, Any], left_out: Set[str] = frozenset()) -> None:
+        self._left_out = left_out
         self._tables = {key: container for key, container in containers.items() if _is_table(container)}
         self._others = {key: container for key, container in containers.items() if key not in self._tables}
         self.take()
@@ -85,6 +87,10 @@ class Snapshot:
         # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
         self._empty = [table for table in self._tables.values() if not table]
         self._full = [table for table in self._tables.values() if table]
+        if self._left_out:
+            names = ([name for name in table if name not in self._left_out] for table in self._full)
+            # Of a single name, an `itemgetter` would return no tuple.
+            self._readers = [itemgetter(*looked_at, looked_at[0]) for looked_at in names]
         self._sizes, self._names, self._values = self._contents()
         # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
         self._are_plain = {str}.issuperset(map(type, self._names))
@@ -103,7 +109,10 @@ class Snapshot:
         """Whether the containers hold the same objects in the same order."""
         if any(self._empty):
             return False
-        sizes, names, values = self._contents()
+        try:
+            sizes, names, values = self._contents()
+        except KeyError:  # a name is no longer there
+            return False
         if sizes != self._sizes or not all(map(is_, values, self._values)):
             return False
         return names == self._names if self._are_plain else all(map(is_, names, self._names))
@@ -126,9 +135,13 @@ class Snapshot:
         """How many objects each container holds, the names in the tables, and all other objects."""
         names: list[Any] = []
         values: list[Any] = []
-        for table in self._full:
-            names += table
-            values += table.values()
+        if self._left_out:
+            for read, table in zip(self._readers, self._full, strict=True):
+                values.extend(read(table))
+        else:
+            for table in self._full:
+                names.extend(table)
+                values.extend(table.values())
         others = list(map(_items, self._others.values()))
         values += chain.from_iterable(others)
         return list(map(len, (*self._full, *others))), names, values
@@ -250,6 +263,10 @@ class TrackedTensors:
         self._held[index] = tensor
         self.note_uncounted([index])
 
+    def fits(self, index: int, value: torch.Tensor) -> bool:
+        """Whether one of the tensors has the shape and dtype of a value."""
+        return (self._held[index].shape, self._held[index].dtype) == (value.shape, value.dtype)
+
     def take(self, index: int, value: torch.Tensor) -> None:
         """Writes one of the tensors. After this, the copies do not agree with it."""
         write_value(self.tensors[index], value, self.are_running[index])
@@ -360,9 +377,38 @@ class DataReads:
         return found
 
 
-def writes_on(tensors: Sequence[torch.Tensor]) -> UncountedWrites:
-    """Finds out which of some tensors a step writes, by position. Sparse tensors are left to torch's own counter."""
-    return UncountedWrites({i: t for i, t in enumerate(tensors) if t.layout is torch.strided}, is_exact=True)
+@final
+class StepWrites:
+    """Finds out on which of a replica's tensors a step writes, from when this was made or `note` was called.
+
+    Args:
+        tensors: The tensors. Sparse tensors are left to torch's own counter.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._versions: list[int] = []
+        self._pointers: list[int] = []
+        self._uncounted = UncountedWrites({})
+        self.note()
+
+    def note(self) -> None:
+        """Says that what was written until now is known."""
+        before, self._versions, self._pointers = self._pointers, versions(self.tensors), pointers(self.tensors)
+        self._uncounted.take(set())
+        if before != self._pointers:
+            dense = {i: tensor for i, tensor in enumerate(self.tensors) if tensor.layout is torch.strided}
+            self._uncounted = UncountedWrites(dense, is_exact=True)
+
+    def is_counted(self, index: int) -> bool:
+        """Whether the version of one of the tensors has changed."""
+        return version(self.tensors[index]) != self._versions[index]
+
+    def written(self) -> set[int]:
+        """The positions of the tensors that were written, or got other memory through `.data`."""
+        now, known = (versions(self.tensors), pointers(self.tensors)), (self._versions, self._pointers)
+        counted = set(_differing(now, known)) if now != known else set()
+        return counted | self._uncounted.take(counted)
 
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.

@@ -94,6 +94,28 @@ class ClosureRebinder:
         return made
 
 
+def is_function(value: object) -> bool:
+    """Whether a value is a function of the user's, a bound method, or a `functools.partial`."""
+    return is_users(value) or isinstance(value, (types.MethodType, functools.partial))
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, or functions of the same code that use the same objects."""
+    if one is other or type(one) is not type(other) or not is_function(one):
+        return one is other
+    parts, others = _parts(one), _parts(other)
+    return len(parts) == len(others) and all(map(are_alike, parts, others))
+
+
+def _parts(fn: Any) -> list[Any]:
+    if isinstance(fn, types.MethodType):
+        return [fn.__func__, fn.__self__]
+    if isinstance(fn, functools.partial):
+        return [fn.func, *fn.args, *fn.keywords, *fn.keywords.values()]
+    closed = dict(closed_over(fn))
+    return [fn.__code__, *closed, *closed.values(), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+
+
 def is_users(fn: object) -> TypeGuard[types.FunctionType]:
     """Whether this is a function that is not torch's.
 

@@ -71,3 +71,4 @@ HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # The attributes in which torch itself keeps tables, hooks, flags, and the result of `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+TABLES = TORCHS_OWN - {"training", "_is_full_backward_hook"}  # those of them that hold more than a flag

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -23,6 +23,18 @@ from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Pe
 from torchstrategy._core.tree import tree_flatten
 
 
+class Told(NamedTuple):
+    """What a process tells the others of a value that its replicas wrote."""
+
+    text: str  # it differs where two values do
+    value: Any
+    is_own: bool  # whether values that differ stay what they are in each process; else one process decides
+    path: str = ""  # what to call it in a warning; empty: nobody is warned
+
+
+KEPT = ""  # the text of a process whose value stays that from before the run, since it takes no part
+
+
 @final
 class Trainer:
     """A trainer that becomes a proxy, and its attributes in each replica of one run.
@@ -31,10 +43,21 @@ class Trainer:
         original: The user's trainer. All of it is in its `__dict__`.
         num_replicas: How many replicas the strategy has.
         present: The replicas that take part in the run.
+        has_others: Whether other processes have replicas, too.
+        is_understudy: Whether what this process computes does not count.
     """
 
-    def __init__(self, original: Any, num_replicas: int, present: Sequence[int]) -> None:
+    def __init__(
+        self,
+        original: Any,
+        num_replicas: int,
+        present: Sequence[int],
+        has_others: bool = False,
+        is_understudy: bool = False,
+    ) -> None:
         self.original = original
+        self._has_others = has_others
+        self._is_understudy = is_understudy
         self._inside: dict[str, Any] = object.__getattribute__(original, "__dict__")
         self._present = present
         self._num_replicas = num_replicas
@@ -49,33 +72,64 @@ class Trainer:
         for edit in edits(self._known, now):
             for r, tables in enumerate(zip(self._given, self.attributes, strict=True)):
                 for table in tables:
-                    edit._replace(after=self._in_replica(edit.after, r)).apply(table)
+                    edit._replace(after=in_replica(edit.after, r, self._num_replicas)).apply(table)
         self._known = now
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
         written = (edits(self._given[r], self.attributes[r]) for r in self._present)
-        self._edits = [self._of_all(name) for name in dict.fromkeys(edit.name for edit in chain.from_iterable(written))]
+        self._edits = {name: self._of_all(name) for name in dict.fromkeys(e.name for e in chain.from_iterable(written))}
+
+    def told(self) -> dict[Any, Told]:
+        """What is one value in this process, for the others to compare."""
+        pairs = ((name, edit.after) for name, edit in self._edits.items())
+        told = {("", "", name): Told(repr(value), value, True) for name, value in pairs if isinstance(value, _PLAIN)}
+        if self._is_understudy:
+            kept = [name for name, edit in self._edits.items() if isinstance(edit.before, PerReplica)]
+            told.update({("", "", name): Told(KEPT, None, True) for name in kept})
+        return told
+
+    def keep(self, key: Any) -> None:
+        """Replicas of other processes have another value."""
+        before = self._known.get(key[2], MISSING)
+        value = self._edits[key[2]].after if key[2] in self._edits else before
+        if not isinstance(value, PerReplica) and value is not MISSING:
+            values = [value if c else ABSENT for c in self._counts(before)]
+            self._edits[key[2]] = Edit(None, key[2], before, self._own(before, values))
+
+    def put(self, key: Any, value: Any) -> None:
+        """All replicas whose rows count have this value."""
+        before = self._known.get(key[2], MISSING)
+        self._edits[key[2]] = Edit(None, key[2], before, before if value is ABSENT else value)
 
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
-        for edit in self._edits:
+        for edit in self._edits.values():
             edit.apply(self._inside)
-        values = [list(edit.after.values) for edit in self._edits if isinstance(edit.after, DistributedValues)]
+        values = [list(edit.after.values) for edit in self._edits.values() if isinstance(edit.after, DistributedValues)]
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
 
     def _of_all(self, name: str) -> Edit:
-        # A replica that takes no part in the step keeps its value, if it had a value of its own.
         before = self._known.get(name, MISSING)
-        counts = [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
-        values = (own.get(name, MISSING) for own in self.attributes)
-        return Edit(None, name, before, _as_one([v if c else ABSENT for v, c in zip(values, counts, strict=True)]))
+        values = [own.get(name, MISSING) for own in self.attributes]
+        counted = [v if c else ABSENT for v, c in zip(values, self._counts(before), strict=True)]
+        if self._is_understudy and isinstance(before, PerReplica):
+            return Edit(None, name, before, before)
+        if self._is_understudy and isinstance(values[0], _PLAIN):
+            return Edit(None, name, before, values[0])  # until the others tell theirs
+        if self._has_others and isinstance(values[0], torch.Tensor):
+            return Edit(None, name, before, self._own(before, counted))
+        return Edit(None, name, before, _as_one(counted))
 
-    def _in_replica(self, value: Any, replica: int) -> Any:
-        if not isinstance(value, DistributedValues) or len(value._components) != self._num_replicas:
-            return value  # it is a value of another strategy
-        own = component(value, replica)
-        return MISSING if own is ABSENT else own
+    def _counts(self, before: Any) -> list[bool]:
+        # A replica that takes no part in the step keeps its value, if it had a value of its own.
+        return [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
+
+    def _own(self, before: Any, values: Sequence[Any]) -> Any:
+        """The value where replicas of other processes have others."""
+        if not self._is_understudy:
+            return PerReplica([ABSENT if value is MISSING else value for value in values])
+        return before if isinstance(before, PerReplica) else PerReplica([ABSENT] * len(values), understudy=values[0])
 
 
 @final
@@ -112,6 +166,18 @@ class SharedTrainer:
         )
 
 
+def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
+    """What one of some replicas has in the place of a value; `MISSING` if it has none."""
+    if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
+        return value  # it is a value of another strategy
+    own = component(value, replica)
+    if own is ABSENT:
+        # This process may be an understudy again, which goes on from what it had.
+        own = getattr(value, "understudy", None)
+        return MISSING if own is None else own
+    return own
+
+
 def _as_one(values: Sequence[Any]) -> Any:
     """The value of all replicas, if theirs are equal; else a `PerReplica`. Replicas with `ABSENT` do not count."""
     there = [value for value in values if value is not ABSENT]
@@ -120,7 +186,7 @@ def _as_one(values: Sequence[Any]) -> Any:
     return PerReplica([ABSENT if value is MISSING else value for value in values])
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def _are_equal(value: Any, other: Any) -> bool:

@@ -32,8 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchstrategy._core.context import local_object
 
+# An object that is stepped once per training step, and counts the steps.
 Stepper = LRScheduler | torch.amp.GradScaler
-"""An object that is stepped once per training step, and counts the steps."""
 
 
 @final

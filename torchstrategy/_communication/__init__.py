@@ -1,4 +1,4 @@
-"""Copies and sums between devices.
+"""Copies and sums between devices, and between processes.
 
 Tensors of several replicas come in; copies of them on other devices, or their sums, go out. `transfer` alone calls
 `torch.nn.parallel` and NCCL.
@@ -6,5 +6,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
     options             what a person says about how values travel, and whether this machine can do it
     reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
+    workers             the processes that train together, as one of them sees the others
+    process_group       workers that are joined by a process group of `torch.distributed`
     cross_device_ops    the public ways of reducing and broadcasting: on one device, or on all devices at once
 """

@@ -21,11 +21,11 @@ from torchstrategy._core.errors import as_int, plural
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike, Tree
 
+# A device, a tensor on the device that is meant, or a distributed value: the device of each of its components.
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
-"""A device, a tensor on the device that is meant, or a distributed value: the device of each of its components."""
 
+# What is reduced, and where the result goes.
 Pair = tuple[DistributedValues, Destinations]
-"""What is reduced, and where the result goes."""
 
 
 def devices_of(where: Destinations) -> list[Device]:
@@ -38,9 +38,7 @@ def devices_of(where: Destinations) -> list[Device]:
     if isinstance(where, DistributedValues):
         for component in where.values:
             if not isinstance(component, torch.Tensor):
-                raise ValueError(
-                    f"destinations has a component {component!r}, which is on no device: it must be a tensor."
-                )
+                raise ValueError(f"destinations has a component {component!r}, which is no tensor and on no device.")
         return [component.device for component in where.values]
     if isinstance(where, torch.Tensor):
         return [where.device]
@@ -151,7 +149,7 @@ class CrossDeviceOps:
             [tensor([2., 2.]), tensor(0.)]
 
         Raises:
-            ValueError: If an entry is no pair; and as `reduce`.
+            ValueError: If an entry is not a pair, or `reduce` would raise one.
             NotImplementedError: If the class does not say how.
         """
         pairs = list(value_destination_pairs)
@@ -193,7 +191,7 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """Does what `reduce` is called for. Subclasses implement it.
+        """Reduces one value; `reduce` calls it. Subclasses implement it.
 
         Args:
             reduce_op: `SUM` or `MEAN`.
@@ -216,9 +214,7 @@ class CrossDeviceOps:
             value_destination_pairs: Distributed values of tensors, and the destinations of the results.
             options: How values are sent.
         """
-        return [
-            self.reduce_implementation(reduce_op, value, where, options) for value, where in value_destination_pairs
-        ]
+        return [self.reduce_implementation(reduce_op, *pair, options) for pair in value_destination_pairs]
 
     def broadcast_implementation(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
         """Does what `broadcast` is called for. Subclasses may override it; by default, it copies to each destination.
@@ -530,16 +526,14 @@ class HierarchicalCopyAllReduce(_AllReduce):
 
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
         middle = (len(tensors) + 1) // 2
-        groups = [range(middle), range(middle, len(tensors))]
-        leaders = [group[turn % len(group)] for group in groups]
-        parts = [
-            added([tensors[i] for i in group], tensors[leader].device)
-            for group, leader in zip(groups, leaders, strict=True)
-        ]
-        total = added(parts, tensors[leaders[turn % 2]].device)
+        groups = range(middle), range(middle, len(tensors))
+        led = {group[turn % len(group)]: group for group in groups}  # by the leader, on whose device a group adds up
+        parts = [added([tensors[i] for i in group], tensors[leader].device) for leader, group in led.items()]
+        first = list(led)[turn % 2]
+        total = added(parts, tensors[first].device)
         sums: dict[int, torch.Tensor] = {}
-        for group, leader in zip(groups, leaders, strict=True):
-            sums[leader] = total if leader == leaders[turn % 2] else total.to(tensors[leader].device, copy=True)
+        for leader, group in led.items():
+            sums[leader] = total if leader == first else total.to(tensors[leader].device, copy=True)
             sums.update((i, sums[leader].to(tensors[i].device, copy=True)) for i in group if i != leader)
         return [sums[i] for i in range(len(tensors))]
 

@@ -33,8 +33,8 @@ class _Absent:
         return "ABSENT"  # the name of the one object, so that copying and pickling make no second one
 
 
+# The placeholder for the value of a replica that took no part in the step.
 ABSENT = _Absent()
-"""The placeholder for the value of a replica that took no part in the step."""
 
 
 @final
@@ -135,17 +135,38 @@ class PerReplica(DistributedValues):
 
     `rows` says how many rows of the global batch each replica got; the distributed dataset that split the batch sets
     it. The gradients of the replicas are weighted by it, so that they are exact for an uneven batch. None: the value
-    was not split from a batch, and every replica has the same weight.
+    was not split from a batch, and every replica has the same weight. A value that is kept in a module is copied and
+    pickled with the module.
+
+    `understudy` is a value of a process whose replicas have no rows or take no part, while those of other processes do.
+    A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
     """
 
-    __slots__ = ("rows",)
+    __slots__ = ("is_kept", "rows", "understudy")
 
-    def __init__(self, components: Sequence[Tree], rows: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        components: Sequence[Tree],
+        rows: tuple[int, ...] | None = None,
+        understudy: Tree = None,
+        is_kept: bool = False,
+    ) -> None:
         super().__init__(components)
         self.rows = rows
+        self.understudy = understudy
+        self.is_kept = is_kept
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.is_kept:
+            return super().__reduce_ex__(protocol)
+        return (PerReplica, (self._components, self.rows, self.understudy, True))
 
     def _with(self, components: Sequence[Tree]) -> PerReplica:
-        return PerReplica(components, self.rows)
+        return PerReplica(components, self.rows, self.understudy, self.is_kept)
+
+    def _in_replica(self, replica: int) -> Tree:
+        own = self._components[replica]
+        return self.understudy if own is ABSENT and self.understudy is not None else own
 
 
 @final
@@ -184,7 +205,9 @@ def _here(value: Any) -> Any:
         return value
     context = current_replica_context()
     r = 0 if context is None else context.replica_id_in_sync_group
-    return value._components[r] if r < len(value._components) else value.values[0]
+    # A strategy of several processes has the components of its own replicas only.
+    own = value._components[r % len(value._components)]
+    return value.values[0] if own is ABSENT else own
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
@@ -256,6 +279,15 @@ _LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
 _NUMBERS = frozenset({int, float, complex})
 
 
+def for_understudy(tree: Tree) -> Tree:
+    """What a replica gets of `tree` that runs the step as an understudy, where `select` leaves it to be chosen."""
+
+    def borrowed(leaf: Tree) -> Tree:
+        return _made(leaf.understudy) if type(leaf) is PerReplica and leaf.understudy is not None else leaf
+
+    return map_leaves(borrowed, tree)
+
+
 def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
     """Raises an error for values that were made for another number of replicas.
 
@@ -302,6 +334,28 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
         return PerReplica(components)
 
     return spec.unflatten([leaf(column) for column in columns])
+
+
+def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_results: bool = False) -> Tree:
+    """The same, where other processes have replicas, too: a value of a single replica is not that of all replicas.
+
+    Args:
+        by_replica: One tree for each replica of this process; `ABSENT` for a replica that took no part in the step.
+        is_understudy: Whether nothing of it counts. Then every leaf is a `PerReplica` that has only an understudy.
+        are_results: Whether the trees are what replicas computed. If not, objects that cannot be reduced stay what they
+            are.
+    """
+    count = len(by_replica)
+    if count > 1 and not is_understudy:
+        return regroup(by_replica, are_results=are_results)
+
+    def leaf(value: Tree) -> Tree:
+        is_shared = isinstance(value, (DistributedValues, type(None)))
+        if is_shared or not (are_results or isinstance(value, (torch.Tensor, int, float, complex))):
+            return value
+        return PerReplica([ABSENT] * count, understudy=value) if is_understudy else PerReplica([value])
+
+    return map_leaves(leaf, next(tree for tree in by_replica if tree is not ABSENT))
 
 
 def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:

@@ -56,7 +56,7 @@ class SharedWriteWarning(UserWarning):
 
 @final
 class ReplicaBufferWarning(UserWarning):
-    """Replicas wrote different numbers on a buffer, of which the library keeps only the numbers of the first replica.
+    """Replicas wrote different numbers on a buffer or a plain attribute of a module: those of the first are kept.
 
     The running statistics of normalisation layers are averaged instead. A queue, a codebook or a count of rows, which
     `forward` computes from the rows that it sees, needs the rows of all replicas: see "Other buffers" in
@@ -123,7 +123,7 @@ def described(error: BaseException) -> str:
     text = "its text cannot be had"
     with suppress(Exception):
         text = str(error)
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -161,9 +161,7 @@ class RunOptions:
             if not is_list or not all(isinstance(count, Real) for count in examples):
                 raise TypeError(f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica.")
             if not all(0 <= count < float("inf") for count in examples):
-                raise ValueError(
-                    f"RunOptions(examples={examples}) counts examples: each is a number, and not negative."
-                )
+                raise ValueError(f"RunOptions(examples={examples}) counts examples: each is a number, not negative.")
             object.__setattr__(self, "examples", examples)
 
 

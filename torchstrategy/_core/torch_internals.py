@@ -13,50 +13,36 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
+from torch import overrides
 
 # The frame evaluator, which decides whether `torch.compile` compiles a function that is called.
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext
 from torch.autograd import profiler as _profiler
-from torch.nn.modules import module as _modules
-from torch.optim import optimizer as _optimizers
+from torch.utils import _python_dispatch, _pytree
+
+T = TypeVar("T")
+P = TypeVar("P", bound=torch.nn.Parameter)
 
 # A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
 # mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero), and there is no public way to
 # push a mode without entering it.
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.overrides import _pop_mode as pop_function_mode
-from torch.overrides import _push_mode as push_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+pop_function_mode: Callable[[], Any] = overrides._pop_mode
+push_function_mode: Callable[[Any], None] = overrides._push_mode
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode
+push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
 
 # The functions that walk nested containers. torch's own tracing and export use them, and libraries register
 # their containers with them; `torch.utils.pytree` is not public yet.
-from torch.utils._pytree import SUPPORTED_NODES as kinds_of_nodes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves_with_path, tree_map_only
-from torch.utils._pytree import _get_node_type as kind_of_node
-
-T = TypeVar("T")
-
-# Names re-exported unchanged. mypy accepts a re-export only if `__all__` has it.
-__all__ = [
-    "TorchDispatchMode",
-    "TreeSpec",
-    "dispatch_modes",
-    "function_modes",
-    "kind_of_node",
-    "kinds_of_nodes",
-    "pop_dispatch_mode",
-    "pop_function_mode",
-    "push_dispatch_mode",
-    "push_function_mode",
-    "tree_flatten",
-    "tree_is_leaf",
-    "tree_leaves_with_path",
-    "tree_map_only",
-]
+TreeSpec = _pytree.TreeSpec
+kinds_of_nodes = _pytree.SUPPORTED_NODES
+kind_of_node = _pytree._get_node_type
+tree_flatten = _pytree.tree_flatten
+tree_is_leaf = _pytree.tree_is_leaf
+tree_leaves_with_path = _pytree.tree_leaves_with_path
 
 # The fused loops over many tensors that torch's optimizers use. `torch.optim` is their only public user.
 foreach_add = torch._foreach_add
@@ -188,7 +174,7 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def make_parameter(cls: type[torch.nn.Parameter], data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+def make_parameter(cls: type[P], data: torch.Tensor, requires_grad: bool) -> P:
     """A leaf of the class `cls` that shares the memory of `data`.
 
     `torch.nn.Parameter.__new__` behaves differently for different classes of `data`; this is the constructor that it
@@ -291,8 +277,7 @@ def num_users(storage: torch.UntypedStorage) -> int:
     return users
 
 
-def global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
-    """The global hooks of all modules and all optimizers, by kind. torch has no public function that lists them."""
-    kinds = {**vars(_modules), **vars(_optimizers)}
-    found = {name: hooks for name, hooks in kinds.items() if name.startswith("_global_") and name.endswith("_hooks")}
-    return {name.strip("_").replace("_", " "): tuple(hooks.values()) for name, hooks in found.items()}
+def shared_store(prefix: str) -> Any:
+    """The store by which the processes of `torch.distributed` have found each other, with keys that begin so."""
+    distributed_c10d: Any = torch.distributed.distributed_c10d
+    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())

@@ -23,15 +23,23 @@ from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.types import Tree
 
+# Says which values are leaves, though they may be containers.
+IsLeaf = Callable[[Tree], bool]
 
-def tree_flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], TreeSpec]:
+
+def is_one_thing(value: Tree) -> bool:
+    """Whether a value is a subclass of tuple that the library treats as a leaf."""
+    return isinstance(value, (torch.Size, PackedSequence))
+
+
+def tree_flatten(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> tuple[list[Tree], TreeSpec]:
     """The leaves of `tree`, and its structure; `is_leaf` says which containers not to look into.
 
     torch's own `tree_flatten` creates, at each call, a function that refers to itself: the memory of this reference
     cycle is freed only by the garbage collector.
     """
     leaves: list[Tree] = []
-    return leaves, _flatten(tree, is_leaf or is_one_thing, leaves)
+    return leaves, _flatten(tree, is_leaf, leaves)
 
 
 def is_container(value: Tree) -> bool:
@@ -39,9 +47,8 @@ def is_container(value: Tree) -> bool:
     return not torch_internals.tree_is_leaf(value, is_leaf=is_one_thing)
 
 
-def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> Tree:
+def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
-    is_leaf = is_leaf or is_one_thing
     if is_leaf(tree):
         return fn(tree)
     kind = type(tree)  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
@@ -66,20 +73,18 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
     return [named[i][0] for i in order], [named[i][1] for i in order], put_back
 
 
-def leaves_with_names(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Tree]]:
+def leaves_with_names(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> list[tuple[str, Tree]]:
     """Every leaf with its path as in Python code: `"['mask'][0]"`; the path of a tree that is one leaf is `""`.
 
     Args:
         tree: Any tree.
         is_leaf: Which containers not to look into.
     """
-    named = torch_internals.tree_leaves_with_path(tree, is_leaf=is_leaf or is_one_thing)
+    named = torch_internals.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
-def zip_leaves(
-    trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None
-) -> tuple[list[list[Tree]], TreeSpec]:
+def zip_leaves(trees: Sequence[Tree], is_leaf: IsLeaf = is_one_thing) -> tuple[list[list[Tree]], TreeSpec]:
     """The leaves of several trees of one structure, side by side, and that structure.
 
     Dicts with the same keys in another order have the same structure. `is_leaf` says which containers not to look into.
@@ -97,7 +102,7 @@ def zip_leaves(
     return [list(column) for column in zip(first, *others, strict=True)], spec
 
 
-def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None = None) -> tuple[int, str]:
+def first_unlike(trees: Sequence[Tree], is_leaf: IsLeaf = is_one_thing) -> tuple[int, str]:
     """The index of the first tree whose structure differs from that of `trees[0]`, and the path at which they differ.
 
     The path says how they differ: `"['a']: a list of 2 and a list of 3"`.
@@ -106,11 +111,11 @@ def first_unlike(trees: Sequence[Tree], is_leaf: Callable[[Tree], bool] | None =
         try:
             zip_leaves([trees[0], tree], is_leaf)
         except ValueError:
-            return index, _difference("", trees[0], tree, is_leaf or is_one_thing) or "the containers"
+            return index, _difference("", trees[0], tree, is_leaf) or "the containers"
     raise AssertionError("they are alike")
 
 
-def _flatten(tree: Tree, is_leaf: Callable[[Tree], bool], leaves: list[Tree]) -> TreeSpec:
+def _flatten(tree: Tree, is_leaf: IsLeaf, leaves: list[Tree]) -> TreeSpec:
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
         leaves.append(tree)
@@ -136,12 +141,7 @@ def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
     return frozenset().union(*map(uneven_lists, columns))
 
 
-def is_one_thing(value: Tree) -> bool:
-    """Whether a value is a subclass of tuple that the library treats as a leaf."""
-    return isinstance(value, (torch.Size, PackedSequence))
-
-
-def _difference(path: str, first: Tree, other: Tree, is_leaf: Callable[[Tree], bool] = is_one_thing) -> str | None:
+def _difference(path: str, first: Tree, other: Tree, is_leaf: IsLeaf) -> str | None:
     containers = (list, tuple, dict)
     if (not isinstance(first, containers) and not isinstance(other, containers)) or (is_leaf(first) and is_leaf(other)):
         return None
@@ -176,7 +176,7 @@ def parts_of(record: Any) -> dict[str, Tree]:
 
 
 def leaves_within(
-    tree: Tree, name: str, is_leaf: Callable[[Tree], bool] | None = None, is_record: Callable[[Any], bool] = is_record
+    tree: Tree, name: str, is_leaf: IsLeaf = is_one_thing, is_record: Callable[[Any], bool] = is_record
 ) -> Iterator[tuple[str, Tree]]:
     """The leaves of a tree, with the leaves in its records in place of these, and how Python code reads each of them.
 

@@ -10,17 +10,17 @@ import torch
 
 from torchstrategy._core.options import ReduceOp
 
+# A canonical device, which always has an index: `cpu:0`, never `cpu`.
 Device: TypeAlias = torch.device
-"""A canonical device, which always has an index: `cpu:0`, never `cpu`."""
 
+# What a user may write for a device; see `torchstrategy._core.devices.canonical_device`.
 DeviceLike: TypeAlias = "str | int | torch.device | None"
-"""What a user may write for a device; see `torchstrategy._core.devices.canonical_device`."""
 
+# A value, or lists, tuples, named tuples and dicts of values to any depth.
 Tree: TypeAlias = Any
-"""A value, or lists, tuples, named tuples and dicts of values to any depth."""
 
+# The step function, which `Strategy.run` calls once in each replica.
 ReplicaFn: TypeAlias = Callable[..., Tree]
-"""The step function, which `Strategy.run` calls once in each replica."""
 
 
 class VariableBase:
@@ -50,6 +50,9 @@ class ExtendedLike(Protocol):
 
     def _reduce(self, reduce_op: ReduceOp, value: Tree) -> Tree:
         """Reduces the values of the replicas to one."""
+
+    def _first_of(self, value: Tree) -> Tree:
+        """The value of the first replica that is present."""
 
 
 class StrategyLike(Protocol):

@@ -45,6 +45,7 @@ from torchstrategy._core.tree import (
 )
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
+from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._strategy.strategies import CentralStorageStrategy
 from torchstrategy._training.gradient_hooks import attach_to_graph
 
@@ -118,7 +119,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._devices = _replica_devices(device_ids)
-        _require_module(module, len(self._devices))
+        _require_module(module, is_copied=len(self._devices) > 1)
         output = self._devices[0] if output_device is None and self._devices else output_device
         self._output = None if output is None else canonical_device(output)
         self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
@@ -225,17 +226,13 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
     return devices
 
 
-def _require_module(module: Any, replicas: int) -> None:
+def _require_module(module: Any, is_copied: bool) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
     if isinstance(module, DataParallel):
         raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
-    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    if scripted and replicas > 1:
-        name = ".".join(filter(None, (type(module).__name__, scripted[0])))
-        raise TypeError(
-            f"{name} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
-        )
+    if is_copied:
+        refuse_uncopyable([module], are_all=False)
 
 
 def _as_torch_has_it(device: Device) -> int | Device:
@@ -255,9 +252,7 @@ def _require_place(module: nn.Module, device: Device) -> None:
 # Names in a state dict
 
 
-def _take_prefix_off(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-) -> None:
+def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Gives a state dict the names that the module has without a DataParallel."""
     long = f"{prefix}module."
     _rename(state_dict, {key: prefix + key.removeprefix(long) for key in state_dict if key.startswith(long)})
@@ -268,9 +263,7 @@ def _take_prefix_off(
     versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
 
 
-def _put_prefix_on(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-) -> None:
+def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Gives a state dict that is loaded the names with `module.`, unless it has them.
 
     It may have been saved with a `torch.nn.DataParallel`, or without.

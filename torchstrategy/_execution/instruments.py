@@ -14,15 +14,14 @@ block, and observe the replicas of all runs in it, on the replicas' threads, too
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# A function that chooses which replica goes next. It is called with the replicas that can go on, in replica order.
 Turns = Callable[[Sequence[int]], int]
-"""A function that chooses which replica goes next. It is called with the replicas that can go on, in replica order."""
 
 START = "start"
 END = "end"
@@ -48,33 +47,10 @@ class Instrument(ABC):
         return None
 
 
-# A context variable, since replicas' threads take over the context of the caller: so an instrument sees the replicas of
-# the runs in its block, and not those of other threads.
-_in_force: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_conductors", default=())
-
-
-@contextmanager
-def _only(instruments: tuple[Instrument, ...]) -> Iterator[None]:
-    token = _in_force.set(instruments)
-    try:
-        yield
-    finally:
-        _in_force.reset(token)
-
-
-def in_force(*instruments: Instrument) -> AbstractContextManager[None]:
-    """A block whose runs these instruments observe, in addition to the instruments of outer blocks."""
-    return _only((*_in_force.get(), *instruments))
-
-
-def none_in_force() -> AbstractContextManager[None]:
-    """A block whose runs no instrument observes."""
-    return _only(())
-
-
-def is_in_force(instrument: Instrument) -> bool:
-    """Whether an instrument observes the runs that are started here."""
-    return instrument in _in_force.get()
+# The instruments that observe the runs which this thread starts; `testing/_instruments` installs them. A context
+# variable, since replicas' threads take over the context of the caller: so an instrument sees the replicas of the runs
+# in its block, and not those of other threads.
+IN_FORCE: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_conductors", default=())
 
 
 def begins(num_replicas: int) -> Turns | None:
@@ -83,7 +59,7 @@ def begins(num_replicas: int) -> Turns | None:
     Raises:
         RuntimeError: If two instruments want to give the turns.
     """
-    givers = [(instrument, turns) for instrument in _in_force.get() if (turns := instrument._begins(num_replicas))]
+    givers = [(instrument, turns) for instrument in IN_FORCE.get() if (turns := instrument._begins(num_replicas))]
     if len(givers) > 1:
         raise RuntimeError(
             f"{givers[0][0]!r} and {givers[1][0]!r} both say which replica goes next, and only one of them can. Leave "
@@ -94,19 +70,19 @@ def begins(num_replicas: int) -> Turns | None:
 
 def reached(replica: int, where: str) -> None:
     """Tells the instruments that a replica has come to `where`."""
-    for instrument in _in_force.get():
+    for instrument in IN_FORCE.get():
         instrument._reached(replica, where)
 
 
 def held(point: str) -> None:
     """Tells the instruments that all replicas are at a synchronization point."""
-    for instrument in _in_force.get():
+    for instrument in IN_FORCE.get():
         instrument._held(point)
 
 
 def combined_gradients() -> None:
     """Tells the instruments that the gradients of several replicas have been added up."""
-    for instrument in _in_force.get():
+    for instrument in IN_FORCE.get():
         instrument._combined_gradients()
 
 
@@ -121,7 +97,7 @@ def performed(replica: int, call: Callable[[], T]) -> T:
 def performed_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
     """Runs a strategy's only replica on the caller's thread."""
     # Without an instrument, a single replica should cost no more than a call of the step.
-    if not _in_force.get():
+    if not IN_FORCE.get():
         return fn(*args, **kwargs)
     begins(1)
     return performed(0, lambda: fn(*args, **kwargs))

@@ -41,35 +41,45 @@ class RandomStreams:
             its own on the CPU, which has one generator. Otherwise the replicas draw from this generator as they come,
             and have streams of their own only on accelerators.
         depth: How many runs this one is nested in. Its replicas must not draw the numbers of the replicas around them.
+        first: How many replicas other processes have before these. See Note [Random streams of workers].
     """
 
-    def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0) -> None:
-        of_device = {device: _generators(device, one_at_a_time) for device in set(devices)}
+    def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0, first: int = 0) -> None:
+        of_device = {device: generators_of(device, one_at_a_time) for device in set(devices)}
+        self._first = first
         self._generators = [of_device[device] for device in devices]
         self._holders: dict[torch.Generator, int] = {}  # the replica whose stream a generator has; 0 if not in here
         self._begun: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream began
         self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream was left
-        self._callers = {generator: generator.get_state() for generator in _generators(devices[0], with_cpu=True)}
+        self._callers = {generator: generator.get_state() for generator in generators_of(devices[0], with_cpu=True)}
         seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in self._callers.values())]
         self._origin = hashlib.blake2b(b"".join(seeds)).digest()
 
     def put_in_force(self, replica: int) -> None:
         """Sets the generators of `replica` to its stream."""
         for generator in self._generators[replica]:
-            self._lend(generator, replica)
+            self._lend(generator, self._first + replica)
 
     def put_callers_in_force(self) -> None:
         """Sets all generators to the caller's streams, as they are where no replica runs."""
         for generator in list(self._holders):
             self._lend(generator, 0)
 
-    def give_back(self) -> None:
-        """Sets the caller's generators to where replica 0 stopped, or beyond. Called when the run is over."""
+    def give_back(self) -> bool:
+        """Sets the caller's generators to where replica 0 stopped, or beyond. Called when the run is over.
+
+        Returns whether another replica has drawn.
+        """
         self.put_callers_in_force()
         has_drawn = any(not torch.equal(begun, self._paused[stream]) for stream, begun in self._begun.items())
-        if has_drawn and all(torch.equal(generator.get_state(), state) for generator, state in self._callers.items()):
+        if (
+            has_drawn
+            and not self._first
+            and all(torch.equal(generator.get_state(), state) for generator, state in self._callers.items())
+        ):
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
         self._holders.clear()
+        return has_drawn
 
     def _lend(self, generator: torch.Generator, replica: int) -> None:
         holder = self._holders.get(generator, 0)
@@ -88,7 +98,8 @@ class RandomStreams:
         return int.from_bytes(digest.digest(), "little") >> 1  # a seed is a signed 64-bit number
 
 
-def _generators(device: Device, with_cpu: bool) -> list[torch.Generator]:
+def generators_of(device: Device, with_cpu: bool) -> list[torch.Generator]:
+    """The default generator of a device, if it is an accelerator; and before it, if asked, that of the CPU."""
     generators = [torch.default_generator] if with_cpu else []
     if is_accelerator(device):
         generators.append(torch.get_device_module(device.type).default_generators[device.index])

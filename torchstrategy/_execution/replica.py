@@ -15,26 +15,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 import torch
 
 from torchstrategy._communication.reductions import check_addable, check_gatherable
 from torchstrategy._communication.transfer import added, concatenated, in_buckets, sums
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import current_replica_context, in_use, nowhere
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import ABSENT, regroup
+from torchstrategy._core.distributed_values import ABSENT, regroup, regroup_in_worker
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import held, reached
 
+# The function of a synchronization point: it takes the values that the replicas brought and returns their results.
+# Both are in replica order.
 Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
-"""The function of a synchronization point: it takes the values that the replicas brought and returns their results.
-
-Both are in replica order.
-"""
 
 
 class ReplicaStopped(BaseException):
@@ -75,6 +75,8 @@ class Replica(ABC):
     index: int
     device: Device
     was_asked = False  # whether the step asked which replica it is in
+    # Told of each synchronization point, before its `combine` runs. None: there is nobody to tell, in other processes.
+    telling: Callable[[str], None] | None = field(default=None, init=False)
 
     @abstractmethod
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
@@ -89,6 +91,17 @@ class Replica(ABC):
         Raises:
             RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
         """
+
+    def _told(self, name: str, combine: Combine) -> Combine:
+        """The same function, which tells other processes that the replicas are at this synchronization point."""
+        telling = self.telling
+        assert telling is not None
+
+        def told(brought: Sequence[Tree]) -> Sequence[Tree]:
+            telling(name)
+            return combine(brought)
+
+        return told
 
     @abstractmethod
     def pause(self) -> None:
@@ -105,6 +118,8 @@ class InlineReplica(Replica):
     """
 
     callers_device: Device | None = None
+    # The block in which `combine` runs: where the replica has a random stream of its own, with the caller's.
+    combining: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def pause(self) -> None:
         pass  # no other replica could go on meanwhile
@@ -115,8 +130,9 @@ class InlineReplica(Replica):
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
-        with nowhere(), in_use(self.callers_device), traced("synchronize at {}", name):
-            return combine([brought])[0]
+        with nowhere(), in_use(self.callers_device), self.combining(), traced("synchronize at {}", name):
+            known = combine if self.telling is None else self._told(name, combine)
+            return known([brought])[0]
 
 
 _Columns = list[tuple[torch.Tensor, ...]]  # for each tensor, the tensors of the replicas, in replica order
@@ -134,6 +150,11 @@ class ReplicaGroup:
         weights: The weight of the gradient of each replica of the strategy.
         devices: The device of each replica of the strategy. None: the device of the tensors that it brings.
         bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
+        workers: The processes that train together. `present`, `weights` and `devices` are of this one.
+        num_present: How many replicas of all workers are in the run. None: those of this one.
+        weight_of_all: What the gradient of something that is the same in every replica is multiplied by. None: the sum
+            of `weights`.
+        is_understudy: Whether what this worker brings does not count: it has no rows.
     """
 
     replica: Replica
@@ -141,6 +162,20 @@ class ReplicaGroup:
     weights: Sequence[float]
     devices: Sequence[Device | None]
     bytes_per_pack: int = 0
+    workers: Workers = LONE
+    num_present: int | None = None
+    weight_of_all: float | None = None
+    is_understudy: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many replicas of all workers are in the run."""
+        return len(self.present) if self.num_present is None else self.num_present
+
+    @property
+    def total_weight(self) -> float:
+        """What the gradient of something that is the same in every replica is multiplied by."""
+        return sum(self.weights) if self.weight_of_all is None else self.weight_of_all
 
     def in_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
         """The same group, which sends tensors in buckets of at most `bytes_per_pack`."""
@@ -153,6 +188,8 @@ class ReplicaGroup:
         by_replica: list[Tree] = [ABSENT] * len(self.devices)
         for r, tree in zip(self.present, brought, strict=True):
             by_replica[r] = tree
+        if self.workers.count > 1:
+            return regroup_in_worker(by_replica, is_understudy=self.is_understudy)
         return regroup(by_replica)
 
     @property
@@ -185,7 +222,12 @@ class ReplicaGroup:
             made[device] = self._sums(r, columns)
             return made[device]
 
-        outputs, wants_grad = self._exchange(name, tensors, given, names)
+        def over_workers(columns: _Columns) -> _Columns:
+            for column in columns:
+                check_addable(column)
+            return self._added_over_workers(columns, [1.0] * len(self.present), name)
+
+        outputs, wants_grad = self._exchange(name, tensors, given, names, over_workers)
         return self._differentiable(tensors, outputs) if wants_grad else outputs
 
     def all_gather(
@@ -203,21 +245,40 @@ class ReplicaGroup:
             ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
         """
 
-        def gathered(r: int, columns: _Columns) -> list[tuple[torch.Tensor, list[int]]]:
+        # For each tensor: how much the workers before this one bring along the axis, and how much each replica brings.
+        lengths: list[tuple[int, list[int]]] = []
+
+        def over_workers(columns: _Columns) -> _Columns:
+            joined: _Columns = []
+            for column in columns:
+                check_gatherable(column, axis)
+                mine = concatenated(column, axis, self._where(self.present[0], column))
+                mine = mine.narrow(axis, 0, 0) if self.is_understudy else mine
+                parts = self.workers.all_gather(mine, axis % mine.dim(), f"{name}(axis={axis})")
+                before = sum(part.shape[axis] for part in parts[: self.workers.index])
+                lengths.append((before, [tensor.shape[axis] for tensor in column]))
+                joined.append((torch.cat(parts, axis),))
+            return joined
+
+        def gathered(r: int, columns: _Columns) -> list[tuple[torch.Tensor, tuple[int, list[int]]]]:
             for column in columns:
                 check_gatherable(column, axis)
             there = zip(*(self._sent(tensors, r) for tensors in zip(*columns, strict=True)), strict=True)
             joined = [concatenated(column, axis, self._where(r, column)) for column in there]
-            return [(whole, [t.shape[axis] for t in column]) for whole, column in zip(joined, columns, strict=True)]
+            known = lengths or [(0, [t.shape[axis] for t in column]) for column in columns]
+            return list(zip(joined, known, strict=True))
 
-        pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names)
-        outputs, sizes = [output for output, _ in pairs], [size for _, size in pairs]
+        pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names, over_workers)
+        outputs, known = [output for output, _ in pairs], [length for _, length in pairs]
+        shapes = [tensor.shape for tensor in tensors]
 
         def cut(totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if self.is_understudy:
+                return [total.new_zeros(shape) for total, shape in zip(totals, shapes, strict=True)]
             position = self.present.index(self.replica.index)
             return [
-                total.narrow(axis, sum(size[:position]), size[position])
-                for total, size in zip(totals, sizes, strict=True)
+                total.narrow(axis, before + sum(sizes[:position]), sizes[position])
+                for total, (before, sizes) in zip(totals, known, strict=True)
             ]
 
         return self._differentiable(tensors, outputs, cut) if wants_grad else outputs
@@ -225,10 +286,28 @@ class ReplicaGroup:
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of the replicas' gradients, each multiplied by its replica's weight over that of this replica."""
 
+        name = "the backward of a collective"
+
         def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
+            if self.workers.count > 1:
+                weight = self.weights[r]
+                return [total / weight if weight else torch.zeros_like(total) for (total,) in columns]
             return in_buckets(columns, self.bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
 
-        return self._exchange("the backward of a collective", grads, sums)[0]
+        def over_workers(columns: _Columns) -> _Columns:
+            return self._added_over_workers(columns, [self.weights[r] for r in self.present], name)
+
+        return self._exchange(name, grads, sums, over_workers=over_workers)[0]
+
+    def _added_over_workers(self, columns: _Columns, weights: Sequence[float], name: str) -> _Columns:
+        """The weighted sums over the replicas of all workers, in the place of what those of this worker brought."""
+        totals = []
+        for column in columns:
+            counted = [] if self.is_understudy else zip(column, weights, strict=True)
+            terms = [t if w == 1 else t * w for t, w in counted if w]
+            where = self._where(self.present[0], column)
+            totals.append(added(terms, where) if terms else torch.zeros_like(column[0], device=where))
+        return [(total,) for total in self.workers.all_reduce(totals, name)]
 
     def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]
@@ -262,6 +341,7 @@ class ReplicaGroup:
         tensors: Sequence[torch.Tensor],
         given: Callable[[int, _Columns], list[Any]],
         names: Sequence[str] = (),
+        over_workers: Callable[[_Columns], _Columns] = list,
     ) -> tuple[list[Any], bool]:
         """One synchronization point: `given` makes, for each replica, a result of the tensors that all replicas bring.
 
@@ -281,6 +361,9 @@ class ReplicaGroup:
                     )
             columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
             wants_grad = any(wants for _, wants, _ in brought)
+            if self.workers.count > 1:
+                wants_grad = any(self.workers.all_gather_object(wants_grad, name))
+                columns = over_workers(columns)
             return [(given(r, columns), wants_grad) for r in self.present]
 
         # Detached, so that no graph of one replica leads into that of another: a backward of its own, which is another

@@ -103,7 +103,8 @@ class _ThreadReplica(Replica):
                 "the thread of the step; or detach what the step returns."
             )
         with traced("wait at {}", name):
-            return self._stand_still(_Synchronizing(self.index, name, combine, brought))
+            known = combine if self.telling is None else self._told(name, combine)
+            return self._stand_still(_Synchronizing(self.index, name, known, brought))
 
     def _stand_still(self, report: _Report) -> Tree:
         if os.getpid() != self.process:
@@ -182,10 +183,11 @@ class ReplicaThreads:
 
     Args:
         devices: The device of each replica.
+        first: How many replicas other processes have before these.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices = tuple(devices)
+    def __init__(self, devices: Sequence[Device], first: int = 0) -> None:
+        self.devices, self.first = tuple(devices), first
         # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
         # See Note [Who may call what on which thread].
         self.lanes: list[Device | None] = [memory_device(device) for device in devices]
@@ -275,9 +277,8 @@ class _Run:
         self._lanes = {r: threads.lanes[r] if turns is None else None for r in present}
         # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
         # replica draws from the same kind of stream with and without the watch.
-        self._streams = RandomStreams(
-            threads.devices, one_at_a_time=len(set(self._lanes.values())) == 1, depth=_here.depth
-        )
+        self._streams = RandomStreams(threads.devices, len(set(self._lanes.values())) == 1, _here.depth, threads.first)
+        self.has_drawn = False  # after the run: whether a replica other than replica 0 of all has drawn
         if watch is not None and watch.take_turns:
             self._lanes = dict.fromkeys(present)
         self._next: Turns = turns or min
@@ -305,7 +306,7 @@ class _Run:
             raise
         finally:
             _here.depth -= 1
-            self._streams.give_back()
+            self.has_drawn = self._streams.give_back()
             self._errors.clear()  # their tracebacks refer to this frame: that would be a cycle
 
     def _let_run(self) -> None:
@@ -425,10 +426,13 @@ class Replicas:
 
     Args:
         devices: The device of each replica.
+        first: How many replicas other processes have before these. See Note [Random streams of workers].
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device], first: int = 0) -> None:
         self.devices = tuple(devices)
+        self.has_drawn = False  # whether a replica other than replica 0 of all has drawn in the last run
+        self._first = first
         self._idle: list[ReplicaThreads] = []
 
     def run(
@@ -447,7 +451,10 @@ class Replicas:
                 return {0: performed_alone(call, (replica,), {})}
         threads = self._borrow()
         try:
-            return _Run(threads, call, present, watch).result()
+            run = _Run(threads, call, present, watch)
+            result = run.result()
+            self.has_drawn = run.has_drawn
+            return result
         finally:
             # After an interrupted run the threads have ended, and cannot be used again.
             if threads.is_fit:
@@ -458,4 +465,4 @@ class Replicas:
             threads = self._idle.pop()
             if threads.is_fit:
                 return threads
-        return ReplicaThreads(self.devices)
+        return ReplicaThreads(self.devices, self._first)

@@ -43,8 +43,8 @@ from torchstrategy._input.arrays import has_dtype, sharing
 T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
+# The types of single values, which have no rows, so that every replica gets them as they are.
 SINGLE = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Size)
-"""The types of single values, which have no rows, so that every replica gets them as they are."""
 
 
 @final

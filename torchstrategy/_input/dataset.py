@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, final
 
-from torchstrategy._core.errors import an, plural, unpicklable
+from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._core.errors import an, plural, unpicklable, warn
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.loader_state import State
+from torchstrategy._input.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, nothing
-from torchstrategy._input.source import Source, State, is_map_style
-from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps
+from torchstrategy._input.sharding import ShardedBatches, can_be_sharded
+from torchstrategy._input.source import Source, is_map_style
+from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps, cut_of
+from torchstrategy._input.worker_reading import InStep
 
 
 @final
@@ -128,6 +132,9 @@ class DistributedIterator(BatchIterator):
         except StopIteration:
             self._ended()
             self.close()
+            raise
+        except BaseException as error:
+            self._splitter.workers.failed(error)  # they wait for this worker, which does not come
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -272,8 +279,12 @@ class DistributedDataset:
         shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
         for loader in shared:
             _endings.pop(loader, nothing)()
-        steps = Steps(self._splitter, [source.begin() for source in sources], is_ahead=self._is_ahead)
-        reading = Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
+        steps = Steps(self._splitter, self._splitter.begin(), is_ahead=self._is_ahead)
+        reading: Reading = (
+            Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
+        )
+        if self._splitter.reads_its_own:
+            reading = InStep(reading, self._splitter.workers, self._routes[0].device)
         _endings.update(dict.fromkeys(shared, reading.ending()))
         positions = [source.position for source in sources]
 
@@ -284,6 +295,11 @@ class DistributedDataset:
         return DistributedIterator(reading, self._splitter, ended)
 
     def __len__(self) -> int:
+        if self._splitter.reads_its_own:
+            raise TypeError(
+                "How many steps the workers take together is not known before they have read: each has a dataset of "
+                "its own, and the iteration ends where the last of them ends."
+            )
         return len(self._splitter)
 
     def __copy__(self) -> DistributedDataset:
@@ -378,7 +394,9 @@ class DistributedDataset:
             source.load_state(state)
 
 
-def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) -> DistributedDataset:
+def distributed(
+    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers = LONE
+) -> DistributedDataset:
     """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:
@@ -392,25 +410,40 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions) 
             "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
             "for each replica. Give distribute_datasets_from_function a function that makes them."
         )
-    source = _source(dataset, "A dataset to distribute")
-    if replicas > 1 and is_map_style(dataset):
+    is_own = options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+    replicas_of_all = replicas * workers.count
+    splitting, shares = replicas if is_own else replicas_of_all, options.row_shares
+    if shares is not None and len(shares) != splitting:
         raise ValueError(
-            f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas} replicas. "
-            "Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
+            f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}, and a batch is split among "
+            f"{plural(splitting, 'replica')}."
         )
-    shares = options.row_shares
-    if shares is not None and len(shares) != replicas:
+    first, cut = workers.index * replicas, cut_of(options, replicas_of_all)
+    is_sharded = workers.count > 1 and not is_own and can_be_sharded(dataset)
+    shards = (lambda sampler: ShardedBatches(sampler, cut, first, replicas)) if is_sharded else None
+    source = _source(dataset, "A dataset to distribute", shards)
+    if replicas_of_all > 1 and is_map_style(dataset):
         raise ValueError(
-            f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}; the strategy has "
-            f"{plural(replicas, 'replica')}."
+            f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas_of_all} "
+            "replicas. Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
+        )
+    if workers.count > 1 and not (is_own or is_sharded or isinstance(dataset, (list, tuple))):
+        warn(
+            f"Every worker reads all of this {type(dataset).__name__}, and keeps the rows of its own replicas: nobody "
+            "can tell which rows they are before they are read. Give the strategy a torch.utils.data.DataLoader of a "
+            "dataset that is read by index, and each worker reads its own rows only; or let a function make the "
+            "dataset of each worker: strategy.distribute_datasets_from_function(dataset_fn).",
+            UserWarning,
         )
     routes = _routes(devices, options)
-    splitter = SplitSteps(source, replicas, options, is_moved=any(route.has_copies for route in routes))
-    return DistributedDataset(splitter, routes, options)
+    is_moved = any(route.has_copies for route in routes)
+    return DistributedDataset(
+        SplitSteps(source, replicas, options, is_moved=is_moved, workers=workers), routes, options
+    )
 
 
 def distributed_from_function(
-    dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions
+    dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers = LONE
 ) -> DistributedDataset:
     """A dataset whose elements are not split: each goes to one replica.
 
@@ -424,21 +457,22 @@ def distributed_from_function(
             "is not cut: each element goes to one replica. Let the function make batches of the sizes that you want."
         )
     replicas = len(devices)
+    everyone = replicas * workers.count
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        contexts = [InputContext(replicas, r, replicas) for r in range(replicas)]
+        contexts = [InputContext(everyone, workers.index * replicas + r, everyone) for r in range(replicas)]
     else:
-        contexts = [InputContext(1, 0, replicas)]
+        contexts = [InputContext(workers.count, workers.index, everyone)]
     sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
-    splitter = OneForEach(sources, replicas, options.lists_are_rows)
+    splitter = OneForEach(sources, replicas, options.lists_are_rows, workers)
     return DistributedDataset(splitter, _routes(devices, options), options)
 
 
-def _source(dataset: Any, what: str) -> Source:
+def _source(dataset: Any, what: str, shards: Callable[[Any], ShardedBatches] | None = None) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
             "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
         )
-    return Source(dataset, what)
+    return Source(dataset, what, shards)
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
@@ -455,5 +489,5 @@ def _checked(state_dict: Any) -> list[State]:
     return states
 
 
+# For each loader with persistent workers, the function that ends the last epoch over it.
 _endings: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""For each loader with persistent workers, the function that ends the last epoch over it."""

@@ -29,6 +29,34 @@ class InputReplicationMode(enum.Enum):
 
 
 @final
+class AutoShardPolicy(enum.Enum):
+    """Which rows a worker reads of a dataset, where the replicas are in several processes.
+
+    `AUTO` and `DATA`: all workers have the same dataset, whose batches are those of all workers. Each reads its own
+    rows of a `DataLoader` of a dataset that is read by index. Each reads all of any other dataset, and keeps its own
+    rows.
+    `OFF`: each worker has a dataset of its own, such as a `DataLoader` with a `DistributedSampler`. A batch of it is
+    split among the replicas of this worker. The epoch ends where the longest of the datasets ends.
+    `FILE`: refused.
+
+    Example:
+        >>> policy = torchstrategy.experimental.AutoShardPolicy.OFF
+        >>> options = torchstrategy.InputOptions(experimental_auto_shard_policy=policy)
+
+    Differs from tf.distribute:
+        TensorFlow has it in `tf.data.Options`. There, `AUTO` means `FILE` if a dataset reads files, and batches have
+        the size of all workers with `OFF`, too. There is no `HINT`.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/data/experimental/AutoShardPolicy
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class InputContext:
     """The argument of the function of `Strategy.distribute_datasets_from_function`: which part of the input to make.
@@ -110,6 +138,8 @@ class InputOptions:
             `collate_fn=list` makes such lists of sequences, and code for object detection makes them of the boxes of
             images. By default, a list with tensors in it is a container, and each tensor is split along its first
             dimension. False means the same, without a warning.
+        experimental_auto_shard_policy: Which rows of a dataset each worker reads; see `experimental.AutoShardPolicy`.
+            It means nothing where one process has all replicas, and for `distribute_datasets_from_function`.
 
     Example:
         >>> options = torchstrategy.InputOptions(experimental_fetch_to_device=False, row_shares=[3, 1])
@@ -118,7 +148,8 @@ class InputOptions:
 
     Differs from tf.distribute:
         TensorFlow reads one batch ahead by default, this library reads two. TensorFlow ignores some options under some
-        strategies. It does not have the last three options.
+        strategies. It does not have `load_ahead`, `row_shares` and `lists_are_rows`, and the policy is in its
+        `tf.data.Options`.
 
     Raises:
         ValueError: If an option is set to something that no strategy does, `experimental_fetch_to_device` and its
@@ -138,6 +169,7 @@ class InputOptions:
     load_ahead: bool | None = None
     row_shares: Sequence[float] | None = None
     lists_are_rows: bool | None = None
+    experimental_auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
         for name in ("experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead", "lists_are_rows"):
@@ -145,6 +177,14 @@ class InputOptions:
                 raise self._wrong_type(name, "True or False")
         if not isinstance(self.experimental_replication_mode, InputReplicationMode):
             raise self._wrong_type("experimental_replication_mode", "a torchstrategy.InputReplicationMode")
+        if not isinstance(self.experimental_auto_shard_policy, AutoShardPolicy):
+            raise self._wrong_type("experimental_auto_shard_policy", "a torchstrategy.experimental.AutoShardPolicy")
+        if self.experimental_auto_shard_policy is AutoShardPolicy.FILE:
+            raise ValueError(
+                f"{self._said('experimental_auto_shard_policy')}: a loader does not say which files it reads, so they "
+                "cannot be dealt out. Let a function make the dataset of each worker, of files of its own: "
+                "strategy.distribute_datasets_from_function(dataset_fn)."
+            )
         if not isinstance(self.experimental_place_dataset_on_device, bool):
             raise self._wrong_type("experimental_place_dataset_on_device", "False")
         if self.experimental_place_dataset_on_device:

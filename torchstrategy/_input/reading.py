@@ -89,13 +89,11 @@ class Route:
                 sent.append(there)
             return there
 
-        departed = [
-            self._sent_if_made(piece) if type(piece) is Unmade else applied_within(piece, move) for piece in parts
-        ]
+        departed = [self._sent_later(part) if type(part) is Unmade else applied_within(part, move) for part in parts]
         events = [torch.accelerator.current_stream(self.device).record_event()] if sent else []
         return StagedBatch(departed, sent, events)
 
-    def _sent_if_made(self, piece: Unmade) -> Unmade:
+    def _sent_later(self, piece: Unmade) -> Unmade:
         return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
 
     def copy(self, staged: StagedBatch) -> StagedBatch:

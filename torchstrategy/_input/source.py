@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import signature
@@ -22,12 +22,12 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Tree
-
-State = dict[str, Any]
-"""The saved position of a loader: what its own `state_dict` returned, or a count and states of random generators."""
+from torchstrategy._input.loader_state import State, check_form, check_generators
+from torchstrategy._input.sharding import Shard, ShardedBatches, follow_first_worker
 
 
 @final
@@ -59,6 +59,7 @@ class Source:
     Args:
         dataset: The object that a user gave to a strategy.
         what: What messages call it.
+        shards: Makes of a loader's batch sampler one for the rows that this process loads. None: it loads all rows.
 
     Attributes:
         keeps_state: Whether the loader can save and restore its own position.
@@ -71,13 +72,15 @@ class Source:
         TypeError: If it cannot be iterated over.
     """
 
-    def __init__(self, dataset: Any, what: str) -> None:
+    def __init__(self, dataset: Any, what: str, shards: Callable[[Any], ShardedBatches] | None = None) -> None:
         if not is_map_style(dataset) and (not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))):
             raise TypeError(
                 f"{what} is a torch.utils.data.DataLoader, or another iterable of batches; got "
                 f"{an(type(dataset).__name__)}."
             )
-        self._dataset = dataset
+        self._given = self._dataset = dataset
+        if shards is not None:
+            self._dataset = _with_batches(dataset, shards(dataset.batch_sampler))
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_batched = not is_map_style(dataset)
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
@@ -139,7 +142,17 @@ class Source:
         with self.reading():  # seeds are drawn
             iterator = self._taken_up(position) if self._is_resumed else self._begun(position)
         self.position, self._is_resumed = position, False
-        return Epoch(self, iterator, position)
+        sampler = getattr(self._dataset, "batch_sampler", None)
+        totals = sampler.totals if isinstance(sampler, ShardedBatches) else None
+        if totals:
+            for _ in range(position.count):  # of the batches that are left out
+                totals.popleft()
+        return Epoch(self, iterator, position, totals)
+
+    def follow_first_worker(self, workers: Workers) -> None:
+        """Before an epoch: its order is that of worker 0. A position of `load_state` is the same in all workers."""
+        if not self._is_resumed:
+            follow_first_worker(workers, _generators(self._dataset))
 
     def generators_now(self) -> list[torch.Tensor]:
         """The states of the generators that decide the order of the elements."""
@@ -170,7 +183,7 @@ class Source:
             ValueError: If it is of another kind.
             TypeError: If it is no state.
         """
-        _check_form(state)
+        check_form(state)
         if self.keeps_state != ("loader" in state):
             kinds = ("whose batches are counted", "that keeps its own state (state_dict)")
             raise ValueError(
@@ -182,7 +195,7 @@ class Source:
         generators = _generators(self._dataset)
         for name in ("began", "asked"):
             if name == "began" or state[name]:
-                _check_generators(name, state[name], generators)
+                check_generators(name, state[name], generators)
         count, length = self._count_of(state), self._length()
         rest = (state["batch_size"] or 1) - 1  # the saved count may include a small last batch
         if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
@@ -246,7 +259,7 @@ class Source:
 
     @property
     def _batch_size(self) -> int | None:
-        size = getattr(self._dataset, "batch_size", None)
+        size = getattr(self._given, "batch_size", None)
         return size if isinstance(size, int) else None
 
     def _length(self) -> int | None:
@@ -333,22 +346,30 @@ class Source:
 class Epoch:
     """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
 
-    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position) -> None:
+    def __init__(
+        self, source: Source, iterator: Iterator[Tree], position: Position, totals: deque[int] | None = None
+    ) -> None:
         self.source = source
         self._iterator = iterator
         self.position = position
         self.count = position.count  # how many elements were read, including those that raised an error
+        self._totals = totals  # for each element that was drawn: how many rows all workers load of it
 
     def __next__(self) -> Tree:
         if not self.count and not self.source.asks_sampler_at_once:
             self.position.asked = self.source.generators_now()
         self.count += 1
+        total = 0
         try:
-            return next(self._iterator)
+            element = next(self._iterator)
         except StopIteration:
             self.count -= 1
             self._iterator = iter(())  # stays at its end, whatever the loader's iterator would do
             raise
+        finally:
+            if self._totals:
+                total = self._totals.popleft()
+        return element if self._totals is None else Shard(element, total)
 
 
 @final
@@ -421,6 +442,12 @@ def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: An
     return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
 
 
+def _with_batches(loader: DataLoader[Any], batches: ShardedBatches) -> DataLoader[Any]:
+    """A loader like `loader` that yields the batches of another batch sampler, epoch after epoch."""
+    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_BATCHES}
+    return DataLoader(loader.dataset, batch_sampler=batches, **alike)
+
+
 def _generators(*loaders: Any) -> list[torch.Generator]:
     """torch's default generator, and the generators in attributes of loaders, their samplers and iterable datasets."""
     parts = list(loaders)
@@ -450,65 +477,7 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
         _set(generators, before)
 
 
-def _check_form(state: Any) -> None:
-    """Raises an error for a state that does not have the form in which `Source.state` returns it.
-
-    Raises:
-        TypeError: Naming the entry.
-    """
-    if not isinstance(state, dict):
-        raise TypeError(f"{state!r:.60} is not the state of a loader that DistributedDataset.state_dict() returns.")
-    form = _FORM_OF_LOADER if "loader" in state else _FORM
-    for name in {**form, **state}:
-        told = "In the state of a loader that DistributedDataset.state_dict() returns"
-        if name not in form:
-            raise TypeError(f"{told}, there is no {name!r}.")
-        if name not in state:
-            raise TypeError(f"{told}, there is {name!r}; here it is missing.")
-        is_right, what = form[name]
-        if not is_right(state[name]):
-            raise TypeError(f"{told}, {name!r} is {what}; got {state[name]!r:.60}.")
-
-
-def _check_generators(name: str, states: Sequence[torch.Tensor], generators: Sequence[torch.Generator]) -> None:
-    """Raises an error unless there is one valid state for each of some generators.
-
-    Raises:
-        ValueError: Naming the entry.
-    """
-    if len(states) != len(generators):
-        raise ValueError(
-            f"The state, in {name!r}, is of a loader with {max(len(states) - 1, 0)} random generators of its own, and "
-            f"this one has {len(generators) - 1}. Make the loader as it was made there."
-        )
-    for index, (state, generator) in enumerate(zip(states, generators, strict=True)):
-        try:
-            torch.Generator(generator.device).set_state(state.cpu())
-        except RuntimeError as error:
-            raise ValueError(f"{name}[{index}] in the state is not that of a random generator: {error}") from None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
-
-
-def _are_states(states: Any) -> bool:
-    return isinstance(states, list) and all(
-        isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1 for state in states
-    )
-
-
 _OF_THE_ORDER = ("sampler", "batch_sampler")
 # The options of a loader that are not those of another loader for the rest of an epoch.
 _CHOSEN = {"dataset", "batch_size", "shuffle", *_OF_THE_ORDER, "drop_last", "generator", "persistent_workers"}
-_FORM_OF_LOADER: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "is_begun": (lambda value: isinstance(value, bool), "True or False"),
-    "loader": (lambda value: True, "what the loader said of itself"),
-}
-_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "is_begun": _FORM_OF_LOADER["is_begun"],
-    "batches": (_is_count, "how many batches were consumed"),
-    "batch_size": (lambda value: value is None or (_is_count(value) and value > 0), "a number of rows, or None"),
-    "began": (_are_states, "a list of the states of random generators"),
-    "asked": (lambda value: value is None or _are_states(value), "a list of the states of random generators, or None"),
-}
+_OF_BATCHES = _CHOSEN - {"generator", "persistent_workers"}

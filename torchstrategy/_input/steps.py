@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
-from torchstrategy._core.errors import described, warn
+from torchstrategy._core.errors import described, plural, warn
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input import batch_types
-from torchstrategy._input.options import InputOptions
+from torchstrategy._input.options import AutoShardPolicy, InputOptions
+from torchstrategy._input.sharding import Cut, Shard, Share
 from torchstrategy._input.source import Epoch, Position, Source
 
 
@@ -39,24 +41,34 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
     spec: TreeSpec
     rows: tuple[int, ...]  # how many rows each replica got
+    is_whole: bool = False
+    # For each leaf that was split, what the first replica has in a process whose replicas all have no rows: it is an
+    # understudy. Empty: some replica has rows.
+    spare: Sequence[Tree] = ()
 
     def parts(self) -> list[list[Tree]]:
-        """For each replica, its parts of the leaves that were split."""
+        """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
         columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
-        return [[column[r] for column in columns] for r in range(len(self.rows))]
+        own = [[column[r] for column in columns] for r in range(len(self.rows))]
+        return [[*own[0], *self.spare], *own[1:]]
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
-        if len(self.rows) == 1:
+        if self.is_whole:
             return arrived[0][0]
-        columns = zip(*arrived, strict=True)
-        leaves = [PerReplica(next(columns), self.rows) if type(leaf) is Parts else leaf for leaf in self.leaves]
+        count = len(arrived[0]) - len(self.spare)
+        columns = zip(*(parts[:count] for parts in arrived), strict=True)
+        spare = iter(arrived[0][count:])
+        leaves = [
+            PerReplica(next(columns), self.rows, next(spare, None)) if type(leaf) is Parts else leaf
+            for leaf in self.leaves
+        ]
         return self.spec.unflatten(leaves)
 
 
 def whole(element: Tree) -> SplitBatch:
     """An element for a strategy of one replica. It need not have rows."""
-    return SplitBatch([Parts([element])], LEAF, (1,))
+    return SplitBatch([Parts([element])], LEAF, (1,), is_whole=True)
 
 
 def in_equal_parts(replicas: int, rows: int) -> list[slice]:
@@ -76,6 +88,20 @@ def in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
         return list(map(slice, ends, ends[1:]))
 
     return slices
+
+
+def cut_of(options: InputOptions, replicas: int) -> Cut:
+    """How a global batch is cut into the parts of all replicas of all workers."""
+    shares = options.row_shares
+    return functools.partial(in_equal_parts, replicas) if shares is None else in_proportion(shares)
+
+
+def _with_lists_as_rows(element: Tree) -> Tree:
+    if element is ABSENT:
+        return ABSENT
+    if type(element) is Shard:
+        return Shard(batch_types.lists_as_rows(element.element), element.total)
+    return batch_types.lists_as_rows(element)
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
@@ -194,13 +220,18 @@ class Splitter(ABC):
 
     Args:
         sources: The sources that are read.
-        replicas: How many replicas there are.
+        replicas: How many replicas there are in this process.
         lists_are_rows: Whether each item of a list is a row. None: the user has not said.
+        workers: The processes that train together.
     """
 
-    def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None) -> None:
+    def __init__(
+        self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers = LONE
+    ) -> None:
         self.sources = tuple(sources)
         self.replicas = replicas
+        self.is_alone = replicas == 1 and workers.count == 1  # whether one replica gets every element whole
+        self.workers = workers
         self._lists_are_rows = lists_are_rows
         self._spec: Tree = None
         self._has_to_be_seen = any(source.shows_each_once for source in sources)
@@ -214,9 +245,18 @@ class Splitter(ABC):
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
-        if self._lists_are_rows and self.replicas > 1:
-            elements = [element if element is ABSENT else batch_types.lists_as_rows(element) for element in elements]
+        if self._lists_are_rows and not self.is_alone:
+            elements = list(map(_with_lists_as_rows, elements))
         return self.split(elements)
+
+    def begin(self) -> list[Epoch]:
+        """A new epoch over each source. The caller's thread draws their seeds."""
+        return [source.begin() for source in self.sources]
+
+    @property
+    def reads_its_own(self) -> bool:
+        """Whether this worker reads data that other workers do not have, and may come to its end before them."""
+        return False
 
     def saw(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element that was read, if it will not be possible to look at one later."""
@@ -233,7 +273,7 @@ class Splitter(ABC):
             parts = [shown if type(piece) is Unmade else piece for piece in leaf]
             return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
-        if self.replicas == 1:
+        if split_batch.is_whole:
             (element,) = split_batch.leaves[0]
             return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
         return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
@@ -285,28 +325,41 @@ class SplitSteps(Splitter):
     """Splits each element into a part for each replica; if there is only one replica, it gets the whole element.
 
     Args:
-        source: The source of batches of the global size.
+        source: The source of batches, of the global size unless `options` say that each worker has its own.
         replicas: How many replicas there are.
         options: What the user has said about the dataset.
         is_moved: Whether parts will be moved to devices. Then each replica gets its own copy of every tensor, also of
             a tensor without rows.
     """
 
-    def __init__(self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool) -> None:
-        super().__init__([source], replicas, options.lists_are_rows)
+    def __init__(
+        self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool, workers: Workers = LONE
+    ) -> None:
+        super().__init__([source], replicas, options.lists_are_rows, workers)
         self._is_even = options.row_shares is None
-        shares = options.row_shares
-        self._sizes = functools.partial(in_equal_parts, replicas) if shares is None else in_proportion(shares)
+        self._policy = options.experimental_auto_shard_policy
+        # A batch has the rows of this worker, or those of all.
+        count, index = (1, 0) if self.reads_its_own else (workers.count, workers.index)
+        self._cut, self._first = cut_of(options, replicas * count), replicas * index
         self._is_moved = is_moved
+
+    @property
+    def reads_its_own(self) -> bool:
+        return self.workers.count > 1 and self._policy is AutoShardPolicy.OFF
 
     def __len__(self) -> int:
         return len(self.sources[0])
 
+    def begin(self) -> list[Epoch]:
+        if self.workers.count > 1 and not self.reads_its_own:
+            self.sources[0].follow_first_worker(self.workers)
+        return super().begin()
+
     def rows(self) -> Sequence[int | None]:
         rows = self.sources[0].rows
-        if rows is None or (self._is_even and rows % self.replicas):
+        if rows is None or self.workers.count > 1 or (self._is_even and rows % self.replicas):
             return [None] * self.replicas
-        return [piece.stop - piece.start for piece in self._sizes(rows)]
+        return [piece.stop - piece.start for piece in self._cut(rows)]
 
     def first(self) -> Sequence[Tree]:
         return [self.sources[0].first()]
@@ -316,8 +369,11 @@ class SplitSteps(Splitter):
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,) = elements
-        if self.replicas == 1:
+        if self.is_alone:
             return whole(element)
+        total = None
+        if type(element) is Shard:
+            element, total = element
         if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
             self._lists_are_rows = False  # the default; it is set so that the warning comes only once
             warn(
@@ -333,17 +389,42 @@ class SplitSteps(Splitter):
                 "Batch the dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, "
                 "batch_size=...)."
             )
-        slices = self._sizes(rows)
+        share = Share.of(self._cut, rows if total is None else total, self._first, self.replicas)
+        if total is not None:
+            _check_loaded(share.loaded, rows)
+            share = share.within_loaded()
+        counts = tuple(piece.stop - piece.start for piece in share.slices)
+        spare: list[Tree] = []
 
         def parts(leaf: Tree) -> Tree:
             if batch_types.has_rows(leaf):
-                return Parts([_part(leaf, piece) for piece in slices])
+                if share.borrowed is not None:
+                    spare.append(_part(leaf, share.borrowed))
+                return Parts([_part(leaf, piece) for piece in share.slices])
             tensors = batch_types.tensors_within(leaf)
             is_apart = any(self._is_moved or is_accelerator(tensor.device) for tensor in tensors)
+            if is_apart and share.borrowed is not None:
+                spare.append(leaf)
             return Parts([leaf] * self.replicas) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
-        return SplitBatch(list(map(parts, leaves)), spec, tuple(piece.stop - piece.start for piece in slices))
+        return SplitBatch(list(map(parts, leaves)), spec, counts, spare=spare)
+
+
+def _check_loaded(loaded: slice, rows: int) -> None:
+    """Refuses a loader that made another number of rows of its samples.
+
+    Raises:
+        ValueError: If it did.
+    """
+    start, stop = loaded.start, loaded.stop
+    if rows != stop - start:
+        raise ValueError(
+            f"The loader made {plural(rows, 'row')} of {plural(stop - start, 'sample')}. Each worker loads only "
+            "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one row of "
+            "each; or give the strategy an iterable of batches that is no DataLoader: every worker reads all of it, "
+            "and keeps its own rows."
+        )
 
 
 def _may_be_rows(batch: Tree) -> bool:
@@ -363,12 +444,16 @@ class OneForEach(Splitter):
     If the data runs out in the middle of a step, the remaining replicas get no element, and no element is lost.
     """
 
+    @property
+    def reads_its_own(self) -> bool:
+        return self.workers.count > 1
+
     def __len__(self) -> int:
         of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
         return -(-of_each // self.replicas)
 
     def rows(self) -> Sequence[int | None]:
-        return [self.sources[0].rows if self.replicas == 1 else None] * self.replicas  # the data may run out in a step
+        return [self.sources[0].rows if self.is_alone else None] * self.replicas  # the data may run out in a step
 
     def first(self) -> Sequence[Tree]:
         elements = [source.first() for source in self.sources]
@@ -385,7 +470,7 @@ class OneForEach(Splitter):
             raise StopIteration
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        if self.replicas == 1:
+        if self.is_alone:
             return whole(elements[0])
         first = next(element for element in elements if element is not ABSENT)
         counts = [0 if element is ABSENT else _rows(element) for element in elements]

@@ -4,13 +4,16 @@ The first run copies the modules for each replica. A replica's parameter on the 
 its memory. Before each run the copies get what the user has changed, and after it the user's objects get what the step
 has changed.
 
+    placement                where the copies are, and how they are kept in step
     copyable                 refuses objects of which replicas cannot have copies, by their path in the model
     storage                  where parameters live, and to which strategy they belong; a single replica needs no more
     tensor_copies            copies of tensors, which share memory where the user's tensors do
+    merged_values            what the user's modules get for the attributes that replicas wrote
     module_replica           the copies of the user's modules and variables that one replica has
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one
-    run_warnings             warnings of a run: of batches, of buffers and of writes on shared tensors
+    run_warnings             warnings of a run: of batches, of lost numbers and of writes on shared tensors
     plain_attributes         what plain attributes hold, in the user's modules and in the replicas' copies
+    worker_values            the values that all workers have alike, where the replicas are in several processes
     replicated_modules       the copies of all replicas, kept in step with the user's modules
     replicated_run           what all replicas have, and one run on it: how it begins, ends and is undone
     replicated_storage       the user's parameters, and the replica sets that runs have of them

@@ -12,12 +12,13 @@ torchmetrics is not imported: a metric is recognized by its attributes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from torchstrategy._binding.changes import are_same
-from torchstrategy._core.context import current_replica_context
+from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import group_here
@@ -27,6 +28,14 @@ from torchstrategy._training.replica_weights import ReplicaWeights
 Inside = dict[str, Any]  # the `__dict__` of a module
 
 _OF_A_METRIC = {"_defaults", "_reductions", "_update_count", "_computed", "dist_sync_fn", "distributed_available_fn"}
+
+
+class _Counted(NamedTuple):
+    """What one replica has counted in one state of a metric."""
+
+    value: Any
+    is_touched: bool
+    fraction: float  # its fraction of the rows
 
 
 @final
@@ -47,11 +56,21 @@ class Metric:
         self._devices = devices
         # By replica and name: what each state was when the run began.
         self._given: dict[tuple[int, str], list[object]] = {}
+        self._workers: Workers = LONE
         self._together: dict[str, Any] = {}  # by name: the states with the counts of all replicas
 
-    def hand_out(self, present: Sequence[int]) -> None:
-        """Before a run: the first replica gets the states of the user's metric, the others the default states."""
-        original = self._original
+    def hand_out(self, present: Sequence[int], workers: Workers = LONE, leads: bool = True) -> None:
+        """Before a run: the first replica gets the states of the user's metric, the others the default states.
+
+        Args:
+            present: The replicas of this process that take part.
+            workers: The processes that train together.
+            leads: Whether the first of the replicas is the first one of all processes.
+        """
+        original, self._workers = self._original, workers
+        if workers.count > 1 and not _is_collection(original) and original["dist_sync_fn"] is None:
+            # The user's metric has counted the rows of all workers: its `compute` would add them up once more.
+            original["distributed_available_fn"] = _never
         for r in present:
             local = self._local[r]
             if _is_collection(original):
@@ -61,11 +80,11 @@ class Metric:
                 local["_groups_checked"] = True
                 continue
             local["_computed"] = None
-            if original["dist_sync_fn"] is None and len(present) > 1:
-                local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, _is_in_replica
+            if original["dist_sync_fn"] is None and len(present) * workers.count > 1:
+                local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, is_in_replica
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
-                goes_on = r == present[0] or _kind(original, name) == _MEAN
+                goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
                 state = _on(self._devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
                 local[name], self._given[r, name] = state, _noted(state)
 
@@ -75,8 +94,32 @@ class Metric:
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
-        touched = dict.fromkeys(name for r, name in self._given if self._is_touched(name, r))
-        self._together = {name: self._one(name, replica_weights) for name in touched}
+        present = replica_weights.present
+        of_replicas = {
+            name: [
+                _Counted(self._on_device(name, r), self._is_touched(name, r), replica_weights.fractions[r])
+                for r in present
+            ]
+            for name in dict.fromkeys(name for _, name in self._given)
+        }
+        if self._workers.count > 1:
+            of_replicas = self._of_workers(of_replicas, replica_weights.is_understudy)
+        self._together = {
+            name: self._one(name, counted)
+            for name, counted in of_replicas.items()
+            if any(one.is_touched for one in counted)
+        }
+
+    def _of_workers(self, own: dict[str, list[_Counted]], is_understudy: bool) -> dict[str, list[_Counted]]:
+        """What the replicas of all processes have counted, in their order. An understudy has counted nothing."""
+        point = f"the states of {self._name}"
+        here = {} if is_understudy else own
+        touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
+        names = sorted(set().union(*self._workers.all_gather_object(touched, point)))
+        if not names:
+            return {}
+        of_all = self._workers.all_gather_object({name: here[name] for name in names if name in here}, point)
+        return {name: [one for counted in of_all for one in counted.get(name, [])] for name in names}
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
@@ -99,19 +142,21 @@ class Metric:
     def _is_touched(self, name: str, r: int) -> bool:
         return not are_same(self._given[r, name], _noted(self._local[r][name]))
 
-    def _one(self, name: str, replica_weights: ReplicaWeights) -> Any:
-        original, present = self._original, replica_weights.present
-        default = original["_defaults"][name]
-        device = default.device if isinstance(default, torch.Tensor) else original["_device"]
-        values = [_on(device, self._local[r][name]) for r in present]
-        if not any(self._is_touched(name, r) for r in present[1:]) and _kind(original, name) != _MEAN:
+    def _on_device(self, name: str, r: int) -> Any:
+        """The state of one replica, on the device of the user's metric; on the CPU where other processes get it."""
+        default = self._original["_defaults"][name]
+        device = default.device if isinstance(default, torch.Tensor) else self._original["_device"]
+        return _on(device, self._local[r][name])
+
+    def _one(self, name: str, counted: Sequence[_Counted]) -> Any:
+        original, values = self._original, [one.value for one in counted]
+        if not any(one.is_touched for one in counted[1:]) and _kind(original, name) != _MEAN:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
         # All replicas went on from the same state, so the means are weighted by the rows of each.
         if _kind(original, name) == _MEAN:
-            parts = [(replica_weights.fractions[r], value) for r, value in zip(present, values, strict=True)]
-            return torch.stack([value * fraction for fraction, value in parts if fraction]).sum(0)
+            return torch.stack([one.value * one.fraction for one in counted if one.fraction]).sum(0)
         if _kind(original, name) == "dim_zero_cat":
             return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
         reduction = original["_reductions"][name]
@@ -152,13 +197,21 @@ def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """Gathers a tensor of each replica. A metric calls this when it is computed in a replica."""
     group = group_here("compute() of a metric")
     assert group is not None, "outside of replicas a metric has counted everything"
-    of_all = group.replica.synchronize("compute() of a metric", lambda brought: [list(brought)] * len(brought), tensor)
+    point = "compute() of a metric"
+
+    def together(brought: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        here = list(brought)
+        if group.workers.count > 1:
+            counted = [] if group.is_understudy else [one.cpu() for one in here]
+            here = [one for of_worker in group.workers.all_gather_object(counted, point) for one in of_worker]
+        return [here] * len(brought)
+
+    of_all = group.replica.synchronize(point, together, tensor)
     return [of_one.to(tensor.device) for of_one in of_all]
 
 
-def _is_in_replica() -> bool:
-    context = current_replica_context()
-    return context is not None and context.num_replicas_in_sync > 1
+def _never() -> bool:
+    return False
 
 
 def _kind(original: Inside, name: str) -> str:

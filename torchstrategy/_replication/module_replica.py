@@ -6,11 +6,10 @@ it copies the structure and no tensor.
 
 from __future__ import annotations
 
-import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, final
 
@@ -20,12 +19,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.attribute_contents import PLAIN, is_data, things_in
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, write_value, writes_on
-from torchstrategy._binding.copies import ClosureRebinder, deep_copied
-from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TORCHS_OWN, plain_attributes, tables_of
+from torchstrategy._binding.attribute_contents import drop, things_in
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
+from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
+from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TABLES, plain_attributes, tables_of
+from torchstrategy._binding.object_attributes import in_replica
 from torchstrategy._communication.transfer import Write, equal, sent_to
-from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, version, versions
+from torchstrategy._core.distributed_values import PerReplica
+from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
@@ -105,6 +106,7 @@ class ModuleReplica:
         slots: Where each of the buffers is.
         device: Where the replica computes.
         may_alias: Whether a parameter shares the memory of the user's, if both are on the same device.
+        which: Which replica this is, and of how many.
 
     Raises:
         TypeError: If a module cannot be copied.
@@ -119,7 +121,11 @@ class ModuleReplica:
         slots: Sequence[BufferSlot],
         device: Device,
         may_alias: bool,
+        which: tuple[int, int],
     ) -> None:
+        self._which = which
+        self.device = device
+        self._buffers = StepWrites([])
         # See Note [What is aliased and what is copied].
         owners = parameters.tensors
         self.aliased = [may_alias and owner.device == device for owner in owners]
@@ -147,24 +153,27 @@ class ModuleReplica:
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self._memo.update(pairs)
-        self.device = device
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own()
+        if any(value is MISSING for value in outputs.values()):
+            for inside in self.insides:
+                kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
+                drop(kept, MISSING)
+                inside.update(kept)
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = slots
-        self._agreed = [(tensor, version(tensor)) for tensor in own]
-        self._writes = writes_on(own)
-        self._attributes = Snapshot(dict(enumerate(self.insides)))
+        self._buffers = StepWrites(own)
+        self._attributes = Snapshot(dict(enumerate(self.insides)), TABLES)
         self._structure = Snapshot(tables_of(self.insides))
 
     def _tensors_in_attributes(
         self, modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor], device: Device
-    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[dict[int, Any], list[torch.Tensor]]:
         """Of the tensors in plain attributes: copies of those with a history, by the user's ids; and all others."""
         # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
         # does not hold it, so that the user can drop it.
-        outputs: dict[int, torch.Tensor] = {}
+        outputs: dict[int, Any] = {}
         others: dict[int, torch.Tensor] = {}
         known = self._memo.keys() | set(map(id, buffers))
         for module in modules:
@@ -173,6 +182,12 @@ class ModuleReplica:
                 for path, held in things_in(f"{type(module).__name__}.{name}", value):
                     if isinstance(held, _ONE_FOR_ALL):
                         self._memo[id(held)] = held
+                    elif isinstance(held, PerReplica):
+                        own = self._component(held)
+                        if is_function(own):
+                            raise RuntimeError(_OUTDATED.format(path=path))
+                        has_history = isinstance(own, torch.Tensor) and own.requires_grad and not own.is_leaf
+                        outputs[id(held)] = _copy_of(own, device, path) if has_history else own
                     elif isinstance(held, torch.Tensor) and id(held) not in known and id(held) not in outputs:
                         if is_variable(held):
                             self._memo[id(held)] = held
@@ -189,7 +204,7 @@ class ModuleReplica:
         """Makes functions that the copies hold close over this replica's objects instead of the user's."""
         rebinding = ClosureRebinder(self._memo)
         for inside in self.insides:
-            for name in inside.keys() - TORCHS_OWN:
+            for name in inside.keys() - TABLES:
                 inside[name] = rebinding.of(inside[name])
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 table.update({key: rebinding.of(hook) for key, hook in table.items()})
@@ -253,9 +268,9 @@ class ModuleReplica:
 
     def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> None:
         """Brings the values of buffers."""
-        are_others = False
+        tensors, are_others = list(self._buffers.tensors), False
         for index in indices:
-            own, original = self._agreed[index][0], originals.tensors[index]
+            own, original = self._buffers.tensors[index], originals.tensors[index]
             # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new
             # one. A buffer with a history is from the last step: a write on it would become a part of that graph.
             is_other = own.shape != original.shape or own.dtype != original.dtype
@@ -266,15 +281,14 @@ class ModuleReplica:
                 write_value(own, original, originals.are_running[index])
             position, name = self._slots[index]
             self.insides[position]["_buffers"][name] = own
-            self._agreed[index] = (own, version(own))
+            tensors[index] = own
         if are_others:
-            self._writes = writes_on([own for own, _ in self._agreed])
+            self._buffers = StepWrites(tensors)
         self.note_buffers()
 
     def note_buffers(self) -> None:
         """Says that the buffers agree with the user's. A write on one counts for all tensors that share its memory."""
-        self._agreed = [(own, version(own)) for own, _ in self._agreed]
-        self._writes.take(set())
+        self._buffers.note()
 
     def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
         """Brings plain attributes of modules; `MISSING` removes one. `own`: see `copied`."""
@@ -294,20 +308,42 @@ class ModuleReplica:
     def copied(self, values: Mapping[tuple[int, str], Any], own: Mapping[int, Any]) -> dict[tuple[int, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
+        Its copy of a tensor that no attribute has held meanwhile may be outdated: such a tensor is copied anew.
+
         Args:
             values: The user's values, which are copied at once: what several of them hold is one object in the copies,
                 too. The second part of a key is what to call the value in a message.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
-        memo = {**self._memo, **own}
+        ours = set(map(id, self._buffers.tensors))
+        memo = {key: held for key, held in self._memo.items() if type(held) is not torch.Tensor or id(held) in ours}
+        memo.update(own)
         for (_, name), value in values.items():
             for path, held in things_in(name, value):
                 if isinstance(held, _ONE_FOR_ALL):
                     memo[id(held)] = held
+                elif isinstance(held, PerReplica):
+                    memo[id(held)] = self._component(held)
                 elif isinstance(held, torch.Tensor) and id(held) not in memo:
                     memo[id(held)] = _copy_of(held, self.device, path)
         rebinding = ClosureRebinder({**self._memo, **own})
-        return {key: rebinding.of(copied) for key, copied in deep_copied(dict(values), memo).items()}
+        copies = deep_copied(dict(values), memo)
+        if any(value is MISSING for value in memo.values()):
+            drop(list(copies.values()), MISSING)
+        return {key: rebinding.of(copied) for key, copied in copies.items()}
+
+    def _component(self, value: PerReplica) -> Any:
+        """What this replica has in the place of a `PerReplica`; `MISSING` if it has nothing there."""
+        own = in_replica(value, *self._which)
+        return own.to(self.device) if isinstance(own, torch.Tensor) and not own.numel() else own
+
+    def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
+        """The parameters, and the buffers that were there before the step, but for those at some positions."""
+        return [*self.parameters, *(own for i, own in enumerate(self._buffers.tensors) if i not in without)]
+
+    def counterparts(self) -> Iterable[tuple[int, object]]:
+        """What this replica has copies of, with the ids of the user's objects."""
+        return self._memo.items()
 
     def changes(self) -> list[Edit]:
         """The parameters, layers, buffers and hooks that the step made, replaced or removed.
@@ -325,7 +361,7 @@ class ModuleReplica:
         edits = list(self._attributes.edits())
         if edits:
             self.note_attributes()
-        return [edit for edit in edits if edit.name not in TORCHS_OWN or isinstance(edit.after, PLAIN)]
+        return [edit for edit in edits if edit.name not in TABLES]
 
     def return_hook(self, edit: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:
         """Registers a hook on one of the user's modules, or removes it, as the step did on the copy.
@@ -356,16 +392,15 @@ class ModuleReplica:
         """The replica's own buffer, or the tensor that the step put in its place."""
         position, name = self._slots[index]
         value: torch.Tensor | None = self.insides[position]["_buffers"].get(name)
-        return self._agreed[index][0] if value is None else value
+        return self._buffers.tensors[index] if value is None else value
 
     def has_replaced(self, index: int) -> bool:
         """Whether the step put another tensor in the place of a buffer."""
-        return self.buffer(index) is not self._agreed[index][0]
+        return self.buffer(index) is not self._buffers.tensors[index]
 
     def left(self, index: int) -> torch.Tensor | None:
         """The buffer's tensor from before the run, if the step wrote on it; else None."""
-        own, count = self._agreed[index]
-        return own if version(own) != count else None
+        return self._buffers.tensors[index] if self._buffers.is_counted(index) else None
 
     def replace_buffer(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """The user's module has another tensor in the place of a buffer; the next run brings its value."""
@@ -373,14 +408,19 @@ class ModuleReplica:
 
     def written_buffers(self, originals: TrackedTensors) -> set[int]:
         """The positions of buffers that the step wrote or replaced."""
-        agreed = enumerate(self._agreed)
-        counted = {i for i, (own, count) in agreed if self.has_replaced(i) or version(own) != count}
-        written = counted | self._writes.take(counted)
-        for index, (own, _) in enumerate(self._agreed):
-            # Torch's kernels write running statistics without counting a version. On the CPU `_writes` has seen that.
-            if originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index]):
+        written = self._buffers.written()
+        for index, own in enumerate(self._buffers.tensors):
+            # Torch's kernels write running statistics without counting a version. On the CPU `_buffers` has seen that.
+            is_uncounted = originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index])
+            if is_uncounted or self.has_replaced(index):
                 written.add(index)
         return written
+
+
+_OUTDATED = (
+    "{path} is a function that a step has made over parts of each replica. The replicas are made anew now, since a "
+    "layer or hook was added, and have other parts: set the attribute to None before."
+)
 
 
 def _is_value(edit: Edit) -> bool:
@@ -399,7 +439,6 @@ def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     if not isinstance(owner, Variable):
         return ReplicaParameter.over(data, owner.requires_grad)
     local = make_parameter(ReplicaVariable, data, owner.requires_grad)
-    assert isinstance(local, ReplicaVariable)
     local.variable = weakref.ref(owner)
     return local
 
@@ -417,28 +456,6 @@ _ONE_FOR_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)  # a module may ho
 def _is_trainable(thing: object) -> bool:
     """Whether a backward gives gradients to a thing."""
     return isinstance(thing, torch.Tensor) and thing.is_leaf and thing.requires_grad
-
-
-def return_attribute(edit: Edit, original: dict[str, Any], is_computed: bool, is_lead: bool) -> bool:
-    """Writes the new value of a plain attribute on one of the user's modules, if `is_lead`.
-
-    Returns:
-        Whether the new value is data, which the user's module gets. Else the replica keeps it.
-    """
-    before, value = original.get(edit.name, MISSING), edit.after
-    if isinstance(value, torch.Tensor):
-        fits = isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype
-        # An output that forward keeps has the rows of one replica only, so it stays in the replica.
-        is_returned = fits and (is_computed or not (value.requires_grad or before.requires_grad))
-    else:
-        is_returned = value is MISSING or is_data(value, lambda _: False)
-    if is_returned and is_lead:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().to(before.device, copy=not is_computed)
-        elif value is not MISSING:
-            value = copy.deepcopy(value)
-        edit._replace(after=value).apply(original)
-    return is_returned
 
 
 def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:

@@ -17,60 +17,33 @@ import operator
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import PLAIN, Attribute
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors
-from torchstrategy._binding.module_traversal import HOOK_TABLES, TORCHS_OWN, computed_by_hooks, tables_of
+from torchstrategy._binding.module_traversal import HOOK_TABLES, tables_of
+from torchstrategy._binding.object_attributes import Trainer
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._communication.transfer import write
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of
 from torchstrategy._core.trace import traced
-from torchstrategy._core.types import Device
-from torchstrategy._replication.copyable import refuse_trainable, refuse_uncopyable
-from torchstrategy._replication.metrics import metrics_of, states_of
-from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ, return_attribute, uncopyable
-from torchstrategy._replication.plain_attributes import Attributes
-from torchstrategy._replication.run_warnings import LostBuffers
-from torchstrategy._replication.tensor_copies import sharing_memory
-from torchstrategy._training.gradient_reducer import AllReduce
+from torchstrategy._replication.copyable import refuse_uncopyable
+from torchstrategy._replication.metrics import metrics_of
+from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.plain_attributes import PlainAttributes
+from torchstrategy._replication.run_warnings import LostNumbers
+from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
+from torchstrategy._replication.worker_values import Writes, combine_over_workers, compare_writes
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable, is_variable
-
-
-class Placement(NamedTuple):
-    """Where copies are, and how they are kept in step.
-
-    Args:
-        devices: The device of each replica.
-        parameter_device: The device of the user's parameters.
-        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
-            copies, as replicas on several devices have; the numbers are the same.
-        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
-        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
-            own; else values are sent to them.
-        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
-            themselves.
-    """
-
-    devices: Sequence[Device]
-    parameter_device: Device
-    may_alias: bool = True
-    averages_buffers: bool = True
-    is_mirrored: bool = False
-    all_reduce: AllReduce | None = None
-
-    def aliases(self) -> list[bool]:
-        """Of each replica, whether its parameters on the user's device share the user's memory."""
-        return [self.may_alias or (self.is_mirrored and r == 0) for r in range(len(self.devices))]
 
 
 @final
@@ -88,6 +61,7 @@ class ReplicatedModules:
 
     def __init__(self, roots: Sequence[nn.Module], layout: Placement, variables: Sequence[Variable]) -> None:
         self._layout = layout
+        self._home = memory_device(layout.parameter_device)
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
@@ -105,26 +79,24 @@ class ReplicatedModules:
         buffers = _originals(modules, paths, "_buffers")
         self._buffers = TrackedTensors([held for _, held in buffers])
         self._slots = [slot for slot, _ in buffers]
-        self.lost_buffers = LostBuffers()
+        self.lost_numbers = LostNumbers()
+        places, n = zip(map(memory_device, layout.devices), layout.aliases(), strict=True), len(layout.devices)
         self.replicas = [
-            ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, memory_device(device), aliases)
-            for device, aliases in zip(layout.devices, layout.aliases(), strict=True)
+            ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, *place, (r, n))
+            for r, place in enumerate(places)
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
         self.metrics = metrics_of(self._insides, self._paths, self.replicas)
-        # The plain attributes that are states of metrics, which `metrics` brings to the replicas and back.
-        self._states = [set(states_of(inside)) for inside in self._insides]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
-        self._attribute_tables = Snapshot(dict(enumerate(self._insides)))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
-        # The plain attributes that hooks compute, in each replica for itself.
-        self._computed = [computed_by_hooks(module) for module in modules]
         self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
-        self._attribute_contents = Attributes(self.replicas, self._known_tensors, self._named_attributes)
+        self._attributes = PlainAttributes(
+            modules, self._paths, self.replicas, self._index_of.keys(), self._known_tensors, self._home
+        )
         self._pointers = self._current_pointers()
         self._overlaps = self._find_overlaps()
 
@@ -137,18 +109,17 @@ class ReplicatedModules:
         """The user's modules."""
         return [module for reference in self._references if (module := reference()) is not None]
 
+    def _with_copies(self) -> list[object]:
+        """The user's modules, parameters and buffers."""
+        return [*self.originals(), *self.owners, *self._buffers.tensors]
+
     def refresh(self) -> bool:
         """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
             return False
-        contents = self._attribute_contents
-        if not contents.is_empty and not contents.bring(self._named_attributes):
+        if not self._attributes.bring():
             return False
-        if not self._attribute_tables.is_same():
-            if not self._bring_attributes():
-                return False
-            contents.collect(self._named_attributes)
         self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self.replicas:
@@ -158,7 +129,7 @@ class ReplicatedModules:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
         if self._overlaps:
-            contents.agree()
+            self._attributes.agree()
             for replica in self.replicas:
                 replica.note_buffers()
         return self._overlap_as_before()
@@ -179,7 +150,7 @@ class ReplicatedModules:
         return sorted([id(tensors[index]) for index in group] for group in sharing_memory(tensors))
 
     def _tracked(self) -> tuple[TrackedTensors, ...]:
-        return self._parameters, self._buffers, self._attribute_contents.tensors
+        return self._parameters, self._buffers, self._attributes.tensors
 
     def _have_same_classes(self) -> bool:
         """Whether nobody has given a module another class, as some libraries do to patch layers."""
@@ -262,7 +233,9 @@ class ReplicatedModules:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
         return edits
 
-    def return_to_originals(self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]]) -> None:
+    def return_to_originals(
+        self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]], trainers: Sequence[Trainer]
+    ) -> None:
         """After a run: brings what the replicas wrote on buffers and plain attributes to the user's modules.
 
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
@@ -270,42 +243,41 @@ class ReplicatedModules:
         """
         lead = self.replicas[replica_weights.present[0]]
         self._check_flags(replica_weights)
-        values = self._buffer_values(replica_weights)
+        made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
+        if made:
+            self._layout.workers.compare("what the step did to buffers and hooks:", ", ".join(made))
+        look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
+        is_understudy = replica_weights.is_understudy
+        self._attributes.put_together(replica_weights.present, self._with_copies, look, is_understudy)
+        books: list[Writes] = [self._attributes, *trainers]
+        written = [self.replicas[r].written_buffers(self._buffers) for r in replica_weights.present]
+        indices = set().union(*written)
+        if self._layout.workers.count > 1:
+            indices = compare_writes(self._layout.workers, indices, books, replica_weights, look)
+        values = self._buffer_values(replica_weights, written, indices)
+        new = self._new_buffers(replica_weights, changes) if made else {}
         for metric in self.metrics:
             metric.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
-        self._return_attributes(replica_weights.present)
-        if not self._attribute_contents.is_empty:
-            self._attribute_contents.give_back(replica_weights.present, self._named_attributes)
+        self._attributes.write_back()
         if any(changes):
-            self._return_changes(replica_weights, changes)
+            self._return_changes(lead, changes[0], new)
         for metric in self.metrics:
             metric.write_back()
         trained = lead.trained
         if requires_grad_of(self.owners) != trained:
             for owner, flag in zip(self.owners, trained, strict=True):
                 owner.requires_grad_(flag)
-        replaced = {index: value for index, value in values.items() if lead.has_replaced(index)}
+        replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
         for index, value in values.items():
             if index not in replaced:
                 self._buffers.take(index, value)
         if replaced:
             self._replace_buffers(replaced, lead)
 
-    def _return_attributes(self, present: Sequence[int]) -> None:
-        """Brings the data that the first replica wrote on plain attributes to the user's modules.
-
-        Data that another replica wrote does not stay there: the next run brings the values of the user's modules.
-        """
-        for r in present:
-            is_lead = r == present[0]
-            for edit in self.replicas[r].take_attributes():
-                is_computed = edit.name in self._computed[edit.place]
-                is_state = edit.name in self._states[edit.place]
-                if is_state or (is_computed and not is_lead):
-                    continue
-                if return_attribute(edit, self._insides[edit.place], is_computed, is_lead):
-                    self._attribute_tables.forget(edit.place, edit.name)
+    def restore(self) -> None:
+        """After a run that failed: takes back what it wrote on tensors that the user's modules hold."""
+        self._attributes.restore()
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
@@ -314,15 +286,15 @@ class ReplicatedModules:
         on it in place, and nothing else.
         """
         places = Counter(map(id, chain.from_iterable(inside["_buffers"].values() for inside in self._insides)))
-        self._is_outdated |= not self._structure.is_same()
-        for index, value in values.items():
+        made = self._of_users(values, lead)
+        self._is_outdated |= not self._structure.is_same() or len(set(map(storage_of, made.values()))) < len(made)
+        for index, after in made.items():
             before, (position, name) = self._buffers.tensors[index], self._slots[index]
-            after = value.detach().to(before.device, copy=True)
             left = lead.left(index)
             if left is not None and left.shape == before.shape:
                 self._buffers.take(index, left)
             # A tensor that is also in another place stays there, and is something else from here on.
-            self._is_outdated |= places[id(before)] > 1 or id(before) in self._attribute_contents.known_held
+            self._is_outdated |= places[id(before)] > 1 or id(before) in self._attributes.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
             self._known_tensors.discard(id(before))
@@ -331,24 +303,62 @@ class ReplicatedModules:
                 replica.replace_buffer(before, after)
         self._structure.take()
 
-    def _return_changes(self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]) -> None:
+    def _of_users(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
+        """Tensors for buffers of the user's. What shares memory in the first replica shares memory in them, too."""
+        known = self._attributes.known_in_replicas(self._with_copies)
+        owned = {storage_of(own): (own, known[id(own)]) for own in lead.tensors(values) if id(own) in known}
+        made = dict(zip(values, copies_of(list(values.values()), self._home), strict=True))
+        for index, value in values.items():
+            placed = lead.buffer(index)
+            own, users = owned.get(storage_of(placed), (None, None))
+            if own is None or users is None or not 0 <= storage_of(placed) == storage_of(value):
+                continue  # memory that the step has made, or a mean over the replicas
+            self._is_outdated = True
+            if placed is own:
+                made[index] = users
+            elif own.stride() == users.stride():
+                offset = placed.storage_offset() - own.storage_offset() + users.storage_offset()
+                made[index] = users.detach().as_strided(placed.shape, placed.stride(), offset)
+        return made
+
+    def _new_buffers(
+        self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]
+    ) -> dict[tuple[Any, str], torch.Tensor]:
+        """The tensors that the first replica of all workers made or put in the place of buffers."""
+        of_replicas = [
+            {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in edits
+        ]
+        if (workers := self._layout.workers).count > 1:
+            told = [] if replica_weights.is_understudy else [_on_cpu(own) for own in of_replicas]
+            of_all = workers.all_gather_object(told, "the buffers that the step made")
+            of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
+        for ((position, _), name), value in of_replicas[0].items():
+            others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
+            path = f"buffer {self._paths[position]}.{name}"
+            self.lost_numbers.look(id(self._insides[position]), path, value, others)
+        return of_replicas[0]
+
+    def _return_changes(
+        self, lead: ModuleReplica, edits: Sequence[Edit], new: Mapping[tuple[Any, str], torch.Tensor]
+    ) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
-        lead = self.replicas[replica_weights.present[0]]
-        originals = {id(thing): thing for thing in (*self.originals(), *self.owners)}
+        originals = {id(thing): thing for thing in self._with_copies()}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
-        for edit in edits[0]:
+        for edit in edits:
             position, table = edit.place
             if table == "_buffers":
-                made = [e.after for other in edits[1:] for e in other if (e.place, e.name) == (edit.place, edit.name)]
-                name = f"{self._paths[position]}.{edit.name}"
-                self.lost_buffers.look(id(self._insides[position]), name, edit.after, made)
-                lead.return_buffer(edit, self._insides[position], memory_device(self._layout.parameter_device))
+                made = edit._replace(after=new.get((edit.place, edit.name), edit.after))
+                lead.return_buffer(made, self._insides[position], self._home)
             else:
                 lead.return_hook(edit, self._insides[position], back)
 
     def _check_flags(self, replica_weights: ReplicaWeights) -> None:
         flags = [self.replicas[r].noted_requires_grad() for r in replica_weights.present]
+        if self._layout.workers.count > 1:
+            self._layout.workers.compare("which parameters are trained:", str(flags[0]))
+            modes = ["train" if inside.get("training", True) else "eval" for inside in self._insides]
+            self._layout.workers.compare("the modes of the modules:", " ".join(modes))
         for r, other in zip(replica_weights.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
@@ -358,73 +368,44 @@ class ReplicatedModules:
                     "outside of strategy.run."
                 )
 
-    def _buffer_values(self, replica_weights: ReplicaWeights) -> dict[int, torch.Tensor]:
+    def _buffer_values(
+        self, replica_weights: ReplicaWeights, written: Sequence[set[int]], indices: set[int]
+    ) -> dict[int, torch.Tensor]:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:
-            RuntimeError: If a replica put a tensor of another shape or dtype in the place of one.
+            RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
         """
         present = [self.replicas[r] for r in replica_weights.present]
         combined = {}
-        written = [replica.written_buffers(self._buffers) for replica in present]
-        for index in sorted(set().union(*written)):
+        workers = self._layout.workers
+        for index in sorted(indices):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
-                if (original.shape, original.dtype) != (value.shape, value.dtype):
-                    shapes = tuple(original.shape), original.dtype, tuple(value.shape), value.dtype
+                if (values[0].shape, values[0].dtype) != (value.shape, value.dtype):
+                    shapes = tuple(values[0].shape), values[0].dtype, tuple(value.shape), value.dtype
                     raise RuntimeError(_REPLACED.format(self._buffers.names[index], *shapes))
             combined[index] = values[0]
             if self._buffers.are_running[index] and self._layout.averages_buffers:
                 fractions = [replica_weights.fractions[r] for r in replica_weights.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
-                combined[index] = torch.stack(here).sum(0)
+                combined[index] = torch.stack(here).sum(0) if here else torch.zeros_like(original)
             elif not self._buffers.are_running[index]:
                 others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
                 module = id(self._insides[self._slots[index].position])
-                self.lost_buffers.look(module, self._buffers.names[index], values[0], others)
+                self.lost_numbers.look(module, f"buffer {self._buffers.names[index]}", values[0], others)
+        if workers.count > 1:
+            averaged = [i for i in combined if self._buffers.are_running[i] and self._layout.averages_buffers]
+            combine_over_workers(workers, combined, averaged, replica_weights.lead_worker)
         return combined
 
     def _changed_buffers(self) -> list[int]:
-        # The copies of all replicas agree between runs, so one is compared with the user's. A forward of the user's own
-        # module writes running statistics, and torch's kernels do not count that.
+        # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
         buffers, local = self._buffers, self.replicas[0]
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
-
-    def _named_attributes(self) -> Iterator[Attribute]:
-        """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
-        # Attributes that the user has replaced and that are not brought yet are left out: the replicas still hold the
-        # old value.
-        unbrought = {(edit.place, edit.name) for edit in self._attribute_tables.edits()}
-        for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._states[position]
-            for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
-                local = [replica.insides[position].get(name, MISSING) for replica in self.replicas]
-                is_everywhere = not any(value is MISSING for value in local)
-                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._index_of:
-                    yield f"{self._paths[position]}.{name}", inside[name], local
-
-    def _bring_attributes(self) -> bool:
-        edits = list(self._attribute_tables.edits())
-        if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
-            return False
-        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states[e.place]]
-        paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
-        for path, edit in zip(paths, brought, strict=True):
-            refuse_trainable(path, edit.after, self._index_of)
-        if self.replicas[0].lacks_parts_in(edit.after for edit in brought):
-            return False
-        try:
-            for r, replica in enumerate(self.replicas):
-                replica.bring_attributes(brought, self._attribute_contents.counterparts(r))
-        except Exception as error:
-            raise uncopyable(", ".join(paths), error) from error
-        self._attribute_tables.take()
-        for replica in self.replicas:
-            replica.note_attributes()
-        return True
 
 
 def _originals(
@@ -452,6 +433,17 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, norms) or name in ("running_mean", "running_var")
 
 
+def _shown(edit: Edit) -> str:
+    """What a step did to a buffer, or to hooks, whose keys count all hooks of a process."""
+    if edit.place[1] != "_buffers":
+        return f"{edit.place[1]} {edit.verb()}"
+    return f"{edit.name} {'made' if isinstance(edit.after, torch.Tensor) else 'taken away'}"
+
+
+def _on_cpu(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    return {key: tensor.cpu() for key, tensor in tensors.items()}
+
+
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 _REBUILT = (
@@ -461,8 +453,8 @@ _REBUILT = (
 )
 
 _REPLACED = (
-    "A replica replaced the buffer {}, of shape {} and {}, by one of shape {} and {}. Write the buffer in place, or "
-    "keep such a value in a plain attribute."
+    "The replicas replaced the buffer {} by a tensor of shape {} and {}, and by one of shape {} and {}. The module can "
+    "have one of them only. Make it of the same shape in all replicas, or keep such a value in a plain attribute."
 )
 
 _HOOK = (

@@ -22,7 +22,8 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch
-from torchstrategy._replication.replicated_modules import Placement, ReplicatedModules
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
 from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
@@ -55,6 +56,7 @@ class ReplicaSet:
         self.generation = generation
         self.thread = 0  # the thread that called the run which has this set
         self._layout = layout
+        self.workers = layout.workers
         with undisturbed():
             self.replicated = ReplicatedModules(roots, layout, variables)
         owners = self.replicated.owners
@@ -96,6 +98,7 @@ class ReplicaSet:
             # Replicas on one device run one at a time.
             len({memory_device(device) for device in self._layout.devices}) == 1,
             self._layout.all_reduce,
+            self._layout.streams,
         )
         indices = {key: index for index, key in enumerate([*self._index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
@@ -150,8 +153,8 @@ def _named(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter
 
 
+# Enters the strategy's cross-replica context.
 CrossReplica = Callable[[], AbstractContextManager[None]]
-"""Enters the strategy's cross-replica context."""
 
 
 @final
@@ -210,24 +213,16 @@ class ReplicatedRun(OptimizerHost):
         self._lent.append(replica)
         gradients = copies.gradients.of_replicas[replica.index]
         gradients.enter(replica)
-        optimizers = {
-            id(optimizer): ReplicaOptimizer(
-                optimizer,
-                replica,
-                gradients,
-                copies.optimized[id(optimizer)],
-                self,
-                leads,
-                copies.own_state(optimizer, replica.index),
-            )
-            for optimizer in copies.optimizers()
-        }
-        self._optimizers[replica.index] = list(optimizers.values())
+        own = []
+        for optimizer in copies.optimizers():
+            index_of, own_state = copies.optimized[id(optimizer)], copies.own_state(optimizer, replica.index)
+            own.append(ReplicaOptimizer(optimizer, replica, gradients, index_of, self, leads, own_state))
+        self._optimizers[replica.index] = own
         steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self.steppers}
         self._local[replica.index] = local = {
             **copies.replicated.replicas[replica.index].local_objects,
             **{id(trainer.original): trainer.attributes[replica.index] for trainer in self.trainers},
-            **optimizers,
+            **{id(one.optimizer): one for one in own},
             **steppers,
         }
         return local
@@ -271,6 +266,10 @@ class ReplicatedRun(OptimizerHost):
             self._has_written(optimizer)
             return result
 
+    def compare(self, name: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        if self.copies.workers.count > 1:
+            self.copies.workers.compare(f"the arguments of {name}:", given)
+
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
         before = self._threads
@@ -293,7 +292,12 @@ class ReplicatedRun(OptimizerHost):
         if any(loss is None for loss in losses):
             return None
         weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
-        return sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+        total = sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+        workers = self.copies.workers
+        if workers.count == 1:
+            return total
+        (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
+        return of_all.to(losses[0].dtype) if isinstance(losses[0], torch.Tensor) else of_all.item()
 
     def results_require_grad(self) -> None:
         """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
@@ -309,7 +313,7 @@ class ReplicatedRun(OptimizerHost):
             self.copies.gradients.reduce(can_wait=True)
             for trainer in self.trainers:
                 trainer.put_together()
-            self.copies.replicated.return_to_originals(self.replica_weights, changes)
+            self.copies.replicated.return_to_originals(self.replica_weights, changes, self.trainers)
         # A list, since all trainers are written.
         if any([trainer.write_back() for trainer in self.trainers]):
             self.results_require_grad()
@@ -321,8 +325,8 @@ class ReplicatedRun(OptimizerHost):
         if self.watch is not None:
             self.watch.warn()
         replicated = self.copies.replicated
-        if replicated.lost_buffers.differing:
-            replicated.lost_buffers.warn(self.warned)
+        if replicated.lost_numbers.differing:
+            replicated.lost_numbers.warn(self.warned)
         if self._trained is None or _PLAIN_BATCH in self.warned or any(replica.was_asked for replica in self._lent):
             return
         if self._trained != trained(replicated.owners):
@@ -392,6 +396,9 @@ class ReplicatedRun(OptimizerHost):
         lead, *others = self.replica_weights.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
             optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
+            if self.copies.workers.count > 1:
+                name = plain_class(type(optimizer.optimizer)).__name__
+                self.copies.workers.compare(f"the settings of {name}:", optimizer.settings())
 
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self.replica_weights.present[0], []):

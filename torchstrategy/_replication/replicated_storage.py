@@ -6,10 +6,11 @@ threads or from a merge function, get sets of their own, so no two runs ever use
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -28,13 +29,14 @@ from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._replication.replicated_modules import Placement
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
 from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.worker_values import take_from_first_worker
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
-from torchstrategy._variables.kinds import SyncOnReadVariable
+from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten
 from torchstrategy._variables.variable import Variable
 
 
@@ -50,16 +52,18 @@ class ReplicatedStorage(Storage):
         super().__init__(layout.devices, layout.parameter_device)
         if layout.is_mirrored:
             self.parameter_devices = self.devices
-        self._layout = layout
+        self.layout = layout
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
         self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._on_read: dict[int, weakref.ref[SyncOnReadVariable]] = {}
         self._idle: list[ReplicaSet] = []
         self._in_use: list[ReplicaSet] = []
         self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
+        self._has_new_on_read = False  # whether there are variables with `ON_READ` that no run has had yet
         self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
         self._generation = 0  # counts changes of the set of modules: replica sets of an earlier one are not used again
         # Runs of several threads may borrow and return sets at the same time.
@@ -79,6 +83,7 @@ class ReplicatedStorage(Storage):
     # 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
     # If anything fails after 1, the set is never used again, and what was done is undone in this order:
     # - The proxies are taken away (6), since all else writes on the user's own objects.
+    # - Tensors of which the user's modules have a `PerReplica`, and which steps may write, get their numbers back (1).
     # - If the loop of an optimizer with a closure was under way, the block that shows it gradients is closed. What any
     #   optimizer has written on parameters stays.
     # - The gradients are given back (5): those from before the run, or those that its last update left.
@@ -106,15 +111,20 @@ class ReplicatedStorage(Storage):
         variables = _alive(self._variables)
         run_state = None
         originals: list[Any] = []
+        if replica_weights.has_news:
+            self._take_from_first_worker()
         copies = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += copies.originals()
             steppers = self._steppers_of(named)
-            named_trainers = named.trainers() if len(self.devices) > 1 else []
+            has_others, n = self.layout.workers.count > 1, len(self.devices)
+            named_trainers = named.trainers() if n > 1 or has_others else []
             own = [thing for _, thing in named_trainers if is_all_in_dict(thing)]
-            trainers = [Trainer(thing, len(self.devices), replica_weights.present) for thing in own]
-            shared = [SharedTrainer(name, thing) for name, thing in named_trainers if not is_all_in_dict(thing)]
+            of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
+            trainers = [Trainer(thing, *of_run) for thing in own]
+            others = [pair for pair in named_trainers if not is_all_in_dict(pair[1])] if n > 1 else []
+            shared = [SharedTrainer(name, thing) for name, thing in others]
             originals += [*steppers, *own]
             outsiders = list(self._outsiders(named, copies))
             several = len(replica_weights.present) > 1
@@ -124,7 +134,8 @@ class ReplicatedStorage(Storage):
             run_state = ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))  # 2
             self._runs[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
-                metric.hand_out(replica_weights.present)
+                workers = self.layout.workers
+                metric.hand_out(replica_weights.present, workers, replica_weights.lead_worker == workers.index)
             copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
             install(originals, copies)  # 6
             yield run_state
@@ -134,6 +145,7 @@ class ReplicatedStorage(Storage):
             # A step that failed may have written anything on the copies.
             copies.generation = -1
             uninstall(originals, copies)
+            copies.replicated.restore()
             try:
                 if run_state is not None:
                     run_state.stop_showing()
@@ -163,8 +175,24 @@ class ReplicatedStorage(Storage):
             make_ready(steppers, self.parameter_device)
         return steppers
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there are modules or variables that no run has had yet."""
+        return bool(self._new) or self._has_new_on_read
+
+    def as_before(self) -> AbstractContextManager[None]:
+        """A block in which nothing that replicas write on their own values of variables counts."""
+        return unwritten(_alive(self._on_read))
+
+    def _take_from_first_worker(self) -> None:
+        self._has_new_on_read = False
+        # What the user has dropped is not compared, also if Python's collector of cycles has not come to it yet.
+        gc.collect()
+        roots, variables = _roots(parts_of(_alive(self._modules))), [*_alive(self._variables), *_alive(self._on_read)]
+        take_from_first_worker(self.layout.workers, roots, variables)
+
     def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(self._layout)
+        return ReplicatedStorage(self.layout)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
@@ -179,7 +207,10 @@ class ReplicatedStorage(Storage):
 
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
-        if not isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
+        if isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
+            self._on_read[id(variable)] = weakref.ref(variable, _weakly(self._forget))
+            self._has_new_on_read = True
+        else:
             self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
             self._new.add(id(variable))
             # The run in which the variable is made has no copies of it: a backward that reaches it is refused.
@@ -196,6 +227,7 @@ class ReplicatedStorage(Storage):
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
+        self._on_read = {key: known for key, known in list(self._on_read.items()) if known is not reference}
         for table in (self._modules, self._optimizers, self._variables):
             for key in [key for key, known in list(table.items()) if known is reference]:
                 del table[key]
@@ -243,7 +275,7 @@ class ReplicatedStorage(Storage):
         self._is_copying = True
         try:
             with traced("copy modules"):
-                return ReplicaSet(_roots(parts), variables, optimizers, self._layout, generation)
+                return ReplicaSet(_roots(parts), variables, optimizers, self.layout, generation)
         finally:
             self._is_copying = False
 
@@ -287,13 +319,13 @@ class ReplicatedStorage(Storage):
         """Called before any optimizer in the process takes a step, on its thread."""
         for run in list(self._runs.values()):
             run.before_any_step(optimizer)
-        if self._layout.is_mirrored and id(optimizer) in self._optimizers:
+        if self.layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.begin_step(optimizer)
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""
-        if self._layout.is_mirrored and id(optimizer) in self._optimizers:
+        if self.layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)
         # Only torch's own optimizers are known to write in ways that torch counts, and fused ones do not.

@@ -5,9 +5,9 @@ replicas is nothing unusual: a mask, noise, a table of weights. So the warning c
 argument is a distributed value, and one is a tensor with rows. No replica asked for its id, by which it could choose
 rows of its own. And the run trained: parameters got gradients, or were updated.
 
-*Buffers that replicas wrote differently*, such as a queue or a codebook. Only the numbers of the first replica are
-kept. To compare them with those of other accelerators, the program has to wait for the accelerators. So a buffer is
-compared after the first run that wrote it, the second, the fourth, the eighth and so on.
+*Buffers and plain attributes that replicas wrote differently*, such as a queue, a codebook or a moving average. Only
+the numbers of the first replica are kept. To compare them with those of other accelerators, the program has to wait for
+the accelerators. So they are compared after the first run that wrote them, the second, the fourth, the eighth etc.
 
 *Writes on tensors that all replicas share.* A tensor that is neither in a module of the strategy nor in a variable is
 one tensor for all replicas: a total, a moving average in a dict, a teacher that was made outside of the scope. If it is
@@ -51,6 +51,7 @@ from torchstrategy._variables.variable import is_variable
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
 _READ = 2**24  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
 _SHOWN = 3  # at the most so many names are in a message
+_NUMBERS = (bool, int, float, complex, np.number, np.ndarray)
 _COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
 
 
@@ -94,29 +95,35 @@ _NOT_DISTRIBUTED = (
 )
 
 
-# Buffers that replicas wrote differently
+# Buffers and plain attributes that replicas wrote differently
 
 
 @final
-class LostBuffers:
-    """Remembers which buffers differed between replicas."""
+class LostNumbers:
+    """Remembers which buffers and attributes differed between replicas."""
 
     def __init__(self) -> None:
-        # A buffer is known by the id of its module and by its name.
+        # Each is known by the id of its module or container, and by its name.
         self._runs: Counter[tuple[int, str]] = Counter()  # how many runs wrote it
         self.differing: list[tuple[int, str]] = []  # those that are to be warned of
 
-    def look(self, module: int, name: str, kept: object, others: Sequence[object]) -> None:
-        """Compares a buffer that is kept, or that the step made, with those of other replicas."""
-        if isinstance(kept, torch.Tensor) and not name.endswith(_COUNTER):
-            self._runs[module, name] += 1
-            tensors = [other for other in others if isinstance(other, torch.Tensor)]
-            is_due = _is_power_of_two(self._runs[module, name])
-            if is_due and not all(_are_close(kept, other) for other in tensors):
-                self.differing.append((module, name))
+    def look(self, place: int, name: str, kept: object, others: Sequence[object]) -> None:
+        """Compares what is kept, or what the step made, with what other replicas wrote in its place.
+
+        Args:
+            place: The id of the module or container.
+            name: What the warning is to call it.
+            kept: A tensor, an array or a number.
+            others: The same of other replicas.
+        """
+        if others and not name.endswith(_COUNTER):
+            self._runs[place, name] += 1
+            is_due = _is_power_of_two(self._runs[place, name])
+            if is_due and not all(_are_close(kept, other) for other in others):
+                self.differing.append((place, name))
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
-        """Warns of buffers that differed; `warned` has those of which users were warned before."""
+        """Warns of what differed; `warned` has that of which users were warned before."""
         for key in self.differing:
             if key not in warned:
                 warned.add(key)
@@ -124,8 +131,16 @@ class LostBuffers:
         self.differing.clear()
 
 
-def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, but for rounding, which differs between devices."""
+def _are_close(one: Any, other: Any) -> bool:
+    """Whether two values hold the same numbers, but for rounding, which differs between devices."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _are_close_tensors(one, other)
+    if isinstance(one, _NUMBERS) and isinstance(other, _NUMBERS):
+        return np.shape(one) == np.shape(other) and bool(np.all(np.isclose(one, other, equal_nan=True)))
+    return not isinstance(one, (torch.Tensor, *_NUMBERS)) and not isinstance(other, (torch.Tensor, *_NUMBERS))
+
+
+def _are_close_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     other = other.to(one.device)
@@ -141,7 +156,7 @@ def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 _DIFFERS = (
-    "The buffer {name} has other numbers in each replica after this run: each wrote it from its own rows. Those of the "
+    "The {name} has other numbers in each replica after this run: each wrote it from its own rows. Those of the "
     "first replica are kept, and what the others wrote is lost. Write it from the rows of all replicas: in forward, "
     "rows = torchstrategy.get_replica_context().all_gather(rows, axis=0) before it is written, or all_reduce('sum', "
     "...) for a sum or a count. Or write it in a merge function; or keep it in a torchstrategy.Variable. For "
@@ -227,10 +242,8 @@ class SharedWrites(Watch):
         if by_several:
             names = [f"`{name}`" for name in by_several]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            warn(
-                _BY_SEVERAL.format(names=", ".join(names[:_SHOWN]) + more, count=max(by_several.values())),
-                SharedWriteWarning,
-            )
+            shown, most = ", ".join(names[:_SHOWN]) + more, max(by_several.values())
+            warn(_BY_SEVERAL.format(names=shown, count=most), SharedWriteWarning)
 
 
 def shared_tensors(

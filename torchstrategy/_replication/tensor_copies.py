@@ -58,3 +58,8 @@ def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[to
         copied.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), (begins - start) // tensor.element_size())
         for tensor, (begins, _) in zip(tensors, extents, strict=True)
     ]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The id of a tensor's memory; -1 if it has none, as a sparse tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1

@@ -11,16 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._communication.cross_device_ops import devices_of
+from torchstrategy._communication.cross_device_ops import delivered, devices_of
 from torchstrategy._communication.options import CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_tensor, check_gatherable, combined_along
-from torchstrategy._communication.transfer import sent_to
 from torchstrategy._core.context import frames_of_this_thread, in_use, needs_device_context
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import (
-    ABSENT,
     DistributedValues,
-    Mirrored,
     check_component_counts,
     distributed_within,
     local_results,
@@ -242,11 +239,11 @@ def gathered_alone(value: Tree, axis: int) -> Tree:
 
 def _sent(value: Tree, destinations: Any) -> Tree:
     """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
-    devices = devices_of(destinations)
-    if not isinstance(destinations, DistributedValues):
-        return value.to(devices[0]) if isinstance(value, torch.Tensor) else value
-    copies = (sent_to([value], [device])[0][0] for device in devices)
-    return Mirrored([ABSENT if component is ABSENT else next(copies) for component in destinations._components])
+    if not isinstance(value, torch.Tensor):
+        devices_of(destinations)  # raises an error for what is none
+        return value
+    # The copies are the caller's, who may write on them.
+    return delivered(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)
 
 
 def _own(value: Tree) -> Tree:

@@ -122,7 +122,7 @@ class ReplicaContext:
             merged_args, merged_kwargs = group.regroup(brought)
             with Frame(self._strategy), self._published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
-            check_component_counts(tree_flatten(result)[0], self.num_replicas_in_sync)
+            check_component_counts(tree_flatten(result)[0], len(group.devices))
             return [select(result, r) for r in group.present]
 
         return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs or {})))
@@ -164,7 +164,7 @@ class ReplicaContext:
         tensors = [as_tensor(leaf) for leaf in leaves]
         sums = group.in_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
-            sums = [total / len(group.present) for total in sums]
+            sums = [total / group.size for total in sums]
         return put_back(sums)
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
@@ -243,7 +243,7 @@ class ReplicaContext:
 def get_replica_context() -> ReplicaContext | None:
     """The replica that the caller is in; None exactly when `in_cross_replica_context()`.
 
-    Outside everything it is replica 0 of the one replica of the default strategy.
+    Outside of every scope, it is the only replica of the default strategy.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -267,7 +267,7 @@ def running_context(
         published: A block in which a merge function runs: there, the parameters of the user's own model have the
             gradients.
     """
-    context = ReplicaContext(strategy, group.replica.index)
+    context = ReplicaContext(strategy, group.workers.index * len(group.devices) + group.replica.index)
     context._group, context._published = group, published
     return context
 

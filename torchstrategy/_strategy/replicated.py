@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -10,27 +11,35 @@ import torch
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import as_axis, as_tensor, combined_along, gathered
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
     Mirrored,
     PerReplica,
     check_component_counts,
+    for_understudy,
+    local_results,
     regroup,
+    regroup_in_worker,
     select,
 )
-from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
+from torchstrategy._input.dataset import distributed, distributed_from_function
+from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
+from torchstrategy._strategy.worker_parts import WorkerParts, gathered_over_workers, reduced_over_workers
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
 
@@ -46,6 +55,7 @@ class ReplicatedExtended(OneMachineExtended):
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
         between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
         cross_device_ops: How `reduce` and the like bring values together on the parameter device.
+        workers: The processes that train together.
     """
 
     _makes_containers = True
@@ -56,11 +66,15 @@ class ReplicatedExtended(OneMachineExtended):
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
+        workers: Workers = LONE,
     ) -> None:
         super().__init__(storage, between_graph)
+        self._workers = workers
         self._cross_device_ops = cross_device_ops
-        self._replicas = Replicas(storage.devices)
+        self._replicas = Replicas(storage.devices, workers.index * len(storage.devices))
+        self._streams = storage.layout.streams if isinstance(storage, ReplicatedStorage) else None
         self._gradient_reduction = gradient_reduction
+        self._is_running = False  # kept only where there are several workers
 
     # Note [The story of a step]
     # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
@@ -78,15 +92,56 @@ class ReplicatedExtended(OneMachineExtended):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         if not isinstance(self._storage, ReplicatedStorage):
             return super()._run(fn, args, kwargs, options)
+        if self._workers.count == 1:
+            return self._run_together(fn, args, kwargs, options)
+        if self._is_running:
+            raise RuntimeError(
+                "strategy.run was called in a merge function, or on a second thread, while a run of the same strategy "
+                "was under way. Several workers could not tell which of the two runs an exchange belongs to. Call run "
+                "after the other one has returned."
+            )
+        self._is_running = True
+        self._workers.begin_run()
+        try:
+            with self._telling_others():
+                return self._run_together(fn, args, kwargs, options)
+        finally:
+            self._is_running = False
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """A block in which the workers exchange values: if it fails here, the others are told why."""
+        try:
+            yield
+        except BaseException as error:
+            self._workers.failed(error)
+            raise
+
+    def _run_together(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree:
         strategy, count = self._container_strategy(), len(self._storage.devices)
         leaves, _ = tree_flatten((args, kwargs))
         check_component_counts(leaves, count)
-        weights = ReplicaWeights.of(leaves, count, options, self._gradient_reduction)
-        with self._storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state:
+        storage = self._storage
+        assert isinstance(storage, ReplicatedStorage)
+        weights = self._weights(storage, leaves, options)
+        uncounted = storage.as_before() if weights.is_understudy else nullcontext()
+        with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted:
 
             def call(replica: Replica) -> Tree:
-                own_args, own_kwargs = select((args, kwargs), replica.index)
-                group = ReplicaGroup(replica, weights.present, weights.weights, self._storage.devices)
+                given = for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
+                own_args, own_kwargs = select(given, replica.index)
+                group = ReplicaGroup(
+                    replica,
+                    weights.present,
+                    weights.weights,
+                    storage.devices,
+                    workers=self._workers,
+                    num_present=weights.num_present,
+                    weight_of_all=weights.total_weight,
+                    is_understudy=weights.is_understudy,
+                )
                 context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
@@ -102,18 +157,87 @@ class ReplicatedExtended(OneMachineExtended):
                     finally:
                         context._ends()
 
-            results = self._replicas.run(call, weights.present, run_state.watch)
+            drawing = call if self._streams is None else self._streams.around(call)
+            results = self._replicas.run(drawing, weights.present, run_state.watch)
+            if self._streams is not None:
+                self._workers.arrive("the end of strategy.run")
+                self._streams.has_drawn |= self._replicas.has_drawn
+                self._streams.has_drawn &= not weights.is_understudy
             if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
                 run_state.results_require_grad()
-            result = regroup([results.get(r, ABSENT) for r in range(count)], are_results=True)
+            by_replica = [results.get(r, ABSENT) for r in range(count)]
+            if self._workers.count > 1:
+                result = regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
+            else:
+                result = regroup(by_replica, are_results=True)
         run_state.warn()
         return result
+
+    def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
+        """How much each replica counts. Where there are several workers, they tell each other what they have."""
+        known = leaves, len(storage.devices), options, self._gradient_reduction
+        if self._streams is None:
+            return ReplicaWeights.of(*known)
+        weights = ReplicaWeights.of(*known, self._workers, self._streams.begin(), storage.has_news)
+        if not weights.streams_agree:
+            self._streams.follow()
+        return weights
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._storage.devices) * self._workers.count
+
+    @property
+    def _num_local(self) -> int:
+        return len(self._storage.devices)
+
+    def _device_of(self, replica: int) -> Device:
+        return super()._device_of(replica % self._num_local)  # all workers have the same number of replicas
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._workers.index == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._workers.index == 0
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        first, everyone = self._workers.index * self._num_local, self._num_replicas_in_sync
+        return regroup([value_fn(ValueContext(first + r, everyone)) for r in range(self._num_local)], always_wrap=True)
+
+    def _first_of(self, value: Tree) -> Tree:
+        if self._workers.count == 1:
+            return super()._first_of(value)
+        parts = self._parts_of(value)
+        own = parts.values[0]
+        told = (parts.matter, own.cpu() if isinstance(own, torch.Tensor) else own)
+        with self._telling_others():
+            of_all = self._workers.all_gather_object(told, "the assignment of a variable")
+        return next((value for matters, value in of_all if matters), own)
+
+    def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
+        return local_results(distributed_value, self._num_local)
+
+    def _over_workers(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...] | None) -> torch.Tensor:
+        with self._telling_others():
+            device = memory_device(self._storage.parameter_device)
+            return reduced_over_workers(self._workers, op, self._parts_of(value), axis, device)
+
+    def _parts_of(self, value: Tree) -> WorkerParts:
+        """What this worker brings of a value; a plain value counts as the same in every replica."""
+        if not isinstance(value, DistributedValues):
+            return WorkerParts([value] * self._num_local, True)
+        here = list(value.values)
+        return WorkerParts(here or [getattr(value, "understudy", None)], bool(here))
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
             return value.values[0]
         if isinstance(value, DistributedValues):
-            check_component_counts([value], self._num_replicas_in_sync)
+            check_component_counts([value], self._num_local)
+            if self._workers.count > 1:
+                return self._over_workers(op, value, None)
             return _as_mean(op, value, self._cross_device_ops.reduce(op, *self._on_parameter_device(value)))
         if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
             return value
@@ -125,7 +249,7 @@ class ReplicatedExtended(OneMachineExtended):
         return as_tensor(value).clone()
 
     def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
-        if not options.bytes_per_pack:
+        if not options.bytes_per_pack or self._workers.count > 1:
             return super()._reduce_all(op, leaves, options)
         together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
         check_component_counts(leaves, self._num_replicas_in_sync)
@@ -139,7 +263,9 @@ class ReplicatedExtended(OneMachineExtended):
         return PerReplica(value.values), self._storage.parameter_device
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        check_component_counts([value], self._num_replicas_in_sync)
+        check_component_counts([value], self._num_local)
+        if self._workers.count > 1:
+            return self._over_workers(op, value, axis)
         # A plain value counts as the same in every replica.
         values = value.values if isinstance(value, DistributedValues) else [value] * self._num_replicas_in_sync
         return combined_along(op, values, axis, self._storage.parameter_device)
@@ -147,10 +273,24 @@ class ReplicatedExtended(OneMachineExtended):
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
             return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
-        check_component_counts([value], self._num_replicas_in_sync)
+        check_component_counts([value], self._num_local)
+        if self._workers.count > 1:
+            device = self._storage.parameter_device
+            with self._telling_others():
+                return gathered_over_workers(self._workers, self._parts_of(value), as_axis(axis), device)
         return gathered(value.values, as_axis(axis), self._storage.parameter_device)
 
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        return distributed(dataset, self._storage.devices, options, self._workers)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
+
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+        if self._workers.count > 1:
+            raise TypeError(
+                "A strategy of several processes cannot be copied: the copy's exchanges would have no order."
+            )
         settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
         return ReplicatedExtended(self._storage.like(), *settings)
 

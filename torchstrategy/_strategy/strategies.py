@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, final
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
+from torchstrategy._communication.workers import LONE
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
-from torchstrategy._replication.replicated_modules import Placement
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
@@ -85,10 +86,10 @@ class CentralStorageBase(StrategyBase):
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
-        devices = _devices_of_replicas("compute_devices", compute_devices)
+        devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
-        storage = _storage(devices, canonical_device(parameter_device), buffer_aggregation)
+        storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
         super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), between_graph=True))
 
 
@@ -105,9 +106,9 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         parameter_device: Where parameters live. None: the compute device if there is one, else the CPU.
         gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
         buffer_aggregation: What becomes of the running statistics of normalisation layers, which each replica takes
-            of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: those
-            of the first one are kept, as `torch.nn.DataParallel` does. All other buffers are always those of the first
-            replica, so that counters count each step once.
+            of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: the
+            first replica's statistics are kept, as `torch.nn.DataParallel` does. All other buffers always get the first
+            replica's values, so that counters count each step once.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
@@ -144,7 +145,7 @@ class MirroredBase(StrategyBase):
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
-        on = _devices_of_replicas("devices", devices)
+        on = devices_of_replicas("devices", devices)
         ops = default_for(on) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise TypeError(f"cross_device_ops is a torchstrategy.CrossDeviceOps or None; got {ops!r}.")
@@ -152,7 +153,7 @@ class MirroredBase(StrategyBase):
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
         all_reduce = ops._weighted_sums if is_all_reduced else None
-        storage = _storage(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
+        storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
         if len(on) == 1:
             ops = ReductionToOneDevice()
         super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), cross_device_ops=ops))
@@ -205,7 +206,7 @@ class MirroredStrategy(MirroredBase, Strategy):
     """
 
 
-def _devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list[Device]:
+def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list[Device]:
     """The device of each replica; for None all accelerators of this machine, or a CPU. `name` is that of the argument.
 
     Raises:
@@ -224,7 +225,7 @@ def _devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> lis
     return found
 
 
-def _storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
+def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
     """The storage: plain for one replica on the parameter device, else one that makes copies.
 
     Raises:
@@ -232,6 +233,7 @@ def _storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mi
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    if len(devices) == 1 and memory_device(devices[0]) == memory_device(owner):
+    is_lone = len(devices) == 1 and mirrored.get("workers", LONE).count == 1
+    if is_lone and memory_device(devices[0]) == memory_device(owner):
         return Storage(devices, owner)
     return ReplicatedStorage(Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored))

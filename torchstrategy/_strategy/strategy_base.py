@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar, final
 
@@ -26,6 +26,7 @@ from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._strategy.strategy_extended import StrategyExtended
+from torchstrategy.cluster_resolver import ClusterResolver
 
 S = TypeVar("S", bound=StrategyLike)
 T = TypeVar("T")
@@ -117,9 +118,9 @@ class StrategyBase:
         return self._extended._num_replicas_in_sync
 
     @property
-    def cluster_resolver(self) -> None:
-        """None: the replicas of this strategy are all in this process."""
-        return None
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What knows the processes of a strategy over several; None if all replicas are in this process."""
+        return self._extended._cluster_resolver
 
     def scope(self) -> StrategyScope[Self]:
         """A context manager: what is created in it belongs to this strategy, which is the current one in it.
@@ -400,9 +401,7 @@ class StrategyBase:
         """
         return self._extended._distribute_dataset(dataset, _input_options(options))
 
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> Any:
+    def distribute_datasets_from_function(self, dataset_fn: DatasetFn, options: InputOptions | None = None) -> Any:
         """Gives each replica elements of the dataset that `dataset_fn` returns, as they are.
 
         For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
@@ -450,7 +449,7 @@ class StrategyBase:
         return self._extended._distribute_from_function(dataset_fn, _input_options(options))
 
     def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: DatasetFn, options: InputOptions | None = None
     ) -> Any:
         """The name that `distribute_datasets_from_function` had before TensorFlow 2.4.
 

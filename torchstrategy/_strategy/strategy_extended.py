@@ -7,7 +7,6 @@ NotImplementedError.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._communication.reductions import size_along, summed_along
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
@@ -29,6 +29,7 @@ from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._variables.kinds import VariablesOfExtended
+from torchstrategy.cluster_resolver import ClusterResolver
 
 
 @final
@@ -36,8 +37,8 @@ class MultiStepContext:
     """What `StrategyExtended.experimental_run_steps_on_iterator` hands to each step, and returns after the last.
 
     Attributes:
-        last_step_outputs: What was set last under each name.
-        non_tensor_outputs: The same, of what is not reduced.
+        last_step_outputs: For each name, the output that was set last.
+        non_tensor_outputs: For each name, the value that `set_non_tensor_output` was given last.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -57,9 +58,10 @@ class MultiStepContext:
         """Keeps `output` under `name` in `last_step_outputs`. In a replica this is a synchronization point.
 
         Args:
-            name: By what to find it again.
+            name: The name under which the output is kept.
             output: What to keep.
-            reduce_op: How those of the replicas become one. None: kept as they are; not allowed in a replica.
+            reduce_op: How the outputs of the replicas are reduced to one. None: they are kept as they are, which is not
+                allowed in a replica.
 
         Raises:
             ValueError: If it is called in a replica without `reduce_op`.
@@ -104,7 +106,7 @@ class StrategyExtended(VariablesOfExtended):
     A subclass of yours brings what `Strategy` is to do; docs/custom-strategies.md says how.
 
     Args:
-        container_strategy: The strategy that it is of; None: the one that it will be given to.
+        container_strategy: The strategy to which this object belongs. None: the one that it will be given to.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"])
@@ -114,20 +116,13 @@ class StrategyExtended(VariablesOfExtended):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended
     """
 
-    def __init__(self, container_strategy: StrategyLike | None = None) -> None:
-        self._strategy_reference: weakref.ref[StrategyLike] | None = None
-        if container_strategy is not None:
-            self._bind(container_strategy)
+    _cluster_resolver: ClusterResolver | None = None  # what a strategy over several processes was given
+    _workers: Workers = LONE  # the processes that train together
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
         """The device of each replica."""
         raise self._missing("worker_devices")
-
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """Where parameters live."""
-        raise self._missing("parameter_devices")
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -141,17 +136,17 @@ class StrategyExtended(VariablesOfExtended):
 
     @property
     def experimental_should_init(self) -> bool:
-        """True: this process initializes what it has, as does any that is alone."""
+        """True: each process initializes its own variables."""
         return True
 
     @property
     def should_checkpoint(self) -> bool:
-        """True: this process saves checkpoints, as does any that is alone."""
+        """Whether this process saves checkpoints: the first of several does, and any that is alone."""
         return True
 
     @property
     def should_save_summary(self) -> bool:
-        """True: this process saves summaries, as does any that is alone."""
+        """Whether this process saves summaries: the first of several does, and any that is alone."""
         return True
 
     def call_for_each_replica(
@@ -220,7 +215,7 @@ class StrategyExtended(VariablesOfExtended):
             [tensor([2.])]
 
         Raises:
-            ValueError: If an entry is no pair; and as `reduce_to`.
+            ValueError: If an entry is not a pair, or `reduce_to` would raise one.
         """
         require_cross_replica(self._container_strategy(), "batch_reduce_to")
         pairs = list(value_destination_pairs)
@@ -354,7 +349,7 @@ class StrategyExtended(VariablesOfExtended):
         Args:
             fn: Calls `Strategy.run` with the batch, and keeps in the `context` what is wanted when all is done.
             iterator: What `Strategy.make_dataset_iterator` returned, or another with `get_next()`.
-            iterations: For how many batches.
+            iterations: How many batches to run.
             initial_loop_values: What `last_step_outputs` holds where `fn` sets nothing.
 
         Returns:
@@ -385,14 +380,6 @@ class StrategyExtended(VariablesOfExtended):
             for _ in range(iterations):
                 fn(context, next_of(iterator))
         return context
-
-    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        """Whether a module was created in a scope of this strategy, or a parameter given to a module there.
-
-        Raises:
-            TypeError: If it is neither.
-        """
-        raise self._missing("variable_created_in_scope")
 
     # What a kind of strategy brings. The first four are all that `run` and `reduce` need.
 
@@ -468,13 +455,6 @@ class StrategyExtended(VariablesOfExtended):
 
     # What it can rely on
 
-    def _container_strategy(self) -> StrategyLike:
-        """The strategy that this is of."""
-        strategy = self._strategy_reference() if self._strategy_reference is not None else None
-        if strategy is None:
-            raise RuntimeError("The strategy of this `extended` is gone. Keep the strategy, not only its `extended`.")
-        return strategy
-
     def _select(self, tree: Tree, replica: int) -> Tree:
         """`tree` as a replica sees it: with its component of every distributed value."""
         return select(tree, replica)
@@ -483,23 +463,9 @@ class StrategyExtended(VariablesOfExtended):
         """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
         return regroup(by_replica, are_results=True)
 
-    def _bind(self, strategy: StrategyLike) -> None:
-        owner = self._strategy_reference and self._strategy_reference()
-        if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
-            raise ValueError(
-                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. copy.deepcopy(strategy) makes "
-                "another strategy of the same kind."
-            )
-        self._strategy_reference = weakref.ref(strategy)
-
-    def _missing(self, name: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
-
 
 def _check_destinations(destinations: object) -> None:
     if isinstance(destinations, (list, tuple)):
         raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
     if destinations is None:
-        raise ValueError(
-            "destinations says where the result goes: a device, a tensor or a distributed value; got None."
-        )
+        raise ValueError("destinations says where the result goes: a device, tensor or distributed value; got None.")

@@ -36,8 +36,8 @@ from torchstrategy._core.torch_internals import (
 from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter
 from torchstrategy._training.user_gradients import can_hold
 
+# Returns one of the user's parameters; None if nobody has it any more.
 Owner = Callable[[], torch.Tensor | None]
-"""Returns one of the user's parameters; None if nobody has it any more."""
 
 
 def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None:
@@ -63,11 +63,35 @@ def _trained(parameter: torch.Tensor) -> Iterator[None]:
         parameter.requires_grad_(before)
 
 
-def send_through_hooks(owner: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds a gradient of the whole batch to one of the user's parameters, as a backward does, which calls its hooks."""
-    # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
-    with _trained(owner), torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.backward([owner], [gradient])
+def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Adds gradients to some of the user's parameters, as one backward does, which calls their hooks.
+
+    A hook may be for several parameters, and ask autograd which of them this backward reaches. As in the backward of a
+    model, the last parameters get their gradients first.
+    """
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(_trained(owner))
+        # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        with torch.enable_grad():
+            roots = list(map(_root, owners))  # autograd begins with the node that was made last
+        torch.autograd.backward(roots, list(gradients))
+
+
+class _Root(torch.autograd.Function):
+    """A node from which a gradient goes on to a parameter as it is, also a sparse one."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: torch.Tensor) -> torch.Tensor:
+        return owner.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients
+
+
+_root: Callable[[torch.Tensor], torch.Tensor] = _Root.apply
 
 
 def seen_by_hooks(

@@ -40,7 +40,6 @@ from torchstrategy._core.torch_internals import (
     hide_from_compiler,
     raw_grad,
     raw_grads,
-    set_raw_grad,
     set_raw_grads,
     take_raw_grads,
     unseen_by_function_modes,
@@ -48,30 +47,31 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
+from torchstrategy._execution.worker_streams import WorkerStreams
+from torchstrategy._training.early_reads import EarlyReads, refuse_early_reads
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
+from torchstrategy._training.overlapped_sums import OverlappedSums
 from torchstrategy._training.replica_gradients import (
     CLEARED,
     CLEARED_NOTHING,
     Reads,
     ReplicaGradients,
     ReplicaParameter,
-    read_too_early,
     stray_gradient,
 )
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.user_gradients import UserGradients
+from torchstrategy._training.worker_gradients import WorkerReduction
 from torchstrategy._variables.variable import is_variable
 
+# Adds up the gradients of several replicas, times weights; returns the sums for each, on the devices of the parameters.
 AllReduce = Callable[
     [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
     Sequence[Sequence[torch.Tensor | None]],
 ]
-"""Adds up the gradients of several replicas, times their weights, and returns the sums for each replica.
 
-Its last argument has the parameters of each of these, on whose devices the sums are to be."""
-
+# Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters.
 Together = Callable[[Callable[[], None]], None]
-"""Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters."""
 
 
 # Note [The states of a gradient]
@@ -106,6 +106,7 @@ class GradientReducer:
         take_turns: Whether no two replicas ever run at once.
         all_reduce: Adds up gradients for all replicas at once; None: they are added up on the devices of the user's
             parameters.
+        streams: The workers, with the random generators that they keep alike. None: there is one worker.
     """
 
     def __init__(
@@ -115,20 +116,23 @@ class GradientReducer:
         parameters: Sequence[Sequence[ReplicaParameter]],
         take_turns: bool,
         all_reduce: AllReduce | None = None,
+        streams: WorkerStreams | None = None,
     ) -> None:
+        self._streams = streams
+        self.overlapped = OverlappedSums.of(streams, names, parameters)
+        self._early = EarlyReads()  # what the replicas of this worker have read since the last reduction
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
         self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
         self._own_names = self.names = list(names)
         self.owners: list[torch.Tensor] = []
         self.accumulated: list[torch.Tensor | None] = []
         self.of_replicas = [ReplicaGradients(self, local) for local in parameters]
-        # Whether no other run, of another thread, has had the same parameters since this one began. Else a gradient in
-        # their `.grad` may be the other run's, and is no mistake of this step.
+        # Whether no run of another thread has had the same parameters since. Else a gradient there may be the other's.
         self.is_alone = True
         self._is_remote = [any(p.device != o.device for p, o in zip(own, owners, strict=False)) for own in parameters]
         self._all_reduce = all_reduce
-        # The copies of accumulated gradients that the all-reduce left on the devices. By the id of an accumulated
-        # gradient: the gradient, so that no other tensor gets its id; its version; and the copy of each replica.
+        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
+        # keeps its id; its version; and the copy of each replica.
         self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self._take_turns = take_turns
         # The weighted sum of the local gradients that were added early since the last reduction, and of how many
@@ -172,6 +176,8 @@ class GradientReducer:
             self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
+        if self.overlapped is not None:
+            self.overlapped.begin(replica_weights, is_open=not self.hooked)
 
     def accumulate(self, replica: int) -> None:
         """A replica calls this on its own thread where gradients are about to be reduced, or when its step has ended.
@@ -186,8 +192,7 @@ class GradientReducer:
             if not self.of_replicas[replica].has_any_local():  # as at the end of most steps
                 self._num_added += 1
                 return
-            # The user's function modes, inference mode and grad mode are in force on this thread, and must neither see
-            # these operations nor act on them.
+            # The user's modes, which are in force on this thread, must neither see these operations nor act on them.
             with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
                 self.of_replicas[replica].added_early = self._add_up(replica)
 
@@ -201,11 +206,10 @@ class GradientReducer:
     def end(self) -> None:
         """Gives the user's parameters their accumulated gradients."""
         with _exchanging:
-            # A run of another thread may have given them gradients meanwhile: both are added, as two backwards would.
-            if not self.is_alone:
+            if not self.is_alone:  # another thread's run may have given them gradients: both are added
                 for index, other in enumerate(raw_grads(self.owners)):
                     if other is not None:
-                        self._add(index, other, is_seen=False)
+                        self._add(index, other)
             self._users.take(self.accumulated)
             set_raw_grads(self.owners, self.accumulated)
             # The write takes a while, so a signal's handler may raise right after it: `abort` must not undo a part.
@@ -291,15 +295,22 @@ class GradientReducer:
                 if stray is not None:
                     raise RuntimeError(stray_gradient(name))
         seen = seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
+        before = list(self.accumulated) if self._streams is not None else []
         self._reduce_visible()
         with torch.no_grad(), traced("reduce gradients"):
             combined = self._combined()
+            if self._streams is not None:
+                brought = before, self.accumulated, combined, seen, self._early, self.overlapped
+                joint = WorkerReduction(self._streams, self._weights, self.owners, self.names, *brought)
+                self._early = EarlyReads()
+                combined, seen = joint.sums()
             for of_replica in self.of_replicas:
                 self._users.replace(of_replica.with_graph)  # autograd adds in place only without a graph
-            for index, gradient in combined.items():
-                waits = can_wait and index not in seen
-                if not (waits and self._users.will_add(index, self.accumulated[index], gradient)):
-                    self._add(index, gradient, index in seen)
+            for index in combined.keys() - seen:
+                if not (can_wait and self._users.will_add(index, self.accumulated[index], combined[index])):
+                    self._add(index, combined[index])
+            if hooked := sorted(combined.keys() & seen):
+                self._send_through_hooks(hooked, [combined[index] for index in hooked])
         if combined and len(self.of_replicas) > 1:
             combined_gradients()
 
@@ -309,19 +320,9 @@ class GradientReducer:
         Raises:
             RuntimeError: Naming the parameter and the replicas.
         """
-        if not any(read.all for read in reads):
-            return
-        present = self._weights.present
-        local = {r: self.of_replicas[r].local_indices() for r in present}
-        for r, read in zip(present, reads, strict=True):
-            for other, others in zip(present, reads, strict=True):
-                missed = local[other] & read.doubtful - local[r]
-                # Replica `r` ran no backward. The other one did, read a gradient after it, and so came here. If `r` has
-                # read the same gradient without coming here, it took for complete what the other one adds to now.
-                if not local[r]:
-                    missed |= local[other] & read.all - others.all
-                if missed:
-                    raise RuntimeError(read_too_early(self.names[min(missed)], r, other))
+        refuse_early_reads(of_replicas := [self.of_replicas[r] for r in self._weights.present], reads, self.names)
+        if self._streams is not None and not self._weights.is_understudy:
+            self._early = EarlyReads.of(of_replicas, reads)
 
     def _show_again(self) -> None:
         for of_replica in self.of_replicas:
@@ -334,7 +335,7 @@ class GradientReducer:
         return self._replica_weights
 
     def _reduce_visible(self) -> None:
-        of_replicas = [self.of_replicas[r] for r in self._weights.weighing]
+        of_replicas = [self.of_replicas[r] for r in self._weights.comparing]
         first = of_replicas[0].visible
         self._users.replace(index for index, view in first.items() if view.is_other)
         if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):
@@ -350,7 +351,7 @@ class GradientReducer:
     def _agreed(self, index: int) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
         accumulated, device = self.accumulated[index], self.owners[index].device
-        visible = [self.of_replicas[r].visible.get(index) for r in self._weights.weighing]
+        visible = [self.of_replicas[r].visible.get(index) for r in self._weights.comparing]
         if all(view is CLEARED or (view is CLEARED_NOTHING and accumulated is None) for view in visible):
             return None
         shown = [
@@ -379,7 +380,9 @@ class GradientReducer:
     def _merged(self, accumulated: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         weights = [self._weights.weights[r] for r in self._weights.weighing]
         if self._weights.reduction is ReduceOp.MEAN:
-            return weighted(tensors, weights)
+            # The weights of one worker's replicas add up to its part of all rows.
+            total = 1.0 if self._streams is None else sum(weights)
+            return weighted(tensors, [weight / total for weight in weights])
         start = torch.zeros_like(tensors[0]) if accumulated is None else accumulated
         return start + weighted([tensor - start for tensor in tensors], weights)
 
@@ -387,8 +390,7 @@ class GradientReducer:
         """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
         weighing = self._weights.weighing
         for r in set(self._weights.present) - set(weighing):
-            # A replica without rows may have gradients of NaN. They are dropped and not multiplied by zero, which would
-            # give NaN.
+            # Gradients of a replica without rows may be NaN, also times zero: they are dropped.
             self.of_replicas[r].take_local()
         if self._all_reduce is not None:
             return self._all_reduced(self._all_reduce)
@@ -419,11 +421,12 @@ class GradientReducer:
     def _add_up(self, r: int) -> set[int]:
         """Adds the gradients of one more replica to the total, and returns the positions of their parameters."""
         (local, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
+        if self.overlapped is not None:
+            self.overlapped.settle(local)
         if self._is_remote[r]:
             local = self._brought(local)
         if weight == 1 and len(self._weights.weighing) == 1:
-            # Gradients that came from another device together are parts of one piece of memory. In plain PyTorch each
-            # gradient has memory of its own.
+            # Gradients that came together are parts of one piece of memory; in plain PyTorch each has its own.
             self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
@@ -438,16 +441,18 @@ class GradientReducer:
             arrived.update(zip(indices, brought([local[index] for index in indices], device), strict=True))
         return arrived
 
-    def _add(self, index: int, gradient: torch.Tensor, is_seen: bool) -> None:
-        owner, accumulated = self.owners[index], self.accumulated[index]
-        if is_seen:
-            # The hooks of the user's parameter see the gradient of the whole batch, once.
-            set_raw_grad(owner, None if accumulated is None else accumulated.clone())
-            send_through_hooks(owner, gradient)
-            self.accumulated[index] = raw_grad(owner)
-            set_raw_grad(owner, None)
-        else:
-            self.accumulated[index] = gradient if accumulated is None else accumulated + gradient
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        accumulated = self.accumulated[index]
+        self.accumulated[index] = gradient if accumulated is None else accumulated + gradient
+
+    def _send_through_hooks(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Adds gradients of the whole batch to the accumulated ones. The user's hooks see them, each once."""
+        owners = [self.owners[index] for index in indices]
+        before = [self.accumulated[index] for index in indices]
+        set_raw_grads(owners, [None if accumulated is None else accumulated.clone() for accumulated in before])
+        send_through_hooks(owners, gradients)
+        for index, gradient in zip(indices, take_raw_grads(owners), strict=True):
+            self.accumulated[index] = gradient
 
     def _leave(self) -> None:
         # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.

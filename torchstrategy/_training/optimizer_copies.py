@@ -32,8 +32,8 @@ from torchstrategy._core.trace import traced
 from torchstrategy._training.replica_gradients import ReplicaParameter
 from torchstrategy._training.replica_steppers import settings_of
 
+# Returns the copy of an accumulated gradient that is on the device of a replica already, or None.
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
-"""Returns the copy of an accumulated gradient that is on the device of a replica already, or None."""
 
 
 def can_have_copies(optimizer: Optimizer) -> bool:
@@ -150,9 +150,8 @@ class _Copy:
         ]
         # Not by the constructor: those of torch's optimizers differ in their arguments.
         self._optimizer: Any = object.__new__(cls)
-        self._optimizer.__setstate__(
-            {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
-        )
+        state = {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
+        self._optimizer.__setstate__(state)
 
     def state(self) -> dict[torch.Tensor, Any]:
         state = self._optimizer.state

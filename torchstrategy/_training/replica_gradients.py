@@ -61,6 +61,13 @@ def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
         return _end_history(tensor.requires_grad_(), why)
 
 
+class EarlySender(Protocol):
+    """Sends gradients to other workers while backward still makes others."""
+
+    def offer(self, index: int) -> None:
+        """Backward has added to the gradient of a parameter."""
+
+
 class GradientTotals(Protocol):
     """What one replica uses of the gradients of all replicas, which a `GradientReducer` has."""
 
@@ -68,6 +75,10 @@ class GradientTotals(Protocol):
     names: list[str]
     accumulated: list[torch.Tensor | None]
     hooked: set[int]
+
+    @property
+    def overlapped(self) -> EarlySender | None:
+        """Where gradients are sent during backward."""
 
     def accumulate(self, replica: int) -> None:
         """The replica has come to a synchronization point that reduces gradients."""
@@ -101,13 +112,12 @@ class ReplicaParameter(torch.nn.Parameter):
     position: int  # among the parameters of the replica
     delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
     counts = False  # whether hooks count its gradients; see `gradient_hooks`
+    is_sent_early = False  # whether a hook offers its gradients to `OverlappedSums`
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
         """A local parameter over the memory of `data`."""
-        parameter = make_parameter(ReplicaParameter, data, requires_grad)
-        assert isinstance(parameter, ReplicaParameter)
-        return parameter
+        return make_parameter(ReplicaParameter, data, requires_grad)
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -51,6 +51,9 @@ class OptimizerHost(Protocol):
             optimizer: The optimizer of which the function calls a method, if it does.
         """
 
+    def compare(self, name: str, given: _Given) -> None:
+        """Refuses a method that acts once for all replicas if those of other processes give it other arguments."""
+
     def cross_replica(self) -> AbstractContextManager[None]:
         """For the length of the block, this thread acts for all replicas, with the caller's default device."""
 
@@ -136,19 +139,17 @@ class ReplicaOptimizer:
         name = "optimizer.step()" if method == "step" else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
         closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
         if closures:
-            return self._call_with(name, method, closures[0], args, kwargs)
+            return self._call_with(closures[0], name, method, (args, kwargs))
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
-            _check(name, brought)
+            _check(name, brought, self.host)
             result = self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)
             return [result] * len(brought)
 
         self.gradients.accumulate()
         return self.replica.synchronize(name, combine, (args, kwargs))
 
-    def _call_with(
-        self, name: str, method: str, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_with(self, closure: Callable[[], Any], name: str, method: str, arguments: _Given) -> Any:
         """Runs an optimizer that calls a closure for the loss and its gradients, as often as it likes (`LBFGS`).
 
         The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
@@ -177,11 +178,12 @@ class ReplicaOptimizer:
                 return evaluate()
 
         def begun(brought: Sequence[_Given]) -> list[None]:
-            _check(name, brought)
+            _check(name, brought, host)
             host.show()
             return [None] * len(brought)
 
         def given(ask: object) -> _Given:
+            args, kwargs = arguments
             own = [ask if value is closure else value for value in args]
             return tuple(own), {key: ask if value is closure else value for key, value in kwargs.items()}
 
@@ -240,6 +242,17 @@ class ReplicaOptimizer:
             for name, value in group.items()
             if name != "params" and not _is_same(value, shown.get(name))
         }
+
+    def settings(self) -> list[dict[str, Any]]:
+        """For each group, the settings of the next update that are numbers, flags or the like."""
+        written = self.written_settings()
+        groups = [
+            {name: value for name, value in group.items() if isinstance(value, _SETTINGS) or _is_number(value)}
+            for group in self._central_groups
+        ]
+        for (i, name), value in written.items():
+            groups[i][name] = value
+        return groups
 
     def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
         """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
@@ -309,18 +322,25 @@ class _Shown(dict[Any, Any]):
         return dict, (dict(self),)
 
 
+_SETTINGS = (bool, int, float, tuple, type(None))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
 _COMPARED = (int, float, str, tuple)
 _EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
 
+# The arguments of a method: positional and by keyword.
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a method: positional and by keyword."""
 
 
 def _is_closure(value: Any) -> bool:
     return callable(value) and not isinstance(value, (nn.Module, torch.Tensor, type))
 
 
-def _check(name: str, brought: Sequence[_Given]) -> None:
+def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
     for given in brought if any(brought[0]) else ():
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(given)[0]):
             raise RuntimeError(
@@ -328,7 +348,7 @@ def _check(name: str, brought: Sequence[_Given]) -> None:
                 "own. In the step, run backward and give the method nothing of the graph; or call it after "
                 "strategy.run, with tensors computed from your own parameters."
             )
-    _refuse_different(name, brought)
+    _refuse_different(name, brought, host)
 
 
 @final
@@ -351,7 +371,7 @@ class SharedStepper:
         counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
-            _refuse_different(name, brought)
+            _refuse_different(name, brought, self._host)
             result = self._host.together(lambda: getattr(counter, method)(*args, **kwargs))
             return [result] * len(brought)
 
@@ -388,7 +408,7 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
             )
 
 
-def _refuse_different(name: str, brought: Sequence[_Given]) -> None:
+def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
     """Refuses different arguments from the replicas for a method that runs once for all of them.
 
     Raises:
@@ -403,6 +423,8 @@ def _refuse_different(name: str, brought: Sequence[_Given]) -> None:
                 f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
                 "get_replica_context().all_reduce(...) makes one value of all."
             )
+    if args or kwargs:
+        host.compare(name, brought[0])
 
 
 def _is_same(value: Any, other: Any) -> bool:

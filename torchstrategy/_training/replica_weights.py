@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import ReduceOp, RunOptions
@@ -24,14 +25,27 @@ class ReplicaWeights:
     """The replicas that take part in one run, and how much each counts.
 
     Args:
-        present: The replicas that take part, in order.
-        fractions: For every replica of the strategy, its fraction of the rows: they add up to 1.
+        present: The replicas of this worker that take part, in order.
+        fractions: For every replica of this worker, its fraction of the rows: those of all workers add up to 1.
         reduction: How the gradients of the replicas become one.
+        num_present: How many replicas of all workers take part. None: those of this worker, which is alone.
+        lead_worker: The first worker that has a replica which takes part.
+        is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, so
+            that this worker comes to all exchanges with the others, and nothing that it computes counts.
+        total_weight: The sum of the weights of all replicas of all workers.
+        streams_agree: Whether the random generators of all workers were in the same state when the run began.
+        has_news: Whether one of several workers has modules or variables that no run has had yet.
     """
 
     present: tuple[int, ...]
     fractions: tuple[float, ...]
     reduction: ReduceOp
+    num_present: int | None = None
+    lead_worker: int = 0
+    is_understudy: bool = False
+    total_weight: float | None = None
+    streams_agree: bool = True
+    has_news: bool = False
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
@@ -45,9 +59,32 @@ class ReplicaWeights:
         """The replicas whose gradients count: those that got rows of the batch."""
         return tuple(r for r in self.present if self.weights[r])
 
+    @property
+    def comparing(self) -> tuple[int, ...]:
+        """The replicas that decide what becomes of a gradient which they have changed or cleared."""
+        return self.weighing or self.present
+
     @classmethod
-    def of(cls, leaves: Sequence[Tree], num_replicas: int, options: RunOptions, default: ReduceOp) -> ReplicaWeights:
+    def of(
+        cls,
+        leaves: Sequence[Tree],
+        num_replicas: int,
+        options: RunOptions,
+        default: ReduceOp,
+        workers: Workers = LONE,
+        mark: int = 0,
+        has_news: bool = False,
+    ) -> ReplicaWeights:
         """The weights for one run whose arguments have these leaves.
+
+        Args:
+            leaves: The leaves of the arguments.
+            num_replicas: How many replicas this worker has.
+            options: What the user has said about the run.
+            default: How gradients become one, where the options do not say.
+            workers: The processes that train together.
+            mark: A number that tells whether the random generators of the workers agree.
+            has_news: Whether this worker has modules or variables that no run has had yet.
 
         Raises:
             ValueError: If the arguments were split with different row counts, or `options.examples` does not fit.
@@ -66,6 +103,12 @@ class ReplicaWeights:
                 )
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
+        if workers.count > 1:
+            counts = [1.0 if examples is None else float(examples[r]) for r in everyone]
+            has_rows = [rows is None or rows[r] > 0 for r in everyone]
+            of_worker = mark, has_news, workers.is_asked_to_leave
+            told = [_Told(counts[r], r in absent, has_rows[r], *of_worker) for r in everyone]
+            return cls._over_workers(workers, told, reduction, options.run_empty_replicas)
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         if rows is not None and any(rows) and not options.run_empty_replicas:
             absent.update(r for r in everyone if not rows[r])
@@ -76,6 +119,43 @@ class ReplicaWeights:
         if not total:
             counts, total = [1.0] * num_replicas, float(len(present))
         return cls(present, tuple(counts[r] / total if r in present else 0.0 for r in everyone), reduction)
+
+    @classmethod
+    def _over_workers(cls, workers: Workers, own: list[_Told], reduction: ReduceOp, runs_empty: bool) -> ReplicaWeights:
+        """The same, where the replicas of other processes count, too."""
+        workers.compare("RunOptions", (reduction, runs_empty))
+        of_all: list[list[_Told]] = workers.all_gather_object(own, "the beginning of a run")
+        everyone = [one for told in of_all for one in told]
+        workers.all_leave = any(one.is_asked_to_leave for one in everyone)
+        leaves_out = not runs_empty and any(one.has_rows for one in everyone)
+        takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
+        weights = [one.weight if takes else 0.0 for one, takes in zip(everyone, takes_part, strict=True)]
+        if not any(weights):
+            weights = [float(takes) for takes in takes_part]
+        total, first = sum(weights) or 1.0, workers.index * len(own)
+        present = tuple(r for r in range(len(own)) if takes_part[first + r])
+        return cls(
+            present or (0,),
+            tuple(weight / total for weight in weights[first : first + len(own)]),
+            reduction,
+            sum(takes_part),
+            takes_part.index(True) // len(own) if any(takes_part) else 0,
+            not present,
+            1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
+            len({one.mark for one in everyone}) == 1,
+            any(one.has_news for one in everyone),
+        )
+
+
+class _Told(NamedTuple):
+    """What a worker tells the others of one of its replicas."""
+
+    weight: float  # how much it counts, if it takes part
+    is_absent: bool  # whether an argument is missing
+    has_rows: bool
+    mark: int
+    has_news: bool
+    is_asked_to_leave: bool
 
 
 def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:

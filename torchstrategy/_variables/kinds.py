@@ -6,7 +6,6 @@ The component of a replica is a copy of the value, or a value of its own.
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
@@ -16,6 +15,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchstrategy._communication.transfer import added
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
@@ -95,6 +95,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     _watches = True
     _parts: list[torch.Tensor]
+    _is_as_made = True  # whether its values are still those with which it was made
+    _workers: Workers = LONE
 
     def _memories(self) -> Sequence[torch.Tensor]:
         return self._parts
@@ -143,7 +145,8 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _part(self) -> torch.Tensor:
         context = self._replica()
-        return self._parts[0 if context is None else context.replica_id_in_sync_group]
+        # Of several processes, each has the values of its own replicas.
+        return self._parts[0 if context is None else context.replica_id_in_sync_group % len(self._parts)]
 
     def _stand_in(self) -> torch.Tensor:
         return self._part() if self._replica() is not None else self._read()
@@ -156,16 +159,30 @@ class SyncOnReadVariable(DistributedVariable):
                 "them. Make it with an aggregation; or take strategy.experimental_local_results(variable)."
             )
         with undisturbed():
+            point = f"the reading of {self._name}"
             if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return self._parts[0].clone()
-            total = added(self._parts, self._parts[0].device)
-            return total / len(self._parts) if self._aggregation is VariableAggregation.MEAN else total
+                first = self._parts[0].clone()
+                self._workers.broadcast([first], 0, point)
+                return first
+            (total,) = self._workers.all_reduce([added(self._parts, self._parts[0].device)], point)
+            return total / self._num_parts if self._aggregation is VariableAggregation.MEAN else total
+
+    @property
+    def _num_parts(self) -> int:
+        """How many values the replicas of all processes have."""
+        return len(self._parts) * self._workers.count
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
         if self._replica() is None:
             self.assign(stand_in)
 
+    def _take_as_made(self) -> list[torch.Tensor]:
+        """The values with which it was made, once, for the workers to begin alike; none after an assignment."""
+        parts, self._is_as_made = self._parts if self._is_as_made else [], False
+        return parts
+
     def _assign(self, operation: Callable[..., Any], value: Tree) -> Self:
+        self._is_as_made = False
         if self._replica() is not None:
             write(self, self._part(), operation, value)
             return self
@@ -183,12 +200,26 @@ class SyncOnReadVariable(DistributedVariable):
     def _shares(self, value: Tree) -> list[Tree]:
         """The parts of a value, one for each replica, whose sum is the value."""
         with undisturbed():
-            whole, count = torch.empty_like(self._parts[0]), len(self._parts)
+            whole, count = torch.empty_like(self._parts[0]), self._num_parts
             write(self, whole, torch.Tensor.copy_, value)
             if whole.is_floating_point() or whole.is_complex():
-                return [whole / count] * count
+                return [whole / count] * len(self._parts)
             each = whole // count
-            return [whole - each * (count - 1), *[each] * (count - 1)]
+            first = each if self._workers.index else whole - each * (count - 1)
+            return [first, *[each] * (len(self._parts) - 1)]
+
+
+@contextmanager
+def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
+    """A block after which variables have the values of before: what an understudy writes in it does not count."""
+    parts = [part for variable in variables for part in variable._parts]
+    values = [part.detach().clone() for part in parts]
+    try:
+        yield
+    finally:
+        with undisturbed(), torch.no_grad():
+            for part, value in zip(parts, values, strict=True):
+                part.copy_(value)
 
 
 @final
@@ -205,7 +236,6 @@ class Component(Variable):
     def of(container: DistributedVariable, memory: torch.Tensor) -> Component:
         """The component of a variable whose value is in `memory`, or is copied to it."""
         component = make_parameter(Component, memory, False)
-        assert isinstance(component, Component)
         component.container, component._memory = weakref.ref(container), memory
         component._name, component._strategy = container._name, container._strategy
         component._synchronization, component._aggregation = container._synchronization, container._aggregation
@@ -247,8 +277,28 @@ def _refuse_gradient(value: torch.Tensor) -> None:
     )
 
 
-class VariablesOfExtended(ABC):
-    """The methods of `StrategyExtended` that take variables."""
+class VariablesOfExtended:
+    """What `StrategyExtended` knows of its strategy, and its methods that take variables."""
+
+    def __init__(self, container_strategy: StrategyLike | None = None) -> None:
+        self._strategy_reference: weakref.ref[StrategyLike] | None = None
+        if container_strategy is not None:
+            self._bind(container_strategy)
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """Where parameters live."""
+        raise self._missing("parameter_devices")
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        """Whether a module was created in a scope of this strategy, or a parameter given to a module there.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+        raise self._missing("variable_created_in_scope")
+
+    _workers: Workers = LONE  # the processes that train together
 
     def update(
         self,
@@ -365,15 +415,24 @@ class VariablesOfExtended(ABC):
             raise TypeError(f"read_var reads a torchstrategy.Variable; got {v!r}, a {type(v).__name__}.")
         return v.clone() if is_variable(v) else v
 
-    @property
-    @abstractmethod
-    def parameter_devices(self) -> tuple[Device, ...]: ...
+    def _container_strategy(self) -> StrategyLike:
+        """The strategy that this is of."""
+        strategy = self._strategy_reference() if self._strategy_reference is not None else None
+        if strategy is None:
+            raise RuntimeError("The strategy of this `extended` is gone. Keep the strategy, not only its `extended`.")
+        return strategy
 
-    @abstractmethod
-    def variable_created_in_scope(self, v: Any) -> bool: ...
+    def _bind(self, strategy: StrategyLike) -> None:
+        owner = self._strategy_reference and self._strategy_reference()
+        if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
+            raise ValueError(
+                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. copy.deepcopy(strategy) makes "
+                "another strategy of the same kind."
+            )
+        self._strategy_reference = weakref.ref(strategy)
 
-    @abstractmethod
-    def _container_strategy(self) -> StrategyLike: ...
+    def _missing(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
 
     def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
         """A new variable of the kind that suits the strategy, with a copy of a value."""
@@ -382,7 +441,7 @@ class VariablesOfExtended(ABC):
         except NotImplementedError:  # a strategy of the user's own class, which keeps no parameters
             devices = ()
         first = memory_device(devices[0]) if devices else None
-        if len(devices) < 2:
+        if len(devices) * self._workers.count < 2:
             return make_data(Variable, value, first, is_trained)
         if wanted.synchronization is VariableSynchronization.NONE:
             raise ValueError(
@@ -397,8 +456,13 @@ class VariablesOfExtended(ABC):
             mirrored._devices = tuple(devices)
             return mirrored
         on_read = make_data(SyncOnReadVariable, value, first, False)
+        on_read._workers = self._workers
         on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
         return on_read
 
-    def _take_variable(self, variable: Variable) -> None:  # noqa: B027  a strategy may have no use for it
+    def _first_of(self, value: Tree) -> Tree:
+        """The value of the first replica that is present."""
+        return value.values[0] if type(value) is PerReplica else value
+
+    def _take_variable(self, variable: Variable) -> None:
         """Called when a variable was created in the scope."""

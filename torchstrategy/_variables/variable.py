@@ -467,7 +467,7 @@ def _first(brought: Tree) -> Any:
 def _aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:
     """Aggregates the values that the replicas assign to one value."""
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return _first(value)
+        return strategy.extended._first_of(value)
     if aggregation is VariableAggregation.NONE:  # there is only one replica
         return value
     with undisturbed():
@@ -476,5 +476,4 @@ def _aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value:
 
 def make_data(kind: type[V], value: torch.Tensor, device: Device | None, is_trained: bool) -> V:
     """A variable of a class `kind` with a copy of a value, on a device. None: the device of the value."""
-    made: Any = make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)
-    return made  # type: ignore[no-any-return]
+    return make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)

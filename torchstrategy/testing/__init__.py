@@ -7,12 +7,14 @@ from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_lea
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices, simulated_devices
+from torchstrategy.testing._worker_drift import assert_workers_agree
 
 __all__ = [
     "Lockstep",
     "Traffic",
     "assert_replicas_agree",
     "assert_same_as_plain",
+    "assert_workers_agree",
     "count_traffic",
     "cuda_alias",
     "fail_in_replica",

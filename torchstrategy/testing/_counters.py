@@ -11,7 +11,8 @@ import torch
 
 from torchstrategy._core.torch_internals import TorchDispatchMode
 from torchstrategy._core.types import Device
-from torchstrategy._execution.instruments import Instrument, in_force
+from torchstrategy._execution.instruments import Instrument
+from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 
 

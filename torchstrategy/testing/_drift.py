@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torchstrategy._binding.proxies import parameters_of
 from torchstrategy._core.context import local_object
 from torchstrategy._core.errors import plural
-from torchstrategy._execution.instruments import none_in_force
 from torchstrategy._execution.replica import group_here
 from torchstrategy._execution.replica_threads import runs_under_way
 from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 
-_MOST_NAMED = 5
+MOST_NAMED = 5
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -60,7 +60,7 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         group.replica.synchronize("assert_replicas_agree", lambda brought: _compared(group.present, brought), _taken())
 
     def _taken() -> dict[str, torch.Tensor]:
-        return dict(_tensors([local_object(thing) for thing in things]))
+        return dict(tensors_of([local_object(thing) for thing in things]))
 
     with none_in_force():
         strategy.run(look)
@@ -90,7 +90,7 @@ def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimize
             )
 
 
-def _tensors(things: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(things: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """By the name that they have in each replica; of an optimizer, in what it is there."""
     for position, thing in enumerate(things):
         kind = type(thing).__name__.removeprefix("Replica")
@@ -118,8 +118,8 @@ def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]
     drifts = {name: drift for name in names if (drift := _drifts(name, first, others))}
     if drifts:
         lines = [f"    {name}: {'; '.join(drift)}" for name, drift in drifts.items()]
-        if len(lines) > _MOST_NAMED:
-            lines[_MOST_NAMED:] = [f"    and {len(lines) - _MOST_NAMED} more"]
+        if len(lines) > MOST_NAMED:
+            lines[MOST_NAMED:] = [f"    and {len(lines) - MOST_NAMED} more"]
         raise AssertionError(
             f"The replicas have drifted apart in {len(drifts)} of {plural(len(names), 'tensor')}:\n"
             + "\n".join(lines)
@@ -129,7 +129,7 @@ def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]
 
 
 def _drifts(name: str, first: _Tensors, others: Mapping[int, _Tensors]) -> list[str]:
-    found = {r: _difference(first.get(name), tensors.get(name)) for r, tensors in others.items()}
+    found = {r: difference(first.get(name), tensors.get(name)) for r, tensors in others.items()}
     return [f"replica {r} {difference}" for r, difference in found.items() if difference]
 
 
@@ -141,10 +141,12 @@ class _Kind(NamedTuple):
     device_type: str
 
 
-def _difference(first: torch.Tensor | None, other: torch.Tensor | None) -> str:
-    """How a replica's tensor differs from that of replica 0; empty if it does not."""
+def difference(first: torch.Tensor | None, other: torch.Tensor | None, whom: str = "replica 0") -> str:
+    """How a tensor differs from the one that `whom` has; empty if it does not."""
     if first is None or other is None:
-        return "has it and replica 0 has not" if first is None else "does not have it and replica 0 does"
+        if first is other:
+            return ""
+        return f"has it and {whom} has not" if first is None else f"does not have it and {whom} does"
     kinds = [_Kind(t.dtype, tuple(t.shape), t.device.type) for t in (first, other)]
     if kinds[0] != kinds[1]:
         pairs = zip(kinds[0], kinds[1], strict=True)

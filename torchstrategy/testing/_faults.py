@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchstrategy._core.context import current_frame
 from torchstrategy._core.errors import plural
-from torchstrategy._execution.instruments import START, Instrument, Turns, in_force
+from torchstrategy._execution.instruments import START, Instrument, Turns
+from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
 

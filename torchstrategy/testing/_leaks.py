@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_modules
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_optimizers
 
 from torchstrategy._binding import torch_hooks
 from torchstrategy._core.context import CallerState, Frame, current_frame
 from torchstrategy._core.errors import add_note
-from torchstrategy._core.torch_internals import global_hooks
 from torchstrategy._execution.replica_threads import ReplicaThreads
 
 _Look: TypeAlias = Callable[[], list[str]]
@@ -223,8 +224,15 @@ def _of_the_process() -> dict[str, object]:
         "Module.__init__": nn.Module.__init__,
         "Module.__setstate__": nn.Module.__setstate__,
         "Optimizer.__init__": Optimizer.__init__,
-        **{name: tuple(filter(_is_of_others, hooks)) for name, hooks in global_hooks().items()},
+        **{name: tuple(filter(_is_of_others, hooks)) for name, hooks in _global_hooks().items()},
     }
+
+
+def _global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
+    """The global hooks of all modules and all optimizers, by kind. torch has no public function that lists them."""
+    kinds = {**vars(of_modules), **vars(of_optimizers)}
+    found = {name: hooks for name, hooks in kinds.items() if name.startswith("_global_") and name.endswith("_hooks")}
+    return {name.strip("_").replace("_", " "): tuple(hooks.values()) for name, hooks in found.items()}
 
 
 def _is_of_others(hook: Callable[..., object]) -> bool:

@@ -234,7 +234,7 @@ WRONG: dict[str, tuple[Callable[[CrossDeviceOps], Any], str]] = {
     ),
     "a destination of numbers": (
         lambda o: o.reduce(SUM, numbers(2), PerReplica([1, 2])),
-        "destinations has a component 1, which is on no device",
+        "destinations has a component 1, which is no tensor and on no device",
     ),
     "a pair that is a list": (lambda o: o.batch_reduce(SUM, [[numbers(2), "cpu"]]), "batch_reduce takes .* pairs; got"),
     "a pair of three": (lambda o: o.batch_reduce(SUM, [(numbers(2), "cpu", 1)]), "batch_reduce takes .* pairs; got"),

@@ -571,7 +571,7 @@ class Accelerators:
             of_device = [self.generators[device]] if device in self.generators else []
             return [torch.default_generator] * with_cpu + of_device
 
-        monkeypatch.setattr(random_streams, "_generators", generators)
+        monkeypatch.setattr(random_streams, "generators_of", generators)
 
 
 def test_replicas_on_one_accelerator_exchange_its_generator_too(monkeypatch: pytest.MonkeyPatch) -> None:

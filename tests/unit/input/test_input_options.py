@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from problems import shown
-from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
+from torchstrategy._input.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 MAY_BE_LEFT_OPEN = ["experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead"]
@@ -108,13 +108,15 @@ def test_the_options_are_tensorflows_in_its_order_and_then_ours() -> None:
         "load_ahead": None,
         "row_shares": None,
         "lists_are_rows": None,
+        "experimental_auto_shard_policy": AutoShardPolicy.AUTO,
     }
     assert list(dataclasses.asdict(InputOptions())) == [field.name for field in dataclasses.fields(InputOptions)]
 
 
 def test_every_option_is_kept() -> None:
-    options = InputOptions(False, InputReplicationMode.PER_REPLICA, False, 5, False, True, [1, 2], True)
-    said = (False, InputReplicationMode.PER_REPLICA, False, 5, False, True, (1.0, 2.0), True)
+    mode, policy = InputReplicationMode.PER_REPLICA, AutoShardPolicy.OFF
+    options = InputOptions(False, mode, False, 5, False, True, [1, 2], True, policy)
+    said = (False, mode, False, 5, False, True, (1.0, 2.0), True, policy)
     assert dataclasses.astuple(options) == said
 
 
@@ -153,6 +155,19 @@ def test_a_replication_mode_is_a_member_and_not_its_name(mode: Any) -> None:
     sentence = said("experimental_replication_mode", mode) + r"it is a torchstrategy\.InputReplicationMode\.$"
     with pytest.raises(TypeError, match=sentence):
         InputOptions(experimental_replication_mode=mode)
+
+
+@pytest.mark.parametrize("policy", ["OFF", -1, None], ids=shown)
+def test_a_shard_policy_is_a_member_and_not_its_name(policy: Any) -> None:
+    sentence = said("experimental_auto_shard_policy", policy) + r"it is a torchstrategy\.experimental\.AutoShardPolicy"
+    with pytest.raises(TypeError, match=sentence):
+        InputOptions(experimental_auto_shard_policy=policy)
+
+
+def test_files_are_not_dealt_out() -> None:
+    sentence = said("experimental_auto_shard_policy", AutoShardPolicy.FILE) + ".*distribute_datasets_from_function"
+    with pytest.raises(ValueError, match=sentence):
+        InputOptions(experimental_auto_shard_policy=AutoShardPolicy.FILE)
 
 
 def test_a_dataset_on_a_device_is_refused_with_what_to_do() -> None:

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Tree
+from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredBase
 from torchstrategy._strategy.strategies import CentralStorageBase, MirroredBase, OneDeviceBase
 from torchstrategy._strategy.strategy_base import StrategyBase
 
@@ -107,6 +108,28 @@ class MirroredStrategy(MirroredBase, Strategy):
         tensor([4.])
 
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/MirroredStrategy
+    """
+
+
+@final
+class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
+    """What `torchstrategy.MultiWorkerMirroredStrategy` is, with the methods of version 1.
+
+    Args:
+        cluster_resolver: As there.
+        communication_options: As there.
+        devices: As there.
+        process_group: As there.
+        timeout: As there.
+        gradient_reduction: As there.
+        buffer_aggregation: As there.
+
+    Example:
+        >>> strategy = torchstrategy.compat.v1.experimental.MultiWorkerMirroredStrategy(devices=["cpu", "cpu"])
+        >>> strategy.reduce("sum", strategy.experimental_run(lambda: torch.ones(1) * 2))
+        tensor([4.])
+
+    Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/experimental/MultiWorkerMirroredStrategy
     """
 
 

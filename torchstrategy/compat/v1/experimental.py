@@ -1,6 +1,6 @@
 """The names of `tf.compat.v1.distribute.experimental`."""
 
-from torchstrategy.compat.v1._strategies import CentralStorageStrategy
+from torchstrategy.compat.v1._strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
 from torchstrategy.experimental import (
     CollectiveCommunication,
     CollectiveHints,
@@ -14,6 +14,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
 ]
 
-CentralStorageStrategy.__module__ = __name__
+CentralStorageStrategy.__module__ = MultiWorkerMirroredStrategy.__module__ = __name__

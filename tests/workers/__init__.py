@@ -1,0 +1,1 @@
+"""Strategies over several processes: real ones, joined by gloo."""

@@ -1,0 +1,162 @@
+"""Processes that are joined by gloo, and call functions of tests together."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+LIMIT_S = 100.0  # how long a call may take before the processes are ended: they wait for each other for ever
+
+
+class Outcome(NamedTuple):
+    """What a call came to in one process."""
+
+    value: Any
+    error: str | None  # the class and the text of the exception
+    trace: str = ""
+
+
+class Cluster:
+    """Processes that wait for functions to call.
+
+    Args:
+        size: How many processes.
+        timeout: How long an exchange between them may take, in seconds.
+        joined: Whether they are a group of `torch.distributed`.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0, joined: bool = True) -> None:
+        context = _context()
+        # The store lives here, as torchrun's does in its agent: it outlives any worker.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipes = [context.Pipe() for _ in range(size)]
+        self.connections: list[Connection] = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(target=_serve, args=(rank, size, self.store.port if joined else 0, timeout, theirs))
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def run(self, call: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the call returns in each process. It must not fail in any."""
+        outcomes = self.outcomes(call, *args)
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+        assert not failed, "\n".join(f"worker {rank}: {outcome.error}\n{outcome.trace}" for rank, outcome in failed)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, call: Callable[..., Any], *args: Any) -> list[Outcome]:
+        """What the call comes to in each process; a process that has ended has the error `"ended"`."""
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps((call, args)))
+        outcomes = [Outcome(None, "ended")] * len(self.connections)
+        waiting = dict(enumerate(self.connections))
+        end = time.monotonic() + LIMIT_S
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, end - time.monotonic()))
+            if not ready:
+                self.end()
+                raise AssertionError(f"the workers {sorted(waiting)} hang")
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                with suppress(EOFError, ConnectionResetError):
+                    outcomes[rank] = pickle.loads(waiting[rank].recv_bytes())
+                del waiting[rank]
+        return outcomes
+
+    def end(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            connection.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+
+@functools.cache
+def _context() -> Any:
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torchstrategy"])  # torch takes seconds to import
+    return context
+
+
+def alone(call: Callable[..., Any], environments: list[dict[str, str]], *args: Any) -> list[Outcome]:
+    """What a call comes to in processes that nobody has joined, each with further environment variables."""
+    cluster = Cluster(len(environments), joined=False)
+    try:
+        return cluster.outcomes(_with_environment, environments, call, args)
+    finally:
+        cluster.end()
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+_started: dict[int, Cluster] = {}
+
+
+def cluster(size: int) -> Cluster:
+    """The processes that all tests of this size share."""
+    if size not in _started or not _started[size].is_alive:
+        _started[size] = Cluster(size)
+    return _started[size]
+
+
+def end_all() -> None:
+    for one in _started.values():
+        one.end()
+    _started.clear()
+
+
+_rank: list[int] = []  # of this process
+
+
+def _with_environment(environments: list[dict[str, str]], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.update(environments[_rank[0]])
+    return call(*args)
+
+
+def _serve(rank: int, size: int, port: int, timeout: float, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    if port:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    _rank.append(rank)
+    while True:
+        try:
+            call, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(LIMIT_S - 10, exit=True)
+        try:
+            outcome = Outcome(call(*args), None)
+        except BaseException as error:
+            outcome = Outcome(None, f"{type(error).__name__}: {error}", traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(pickle.dumps(outcome))

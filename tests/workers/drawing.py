@@ -1,0 +1,56 @@
+"""Steps, updates and callers that draw random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import torchstrategy
+from workers.trainings import Net, batches, cross_entropy, strategy_of
+
+
+def _drawn(strategy: torchstrategy.Strategy, seed: int) -> dict[str, torch.Tensor]:
+    """A training with dropout, whose caller draws between its runs, and whose updates draw."""
+    with strategy.scope():
+        model = Net(dropout=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: model.unused.bias.data.add_(torch.rand(2, dtype=torch.float64)))
+
+    def step(batch: Any, noise: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        x, y = batch
+        cross_entropy(model, x + noise, y).backward()
+        optimizer.step()
+
+    def some() -> torch.Tensor:
+        context = torchstrategy.get_replica_context()
+        return torch.rand(2) if context.replica_id_in_sync_group == 3 else torch.zeros(2)
+
+    torch.manual_seed(seed)  # after the first run all workers draw what the first one does
+    noises, drawn = [torch.zeros(4, dtype=torch.float64)], []
+    for batch in strategy.experimental_distribute_dataset(batches((8, 8, 6, 3, 8))):
+        strategy.run(step, args=(batch, noises[-1]))
+        noises.append(torch.randn(4, dtype=torch.float64))
+        # Only the last replica draws, and so the caller's generator moves on by one number.
+        drawn.append(strategy.reduce("sum", strategy.run(some), axis=None))
+    after = torch.rand(3)
+    return {**model.state_dict(), "noises": torch.stack(noises), "drawn": torch.stack(drawn), "after": after}
+
+
+def of_workers(replicas: int) -> dict[str, torch.Tensor]:
+    strategy = strategy_of(replicas)
+    return _drawn(strategy, seed=strategy.extended._workers.index)
+
+
+def of_one_process() -> dict[str, torch.Tensor]:
+    return _drawn(torchstrategy.MirroredStrategy(["cpu"] * 4), seed=0)
+
+
+def of_a_nested_run() -> None:
+    strategy = strategy_of(1)
+
+    def merged(strategy: torchstrategy.Strategy) -> None:
+        strategy.run(lambda: None)
+
+    strategy.run(lambda: torchstrategy.get_replica_context().merge_call(merged))

@@ -1,0 +1,87 @@
+"""How workers find each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchstrategy.testing
+from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
+
+
+def of_resolver(kind: str, task: int, addresses: list[str]) -> Any:
+    resolver: Any = None
+    if kind == "slurm":
+        resolver = SlurmClusterResolver(port_base=int(addresses[0].partition(":")[2]))
+    elif kind == "simple":
+        spec = ClusterSpec({"worker": addresses[1:], "chief": addresses[:1]})
+        job, index = ("chief", 0) if task == 0 else ("worker", task - 1)
+        resolver = SimpleClusterResolver(spec, task_type=job, task_id=index)
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(resolver, devices=["cpu"])
+    ids = strategy.gather(
+        strategy.run(lambda: torch.tensor([torchstrategy.get_replica_context().replica_id_in_sync_group])), axis=0
+    )
+    return strategy.num_replicas_in_sync, ids.tolist(), dist.is_initialized(), strategy.cluster_resolver is resolver
+
+
+def of_task(kind: str, addresses: list[str]) -> Any:
+    return of_resolver(kind, int(os.environ.get("TASK", "0")), addresses)
+
+
+def of_a_part() -> Any:
+    """The processes 0 and 2 of three train together."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group)
+    total = strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * (rank + 1)), axis=None)
+    return strategy.num_replicas_in_sync, total.item()
+
+
+def of_unequal_workers() -> None:
+    torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * (dist.get_rank() + 1))
+
+
+def drifted(how: str) -> None:
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    torchstrategy.testing.assert_workers_agree(strategy, model, optimizer)
+    with torch.no_grad():
+        if how == "value" and dist.get_rank() == 1:
+            model.bias += 1
+        elif how == "state" and dist.get_rank() == 1:
+            optimizer.state[model.weight]["exp_avg"][0, 1] += 0.5
+        elif how == "structure":
+            model = torch.nn.Linear(2, 1, bias=dist.get_rank() == 0)
+            model.weight.fill_(1)
+    torchstrategy.testing.assert_workers_agree(strategy, model, optimizer)
+
+
+def of_dropped_strategies() -> tuple[int, int]:
+    """How many threads of gloo there are while there is a strategy, beyond those without one, and when it is gone."""
+    before = num_gloo_threads()
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    strategy.run(lambda: None)
+    meanwhile = num_gloo_threads()
+    del strategy
+    gc.collect()
+    return meanwhile - before, num_gloo_threads() - before
+
+
+def num_gloo_threads() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)

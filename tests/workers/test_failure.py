@@ -1,0 +1,26 @@
+"""A worker that fails is named by all others, within seconds, and nothing is left of the training."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers import failing, faults
+from workers.cluster import cluster
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_the_others_hear_who_failed_and_why(name: str) -> None:
+    """Once, workers that brought tensors of different shapes to `all_reduce` hung for 80 seconds."""
+    found = faults.run(faults.FAULTS[name])
+    assert (found.unnamed, found.left) == ([], [])
+    assert found.heard < faults.FAULTS[name].heard_after + 10  # on a machine that is busy with something else
+    assert found.ended < found.heard + 20
+
+
+def test_a_strategy_that_failed_is_not_used_again() -> None:
+    for first, second, total in cluster(2).run(failing.after_failure):
+        assert "KeyError" in first or "WorkerError: worker" in first
+        assert second.startswith("WorkerError: ") and "the strategy cannot be used any more" in second
+        assert total == "2.0"

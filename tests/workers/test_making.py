@@ -1,0 +1,41 @@
+"""Buffers and hooks that a step makes or removes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchstrategy
+from workers import making
+from workers.cluster import cluster
+from workers.trainings import difference
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_buffers_that_a_step_makes_are_those_of_the_first_replica_of_all(workers: int, replicas: int) -> None:
+    alone = making.making(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
+    assert "made_3" in alone["saved"] and "made_4" not in alone["saved"] and alone["warned"]
+    found_by = cluster(workers).run(making.of_workers, replicas)
+    for found in found_by:
+        assert found["saved"] == alone["saved"]
+        assert found["warned"] == alone["warned"]
+        assert difference(found["numbers"], alone["numbers"]) < 1e-12
+        assert all(torch.equal(value, found_by[0]["numbers"][name]) for name, value in found["numbers"].items())
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("made", "BatchNorm1d.more made"),
+        ("removed", "BatchNorm1d.running_mean taken away"),
+        ("a hook", "BatchNorm1d._forward_hooks made"),
+    ],
+)
+def test_a_worker_that_makes_something_else_is_refused_and_nothing_is_written(what: str, told: str) -> None:
+    for found in cluster(2).run(making.of_one_only, what):
+        message, buffers, mean, count = found
+        assert f"what the step did to buffers and hooks: '{told}'" in message
+        assert "worker 0 is at" in message and "worker 1 is at" in message
+        assert (buffers, mean, count) == (["running_mean", "running_var", "num_batches_tracked"], [0.0, 0.0], 0)

@@ -1,0 +1,104 @@
+"""What workers hold together: values, variables, metrics, trainers, models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchstrategy
+from workers import values
+from workers.cluster import cluster
+from workers.trainings import batches, difference
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_values_have_the_numbers_of_all_replicas(workers: int, replicas: int) -> None:
+    count = workers * replicas
+    given = [float(r + 10 * count) for r in range(count)]
+    for w, found in enumerate(cluster(workers).run(values.of_values, replicas)):
+        own = range(w * replicas, (w + 1) * replicas)
+        assert found["in sync"] == count
+        assert found["saves"] == (w == 0, w == 0)
+        assert found["local"] == [given[r] for r in own]
+        assert [one[0].item() for one in found["returned"]] == list(own)
+        assert [one[1] for one in found["returned"]] == [count] * replicas
+        assert [one[2].item() for one in found["returned"]] == [sum(given)] * replicas
+        assert found["none"] is None
+        assert found["ids"] == list(range(count))
+        assert found["sum"] == 2 * sum(given)
+        assert found["mean"] == 2 * sum(given) / count
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_variables_are_those_of_replicas_in_one_process(workers: int, replicas: int) -> None:
+    alone = values.variables_of(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
+    for found in cluster(workers).run(values.of_variables, replicas):
+        assert difference(found, alone) < 1e-12
+    assert alone["assigned"] == 6
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_values_that_each_replica_has_begin_with_those_of_worker_0(replicas: int) -> None:
+    for w, (first, assigned, late) in enumerate(cluster(2).run(values.of_variables_that_begin, replicas)):
+        ids = range(w * replicas, (w + 1) * replicas)
+        assert first == ([2.0 + r for r in ids], 2.0 + sum(range(2 * replicas)) / (2 * replicas))
+        assert assigned == ([3.0 + w] * replicas, 3.5)  # the last word is the program's
+        assert late == ([7.0] * replicas, 7.0)
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_metrics_count_the_rows_of_all_workers(workers: int, replicas: int) -> None:
+    alone = values.metrics_of(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
+    assert alone["rows"] == 17
+    for found in cluster(workers).run(values.of_metrics, replicas):
+        assert found == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_moving_average_in_a_plain_attribute_is_warned_of_in_each_worker(replicas: int) -> None:
+    """They went on with different ones."""
+    for found in cluster(2).run(values.of_attributes, replicas):
+        assert len(found) == 1 and found[0].startswith("The attribute Averaging.average has other numbers in each")
+
+
+def test_attributes_of_trainers_are_those_of_each_worker() -> None:
+    found = cluster(2).run(values.of_trainers, 2)
+    # In the last batch of one row the second worker is an understudy. It counts its step; absent replicas keep a loss.
+    assert [(steps, losses) for steps, losses, _ in found] == [(len(batches()), 2), (len(batches()), 2)]
+    assert all(torch.equal(value, found[1][2][name]) for name, value in found[0][2].items())
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (
+            "shape",
+            "worker 0 has Linear.weight of shape (2, 3) and torch.float32 where worker 1 has Linear.weight",
+        ),
+        ("number", "worker 0 has nothing where worker 1 has Linear.weight of shape (1, 1)"),
+    ],
+)
+def test_different_models_are_refused_by_name(what: str, told: str) -> None:
+    for outcome in cluster(2).outcomes(values.of_different_models, what):
+        assert outcome.error is not None
+        assert outcome.error.startswith("RuntimeError: Workers 0 and 1 have different models:")
+        assert told in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("a setting", "the settings of SGD: "),
+        ("a setting between runs", "the settings of SGD: "),
+        ("an argument", "the arguments of ReduceLROnPlateau.step():"),
+        ("a cleared gradient", "The workers disagree about the gradient of"),
+        ("a frozen parameter", "which parameters are trained"),
+        ("a mode", "the modes of the modules: 'eval'"),
+        ("an idle reader", "worker 1 is at the first read of a gradient (.grad) after backward of run 1"),
+    ],
+)
+def test_what_workers_do_differently_is_refused(what: str, told: str) -> None:
+    for outcome in cluster(2).outcomes(values.of_different, what):
+        assert outcome.error is not None and told in outcome.error, outcome

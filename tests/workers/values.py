@@ -1,0 +1,241 @@
+"""Variables, metrics, trainers and values of several workers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import nn
+
+import torchstrategy
+from torchstrategy import VariableAggregation, VariableSynchronization
+from workers.trainings import Net, batches, cross_entropy, strategy_of
+
+ON_READ = VariableSynchronization.ON_READ
+
+
+def of_values(replicas: int) -> dict[str, Any]:
+    strategy = strategy_of(replicas)
+    extended = strategy.extended
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: torch.tensor(float(context.replica_id_in_sync_group + 10 * context.num_replicas_in_sync))
+    )
+
+    def step(own: torch.Tensor) -> Any:
+        context = torchstrategy.get_replica_context()
+        mirrored = context.merge_call(lambda strategy, v: strategy.extended.reduce_to("sum", v, "cpu:0"), args=(own,))
+        return {
+            "id": torch.tensor(context.replica_id_in_sync_group),
+            "in sync": context.num_replicas_in_sync,
+            "merged": mirrored * 1,
+            "none": None,
+            "own": own * 2,
+        }
+
+    returned = strategy.run(step, args=(ids,))
+    return {
+        "in sync": strategy.num_replicas_in_sync,
+        "saves": (extended.should_checkpoint, extended.should_save_summary),
+        "local": [value.tolist() for value in strategy.experimental_local_results(ids)],
+        "returned": [list(r.values())[:3] for r in strategy.experimental_local_results(returned)],
+        "none": returned["none"],
+        "ids": strategy.gather(strategy.run(lambda v: v["id"].reshape(1), args=(returned,)), axis=0).tolist(),
+        "sum": strategy.reduce("sum", returned["own"], axis=None).item(),
+        "mean": strategy.reduce("mean", returned["own"], axis=None).item(),
+    }
+
+
+def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
+    """What variables of every kind come to. The last batches have no rows for some workers."""
+    found: dict[str, torch.Tensor] = {}
+    with strategy.scope():
+        made = {
+            f"{kind.name} {aggregation.name}": torchstrategy.Variable(
+                torch.zeros((), dtype=torch.float64), trainable=False, synchronization=kind, aggregation=aggregation
+            )
+            for kind in (VariableSynchronization.ON_WRITE, ON_READ)
+            for aggregation in VariableAggregation
+            if aggregation is not VariableAggregation.NONE
+        }
+        trained = torchstrategy.Variable(torch.ones(4, dtype=torch.float64))
+        optimizer = torch.optim.SGD([trained], lr=0.1)
+
+    def step(batch: Any) -> None:
+        x, _ = batch
+        optimizer.zero_grad()
+        (x @ trained).tanh().mean().backward()
+        optimizer.step()
+        for variable in made.values():
+            variable.assign_add(x.sum())
+
+    for batch in strategy.experimental_distribute_dataset(batches((8, 5, 1))):
+        strategy.run(step, args=(batch,))
+    found = {name: variable.read_value() for name, variable in made.items()}
+    made["ON_READ SUM"].assign(torch.tensor(6.0, dtype=torch.float64))
+    return {**found, "assigned": made["ON_READ SUM"].read_value(), "trained": trained.read_value()}
+
+
+def of_variables_that_begin(replicas: int) -> list[tuple[list[float], float]]:
+    """What variables with values for each replica hold, where each worker makes them with another value."""
+    strategy = strategy_of(replicas)
+    rank = strategy.extended._workers.index
+
+    def made(value: float) -> torchstrategy.Variable:
+        with strategy.scope():
+            return torchstrategy.Variable(
+                torch.tensor(value), synchronization=ON_READ, aggregation=VariableAggregation.MEAN, trainable=False
+            )
+
+    first, assigned = made(2.0 + rank), made(5.0)
+    assigned.assign(torch.tensor(3.0 + rank))
+    strategy.run(lambda: first.assign_add(float(torchstrategy.get_replica_context().replica_id_in_sync_group)))
+    late = made(7.0 + rank)
+    strategy.run(lambda: None)
+    return [
+        ([part.item() for part in strategy.experimental_local_results(one)], one.read_value().item())
+        for one in (first, assigned, late)
+    ]
+
+
+def of_variables(replicas: int) -> dict[str, torch.Tensor]:
+    return variables_of(strategy_of(replicas))
+
+
+def metrics_of(strategy: torchstrategy.Strategy) -> dict[str, float]:
+    """Metrics of every kind of state, computed in the step and after it."""
+    with strategy.scope():
+        metrics = nn.ModuleDict(
+            {
+                "mean": torchmetrics.MeanMetric(),
+                "max": torchmetrics.MaxMetric(),
+                "cat": torchmetrics.CatMetric(),
+                "accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
+                "auroc": torchmetrics.classification.MulticlassAUROC(3),
+            }
+        )
+        model = Net()
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        scores = model(x).softmax(1)
+        for name in ("mean", "max", "cat"):
+            metrics[name].update(x.sum(1))
+        metrics["auroc"].update(scores, y)
+        metrics["accuracy"].update(scores, y)
+        return metrics["accuracy"].compute().double()
+
+    shown = []
+    for batch in strategy.experimental_distribute_dataset(batches((8, 6, 2, 1))):
+        shown.append(strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None).item())
+    values = {name: metric.compute().double().sum().item() for name, metric in metrics.items()}
+    metrics["mean"].reset()
+    return {**values, "rows": float(len(metrics["cat"].compute())), **{f"shown {i}": s for i, s in enumerate(shown)}}
+
+
+def of_metrics(replicas: int) -> dict[str, float]:
+    return metrics_of(strategy_of(replicas))
+
+
+class Trainer:
+    """Keeps its last loss, and counts its steps."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.steps = 0
+        self.loss: Any = None
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model, *batch)
+        loss.backward()
+        self.optimizer.step()
+        self.loss = loss.detach()
+        self.steps += 1
+
+
+def of_trainers(replicas: int) -> tuple[int, int, dict[str, torch.Tensor]]:
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        trainer = Trainer()
+    for batch in strategy.experimental_distribute_dataset(batches()):
+        strategy.run(trainer.step, args=(batch,))
+    return trainer.steps, len(strategy.experimental_local_results(trainer.loss)), trainer.model.state_dict()
+
+
+def of_different_models(what: str) -> None:
+    strategy = strategy_of(1)
+    rank = strategy.extended._workers.index
+    with strategy.scope():
+        model = nn.Linear(3, 2 + (rank if what == "shape" else 0))
+        more = [nn.Linear(1, 1) for _ in range(rank if what == "number" else 0)]
+    strategy.run(lambda: model(torch.ones(1, 3)).sum().backward())
+    del more
+
+
+def of_different(what: str) -> None:
+    """Steps of which each worker does something else to what all share."""
+    strategy = strategy_of(1)
+    rank = strategy.extended._workers.index
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    if what == "a mode" and rank:
+        model.eval()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if what == "an idle reader" and rank == 1:
+            assert model.bias.grad is None
+        else:
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        if what == "a setting":
+            optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+        elif what == "an argument":
+            plateau.step(rank + 1.0)
+        elif what == "a cleared gradient":
+            assert model.weight.grad is not None
+            if rank:
+                model.weight.grad = None
+        elif what == "a frozen parameter" and rank:
+            model.weight.requires_grad_(False)
+        optimizer.step()
+
+    if what == "a setting between runs":
+        strategy.run(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+        before = model.weight.tolist()
+        try:
+            strategy.run(step)
+        finally:
+            assert model.weight.tolist() == before
+    strategy.run(step)
+    strategy.run(lambda: None)
+
+
+def of_attributes(replicas: int) -> list[str]:
+    """What a run warns of, whose forward keeps a moving average in a plain attribute, and counts in another."""
+
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.average, self.calls = 0.0, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.average = 0.9 * self.average + 0.1 * float(x.mean())
+            return x * self.weight
+
+    strategy = strategy_of(replicas)
+    model = strategy.distribute_module(Averaging())
+    (batch,) = strategy.experimental_distribute_dataset([torch.arange(4.0).unsqueeze(1)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torchstrategy.ReplicaBufferWarning)
+        for _ in range(2):
+            strategy.run(lambda x: model(x).detach(), args=(batch,))
+    return [str(one.message) for one in caught if one.category is torchstrategy.ReplicaBufferWarning]

@@ -1,0 +1,258 @@
+"""What the user's modules get in the place of the plain attributes that replicas wrote.
+
+    the same value in all replicas           this value
+    numbers, strings and the like            those of the first replica
+    a tensor, in the place of one like it    the tensor of the first replica
+    anything else                            a `PerReplica` of what the replicas have
+
+Containers and objects that hold nothing but data are merged item by item. A tensor like the one before, of its shape
+and dtype, is taken for a statistic of the batch, and any other for an output or a hidden state, which has the rows of
+one replica.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import operator
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from torchstrategy._binding.attribute_contents import PLAIN, is_container, named_items, write_items
+from torchstrategy._binding.copies import ClosureRebinder, are_alike, is_function
+from torchstrategy._binding.object_attributes import Told
+from torchstrategy._core.distributed_values import ABSENT, PerReplica
+from torchstrategy._core.types import Device
+from torchstrategy._replication.tensor_copies import storage_of
+
+Items = dict[tuple[str, Any], Any]  # what `named_items` returns
+
+Look = Callable[[str, object, Sequence[object]], None]
+"""Compares numbers that are kept with those that other replicas wrote, for a warning: see `LostNumbers.look`."""
+
+
+@final
+class Merger:
+    """Makes one value of those that the replicas have at the end of a run.
+
+    All methods take the values of the replicas that took part in the run, the first replica's first; `ABSENT` where a
+    replica has none.
+
+    Args:
+        present: The replicas that took part in the run.
+        num_replicas: How many replicas there are.
+        known: Makes a dict with the user's objects, by the ids of the replicas' objects in their place.
+        memory: Returns the storages of tensors of which the replicas and the user have one each, such as parameters,
+            and of those with a history: other tensors over such memory are no constants.
+        device: Where the user's parameters are, and the user's forward would have made tensors.
+        look: Compares numbers.
+        is_understudy: Whether what this process computes does not count.
+    """
+
+    def __init__(
+        self,
+        present: Sequence[int],
+        num_replicas: int,
+        known: Callable[[], dict[int, Any]],
+        memory: Callable[[], set[int]],
+        device: Device,
+        look: Look,
+        is_understudy: bool = False,
+    ) -> None:
+        self._present = present
+        self._num_replicas = num_replicas
+        self._known = known
+        self._made: dict[tuple[int, ...], list[Any]] = {}  # by the ids of the values
+        self._copied: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by the ids of the storages
+        self._memory = memory
+        self._device = device
+        self._look = look
+        self._is_understudy = is_understudy
+        self.is_quiet = False  # whether numbers are not compared, as in objects of packages, which keep their own books
+
+    @functools.cached_property
+    def _users(self) -> dict[int, Any]:
+        return self._known()
+
+    @functools.cached_property
+    def _memory_of_users(self) -> set[int]:
+        return self._memory()
+
+    def merged(self, path: str, values: Sequence[Any], before: Any) -> Any:
+        """The value for the user's module; `ABSENT` if it is to have none.
+
+        Args:
+            path: What to call it in a message.
+            values: The values of the replicas.
+            before: The value in the user's module.
+
+        Raises:
+            RuntimeError: If the step made a tensor to be trained.
+        """
+        first = values[0]
+        if all(map(_is_plain, values)):
+            self._compare(path, values)
+            return first
+        # What stands in several places of the replicas is one object in the user's modules, too.
+        key = tuple(map(id, values))
+        if key not in self._made:
+            self._made[key] = self._of_known(values) or self._made_of(key, path, values, before)
+        return self._made[key][0]
+
+    def _compare(self, path: str, values: Sequence[Any]) -> None:
+        if not self.is_quiet:
+            self._look(path, values[0], [value for value in values[1:] if value is not ABSENT])
+
+    def _of_known(self, values: Sequence[Any]) -> list[Any]:
+        """A list of what the user has in the place of all the values, or of the one object that all of them are."""
+        known = [self._users.get(id(value), value) for value in values]
+        is_one = all(map(operator.is_, known, known[1:]))
+        is_made = is_container(known[0]) or is_function(known[0]) or type(known[0]) in _ARRAYS
+        return [known[0]] if is_one and (id(values[0]) in self._users or len(values) > 1 or not is_made) else []
+
+    def _made_of(self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any) -> list[Any]:
+        there = [value for value in values if value is not ABSENT]
+        is_of_one_class = len(set(map(type, there))) == 1 and not any(id(value) in self._users for value in there)
+        if not (is_of_one_class and is_container(there[0])):
+            return [self._of_each(path, values, before)]
+        if not isinstance(there[0], (tuple, frozenset)):
+            made = copy.copy(there[0])
+            self._made[key] = [made]  # it may hold itself
+            write_items(made, self.items(path, list(map(named_items, values)), named_items(before)))
+            return [made]
+        if isinstance(there[0], frozenset) or len(set(map(len, there))) > 1:
+            return [there[0] if isinstance(there[0], frozenset) else self._of_each(path, values, before)]
+        items = self.items(path, list(map(named_items, values)), named_items(before)).values()
+        return [type(there[0])(*items) if hasattr(there[0], "_fields") else type(there[0])(items)]
+
+    def items(self, path: str, of_replicas: Sequence[Items], before: Items) -> Items:
+        """The items and attributes for a container of the user's."""
+        merged: Items = {}
+        for place in dict.fromkeys(chain.from_iterable(of_replicas)):
+            shown, key = place
+            values = [items.get(place, ABSENT) for items in of_replicas]
+            value = self.merged(path + shown.format(key), values, before.get(place, ABSENT))
+            if value is not ABSENT:
+                merged[place] = value
+        return merged
+
+    def _of_each(self, path: str, values: Sequence[Any], before: Any) -> Any:
+        first = values[0]
+        if _is_like(first, before) or _is_statistic(first):
+            self._compare(path, values)
+            return _constant(first, before if isinstance(before, torch.Tensor) else self._device)
+        is_trained = isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
+        # To compare the numbers of an accelerator, the program has to wait for it. So tensors that differed once, as
+        # outputs do in each run, are not compared again.
+        is_due = type(first) in _ARRAYS and (is_trained or type(before) is not PerReplica)
+        if is_due and not any(_differ(first, value) for value in values):
+            if is_trained and len(values) > 1:
+                raise RuntimeError(_TRAINABLE.format(path=path))
+            if isinstance(first, np.ndarray) or not (first.requires_grad or storage_of(first) in self._memory_of_users):
+                return self._constant(first)
+        functions = list(map(ClosureRebinder(self._users).of, values))
+        if is_function(first) and all(are_alike(functions[0], other) for other in functions):
+            return functions[0]
+        if self._is_understudy:
+            return PerReplica([ABSENT] * self._num_replicas, understudy=first, is_kept=True)
+        components = [_no_rows(values) if len(values) < self._num_replicas else ABSENT] * self._num_replicas
+        for r, value in zip(self._present, values, strict=True):
+            components[r] = value
+        return PerReplica(components, is_kept=True)
+
+    def _constant(self, value: Any) -> Any:
+        """A copy for the user. Copies of tensors that share memory share memory, too."""
+        if isinstance(value, np.ndarray) or value.layout is not torch.strided:
+            return _constant(value, self._device)
+        key = storage_of(value), value.dtype
+        if key not in self._copied:
+            size = value.untyped_storage().nbytes() // value.element_size()
+            self._copied[key] = _constant(value.detach().as_strided((size,), (1,), 0), self._device)
+        return self._copied[key].as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is ABSENT or isinstance(value, PLAIN)
+
+
+def _constant(value: Any, like: Any) -> Any:
+    """A copy of a tensor or array without history, where `like` is or, if `like` is a device, there."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    device = like.device if isinstance(like, torch.Tensor) else value.device if value.is_cpu else like
+    return value.detach().to(device, copy=True)
+
+
+def told_of(value: Any, before: Any, path: str) -> Told | None:
+    """What other processes are told of a value; None for what each process has for itself."""
+    if type(value) not in _ARRAYS:
+        return Told(_text(value), value, False, path) if _is_data(value) else None
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad or value.layout is not torch.strided or value.is_nested or value.is_meta:
+            return None
+        value = value.detach().cpu()
+    return Told(_text(value), value, not (_is_like(value, before) or _is_statistic(value)), path)
+
+
+def _is_data(value: Any) -> bool:
+    if type(value) in (list, tuple, set, dict):
+        return all(map(_is_data, chain.from_iterable(value.items()) if type(value) is dict else value))
+    return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
+
+
+def _text(value: Any) -> str:
+    """A text that differs where two values do."""
+    if isinstance(value, torch.Tensor):
+        value = value.contiguous().reshape(-1).view(torch.uint8).numpy(), value.dtype, tuple(value.shape)
+    elif isinstance(value, np.ndarray):
+        value = value, value.dtype, value.shape
+    else:
+        return str(sorted(map(repr, value))) if type(value) is set else repr(value)
+    return f"{zlib.crc32(value[0].tobytes())} {value[1:]}"
+
+
+def _no_rows(values: Sequence[Any]) -> Any:
+    """What a replica that took no part in the run has in the place of an output: none of its rows."""
+    first = next((value for value in values if type(value) in _ARRAYS and value.ndim), None)
+    if isinstance(first, torch.Tensor) and not first.is_nested:
+        return torch.zeros((0, *first.shape[1:]), dtype=first.dtype, device=first.device, layout=first.layout)
+    return first[:0] if isinstance(first, np.ndarray) else ABSENT
+
+
+def _is_statistic(value: Any) -> bool:
+    """Whether a value is a number in a constant tensor or array, which has no rows."""
+    return type(value) in _ARRAYS and value.ndim == 0 and not getattr(value, "requires_grad", False)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether two values are tensors, or arrays, of one shape and dtype, and the second has no history."""
+    is_same = type(one) in _ARRAYS and type(one) is type(other) and (one.shape, one.dtype) == (other.shape, other.dtype)
+    return is_same and not getattr(other, "requires_grad", False)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return True
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() != other.tobytes())
+    if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested or one.is_meta:
+        return True  # `torch.equal` takes none of these
+    # Bits are compared: a NaN is no other value than the same NaN.
+    bits = (tensor.detach().flatten().contiguous().view(torch.uint8) for tensor in (one, other.to(one.device)))
+    return not torch.equal(*bits)
+
+
+_TRAINABLE = (
+    "The step made {path} in each replica, a tensor that requires grad: its gradients would not be added up, so each "
+    "replica would train its own. Make it outside of strategy.run, as a torch.nn.Parameter of the module; or, if it is "
+    "constant, without requires_grad."
+)

@@ -1,0 +1,130 @@
+"""The values that all workers have alike: those with which they begin, and those of buffers after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from torchstrategy._binding.object_attributes import KEPT, Told
+from torchstrategy._communication.workers import Workers, digest
+from torchstrategy._core.distributed_values import ABSENT
+from torchstrategy._replication.merged_values import Look
+from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._variables.kinds import SyncOnReadVariable
+from torchstrategy._variables.variable import Variable
+
+
+def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variables: Sequence[Variable]) -> None:
+    """Writes the values of worker 0 on the modules and variables of all workers, so that they begin alike.
+
+    Raises:
+        RuntimeError: If a worker has other modules or variables than worker 0, naming the first that differs.
+    """
+    named = [
+        (f"{type(root).__name__}.{name}", tensor)
+        for root in roots
+        for name, tensor in root.state_dict(keep_vars=True).items()
+    ]
+    # After the first run, a replica's own value of a variable is its own in each worker, too.
+    named += [(one.name, t) for one in variables for t in _beginning(one)]
+    known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
+    tensors = {id(t): (name, t) for name, t in known}.values()
+    point = "the beginning of the first run"
+    of_all = workers.all_gather_object([(name, tuple(t.shape), t.dtype) for name, t in tensors], point)
+    for w, theirs in enumerate(of_all):
+        for one, other in zip_longest(of_all[0], theirs):
+            if one != other:
+                raise RuntimeError(
+                    f"Workers 0 and {w} have different models: worker 0 has {_shown(one)} where worker {w} has "
+                    f"{_shown(other)}. Make the same modules and variables, in the same order, on all workers."
+                )
+    with torch.no_grad():
+        workers.broadcast([t for _, t in tensors], 0, point)
+
+
+def _beginning(variable: Variable) -> Sequence[torch.Tensor]:
+    return variable._take_as_made() if isinstance(variable, SyncOnReadVariable) else [variable]
+
+
+def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
+    return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}"
+
+
+class Writes(Protocol):
+    """What the replicas of this worker wrote on plain attributes of the user's objects, before the user sees it."""
+
+    def told(self) -> dict[Any, Told]:
+        """What the other workers may have to know of it, by where it stands."""
+
+    def put(self, key: Any, value: Any) -> None:
+        """Replaces a value; `ABSENT`: by the one before the run."""
+
+    def keep(self, key: Any) -> None:
+        """Says that other workers keep other values."""
+
+
+def compare_writes(
+    workers: Workers, indices: set[int], writes: Sequence[Writes], weights: ReplicaWeights, look: Look
+) -> set[int]:
+    """Makes one value of what the workers wrote on each plain attribute, where there can be one.
+
+    Args:
+        workers: The processes that train together.
+        indices: The positions of the buffers that this worker wrote.
+        writes: What it wrote besides.
+        weights: How much the replicas of this worker count.
+        look: Compares numbers, for a warning.
+
+    Returns:
+        The positions of the buffers that any worker wrote.
+    """
+    told = [one.told() for one in writes]
+    texts = [{key: item.text for key, item in of_one.items()} for of_one in told]
+    mark = digest(repr(texts).encode())
+    marks = workers.all_gather_object((indices, mark), "the end of the run")
+    if len({mark for _, mark in marks}) > 1:
+        of_all = workers.all_gather_object((weights.is_understudy, told), "what a step wrote on attributes")
+        for i, (one, mine) in enumerate(zip(writes, told, strict=True)):
+            lead = of_all[weights.lead_worker][1][i]
+            for key in {**lead, **mine}:
+                theirs = [(is_understudy, of_worker[i].get(key)) for is_understudy, of_worker in of_all]
+                counted = [told for is_understudy, told in theirs if not is_understudy or (told and told.text == KEPT)]
+                _agree(one, key, mine.get(key), lead.get(key), counted, look)
+    return indices.union(*(written for written, _ in marks))
+
+
+def _agree(
+    writes: Writes, key: Any, own: Told | None, lead: Told | None, of_all: list[Told | None], look: Look
+) -> None:
+    """Makes one value of those that the workers wrote in one place, of which some wrote none."""
+    differ = len({told and told.text for told in of_all}) > 1
+    if (differ or lead is None) and any(told is not None and told.is_own for told in (own, lead)):
+        writes.keep(key)
+        return
+    if differ and lead is not None and lead.path:
+        look(lead.path, lead.value, [told.value for told in of_all if told is not None])
+    if own is None or lead is None or own.text != lead.text:
+        writes.put(key, ABSENT if lead is None else lead.value)
+
+
+def combine_over_workers(workers: Workers, values: dict[int, torch.Tensor], averaged: Sequence[int], lead: int) -> None:
+    """Makes the new values of buffers those of all workers.
+
+    Args:
+        workers: The processes that train together.
+        values: By position, the values that the replicas of this worker have come to. They are replaced.
+        averaged: The positions of the averages, which are weighted already and are added up.
+        lead: The worker whose other values all workers take.
+    """
+    point = "the end of the run"
+    if averaged:
+        values.update(zip(averaged, workers.all_reduce([values[i] for i in averaged], point), strict=True))
+    taken = [i for i in values if i not in set(averaged)]
+    copies = [values[i].clone() for i in taken]
+    if taken:
+        workers.broadcast(copies, lead, point)
+        values.update(zip(taken, copies, strict=True))

@@ -1,0 +1,206 @@
+"""The strategy over several processes: who they are, and which devices this one has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal, NamedTuple, final
+
+import torch.distributed as dist
+
+from torchstrategy._communication.options import CommunicationImplementation, CommunicationOptions, as_options
+from torchstrategy._communication.process_group import ProcessGroup, has_group, join
+from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._core.devices import local_accelerators
+from torchstrategy._core.errors import plural
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.types import Device, DeviceLike
+from torchstrategy._execution.worker_streams import WorkerStreams
+from torchstrategy._strategy.replicated import ReplicatedExtended
+from torchstrategy._strategy.strategies import devices_of_replicas, storage_of
+from torchstrategy._strategy.strategy import Strategy
+from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+
+_NAME = "MultiWorkerMirroredStrategy"
+
+
+class Place(NamedTuple):
+    """Where a process stands among those that train together."""
+
+    rank: int
+    num_workers: int
+    address: str  # of the first process; empty: the environment says it
+    local_rank: int = 0  # its number among the processes of its machine
+    local_count: int = 1
+
+
+class MultiWorkerMirroredBase(StrategyBase):
+    """The constructor of `MultiWorkerMirroredStrategy`."""
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[DeviceLike] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
+        buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
+    ) -> None:
+        if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
+            raise TypeError(
+                "cluster_resolver is a torchstrategy.cluster_resolver.ClusterResolver or None; got "
+                f"{cluster_resolver!r}."
+            )
+        said = as_options(_NAME, communication_options)
+        _check(said)
+        if timeout is None and said.timeout_seconds:
+            timeout = timedelta(seconds=said.timeout_seconds)
+        place = _place(cluster_resolver)
+        on = _own_devices(place) if devices is None else devices_of_replicas("devices", devices)
+        workers = _workers(place, process_group, timeout)
+        of_all = workers.all_gather_object(len(on), _NAME)
+        other = next((w for w, count in enumerate(of_all) if count != of_all[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"All workers have the same number of replicas: worker 0 has {plural(of_all[0], 'device')}, and worker "
+                f"{other} has {of_all[other]}. Give each as many: {_NAME}(devices=[...])."
+            )
+        streams = WorkerStreams(workers, on[0], len(on)) if workers.count > 1 else None
+        storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), workers=workers))
+        self._extended._cluster_resolver = cluster_resolver
+
+
+@final
+class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
+    """Trains in several processes, on one machine or on several: `MirroredStrategy` for `torchrun`.
+
+    Every process runs the same script, and is a *worker*. Each has replicas of its own, and all workers together
+    compute what one device computes for the whole batch, also where its rows cannot be divided equally. The script
+    keeps the batch size of all workers: the strategy gives each worker its rows. A worker that got no rows runs the
+    step on rows of another one, so that it synchronizes with the others, and nothing that it computes counts.
+
+    The first worker's values are those of all. Before a module is first used, the others get its parameters. The random
+    generators of all workers have the state of the first one's, from the first run on. A shuffled dataset has the order
+    that the first worker's has.
+
+    All workers have to call `run`, `reduce` and `gather`, and begin to iterate over a dataset, in the same order. All
+    else may be done by one of them: `if strategy.extended.should_checkpoint: torch.save(model.state_dict(), path)`.
+    If a worker fails, is killed, hangs or goes another way, the others raise a `WorkerError` that names it. None of
+    them can go on then: start them again from the last checkpoint, as `torchrun --max-restarts=3` does.
+
+    The strategy asks these, one after the other, who the workers are: `process_group`; the group that
+    `torch.distributed.init_process_group` has made; `cluster_resolver`; the environment variables of torchrun; and
+    `TF_CONFIG`. If none of them says, this process is the only worker.
+
+    Args:
+        cluster_resolver: Knows the addresses of the workers. The first chief or worker keeps the store by which they
+            find each other, at its address.
+        communication_options: `timeout_seconds` is the `timeout`. `implementation="NCCL"` is refused where there is no
+            NCCL.
+        devices: The device of each replica of this worker; all workers have the same number. None: if this machine has
+            several workers, the accelerator of this worker's number; else all accelerators, or one CPU.
+        process_group: The processes that train together, if these are not all.
+        timeout: How long a worker waits for the others. None: torch's own limit for the group, half an hour.
+        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`.
+        buffer_aggregation: What becomes of the running statistics of normalisation layers; see
+            `CentralStorageStrategy`.
+
+    Example:
+        >>> strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu", "cpu"])  # the only worker
+        >>> strategy.num_replicas_in_sync, strategy.extended.should_checkpoint
+        (2, True)
+
+    Differs from tf.distribute:
+        `devices`, `process_group`, `timeout`, `gradient_reduction` and `buffer_aggregation` are ours. The numbers are
+        exact for every batch. TensorFlow has no cluster of a single task with several replicas on one CPU.
+
+    Raises:
+        ValueError: If this task is none that trains, such as `"ps"`; if the workers have different numbers of replicas;
+            if a device is not there, or an option asks for what cannot be done.
+        TypeError: If an argument is of the wrong kind.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
+    """
+
+
+def _check(options: CommunicationOptions) -> None:
+    if options.bytes_per_pack:
+        raise ValueError(
+            f"CommunicationOptions(bytes_per_pack={options.bytes_per_pack}): workers send all gradients of a step "
+            "together. Leave it out."
+        )
+    if options.implementation is CommunicationImplementation.RING:
+        raise ValueError(
+            "CommunicationOptions(implementation=RING): TensorFlow's rings are not here. Leave it out: "
+            "torch.distributed takes NCCL for CUDA devices, and gloo elsewhere."
+        )
+    if options.implementation is CommunicationImplementation.NCCL and not dist.is_nccl_available():
+        raise ValueError("CommunicationOptions(implementation=NCCL): this torch has no NCCL. Leave it out.")
+
+
+def _place(resolver: ClusterResolver | None) -> Place | None:
+    """Where this process stands, if a resolver or the environment says so. None: it is alone, or in a group already."""
+    if has_group() or resolver is None:
+        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if has_group():
+            return Place(dist.get_rank(), dist.get_world_size(), "", *local)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
+        if "TF_CONFIG" not in os.environ:
+            return None
+        resolver = TFConfigClusterResolver()
+    return _resolved(resolver)
+
+
+def _resolved(resolver: ClusterResolver) -> Place | None:
+    spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    training: list[tuple[str, int]] = [
+        (job, i) for job in ("chief", "master", "worker") if job in spec.jobs for i in spec.task_indices(job)
+    ]
+    if kind in ("ps", "evaluator") or (kind is not None and kind not in spec.jobs and spec):
+        raise ValueError(
+            f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in those of the jobs 'chief' "
+            "and 'worker'. Start only these with this script; a torch program needs no parameter servers, and an "
+            "evaluator is a script of its own, without this strategy."
+        )
+    if len(training) < 2:
+        return None
+    if kind is None or index is None:
+        raise ValueError(
+            f"The cluster {spec} has several tasks, and the resolver does not say which of them this process is. Give "
+            'it a task_type and a task_id; in TF_CONFIG: "task": {"type": "worker", "index": 0}.'
+        )
+    addresses = [spec.task_address(job, i) for job, i in training]
+    rank = training.index((kind, index))
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    local_count = hosts.count(hosts[rank])
+    return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), local_count)
+
+
+def _own_devices(place: Place | None) -> list[Device]:
+    accelerators = local_accelerators()
+    if place is None or place.local_count < 2 or not accelerators:
+        return devices_of_replicas("devices", None)
+    if len(accelerators) == 1 and any(name.endswith("VISIBLE_DEVICES") for name in os.environ):
+        return accelerators  # as where Slurm shows each task its own one only
+    if len(accelerators) < place.local_count:
+        raise ValueError(
+            f"This machine has {plural(len(accelerators), 'accelerator')} and {plural(place.local_count, 'worker')}, "
+            "and each worker takes one. Start fewer workers; or say which devices each of them has: "
+            f"{_NAME}(devices=[...])."
+        )
+    return [accelerators[place.local_rank]]
+
+
+def _workers(place: Place | None, group: dist.ProcessGroup | None, timeout: timedelta | None) -> Workers:
+    if group is None and (place is None or place.num_workers == 1):
+        return LONE
+    if not has_group():
+        assert place is not None
+        join(place.rank, place.num_workers, place.address, timeout)
+    return ProcessGroup(group, timeout)

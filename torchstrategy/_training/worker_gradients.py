@@ -1,0 +1,194 @@
+"""The gradients of all workers, added up, and what the replicas of all workers have to agree about.
+
+A worker comes here with the weighted gradients of its own replicas, and with the accumulated gradients as these
+replicas have left them: what `gradient_reducer` does for the replicas of one process is done here for the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from torchstrategy._core.options import ReduceOp
+from torchstrategy._execution.worker_streams import WorkerStreams
+from torchstrategy._training.early_reads import EarlyReads
+from torchstrategy._training.overlapped_sums import OverlappedSums
+from torchstrategy._training.replica_weights import ReplicaWeights
+
+_POINT = "the reduction of gradients"
+
+# What each worker tells of each parameter. The numbers of all workers are added up.
+_HAS, _SPARSE, _SEEN = 0, 1, 2  # whether there is a gradient to add, whether it is sparse, whether hooks see it
+_DOUBTFUL, _IDLE_READ, _UNREAD = 3, 4, 5  # see `EarlyReads`
+_CLEARED, _CHANGED, _MARKED, _MARK, _SQUARE = 6, 7, 8, 9, 10  # what became of the accumulated gradient
+_OUTDATED = 11  # whether it is another gradient than the one that was sent early
+_WIDTH = 12
+# What each worker tells in a last row: whether its rows count, its random generators, and whether its replicas drew.
+_COUNTS, _STREAM, _STREAM_SQUARE, _DREW, _BEGUN = 0, 1, 2, 3, 4  # and whether some gradients were sent early
+
+
+@final
+@dataclass
+class WorkerReduction:
+    """One reduction of gradients over all workers, and what this worker brings to it.
+
+    Args:
+        streams: The workers, and the caller's random generators in this one.
+        weights: How much each replica of this worker counts.
+        owners: The user's parameters.
+        names: What to call them in a message.
+        before: Their accumulated gradients before the step could change them.
+        accumulated: The same as the replicas of this worker have left them. `agree` replaces what others decide.
+        total: The weighted sums of the local gradients of this worker's replicas, by position.
+        seen: The positions of the parameters whose hooks are to see the sums.
+        early: The gradients that replicas of this worker have read before they were complete, or might have.
+        overlapped: Has sent gradients of this worker during backward. None: nothing is sent early.
+    """
+
+    streams: WorkerStreams
+    weights: ReplicaWeights
+    owners: list[torch.Tensor]
+    names: list[str]
+    before: list[torch.Tensor | None]
+    accumulated: list[torch.Tensor | None]
+    total: dict[int, torch.Tensor]
+    seen: Set[int]
+    early: EarlyReads
+    overlapped: OverlappedSums | None
+
+    def sums(self) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """The sums over all workers by position, and the positions of the parameters whose hooks are to see them.
+
+        Raises:
+            RuntimeError: If the workers disagree about an accumulated gradient, or one was read before it was complete.
+        """
+        of_all = self.streams.workers.add_up(self._told(), _POINT).tolist()
+        *columns, last = of_all
+        if last[_DREW] or not _are_alike(self.streams.workers.count, last[_STREAM], last[_STREAM_SQUARE]):
+            self.streams.follow(bool(last[_DREW]))
+        self.streams.has_drawn = False
+        for index, told in enumerate(columns):
+            if told[_HAS] and (told[_DOUBTFUL] or (told[_IDLE_READ] and told[_UNREAD])):
+                raise RuntimeError(_TOO_EARLY.format(self.names[index]))
+        self._agree(columns, last[_COUNTS])
+        sent = self.overlapped.finish() if self.overlapped is not None and last[_BEGUN] else {}
+        return self._added(columns, sent), {index for index, told in enumerate(columns) if told[_SEEN]}
+
+    def _told(self) -> torch.Tensor:
+        table = torch.zeros((len(self.owners) + 1, _WIDTH), dtype=torch.int64)
+        mark = self.streams.mark()
+        begun = self.overlapped is not None and self.overlapped.has_begun
+        table[-1, :5] = torch.tensor([not self.weights.is_understudy, mark, mark * mark, self.streams.has_drawn, begun])
+        for column, indices in (
+            (_HAS, self.total),
+            (_SPARSE, [index for index, gradient in self.total.items() if gradient.is_sparse]),
+            (_SEEN, self.seen),
+            (_DOUBTFUL, self.early.doubtful),
+            (_IDLE_READ, self.early.idle),
+            (_UNREAD, self.early.unread),
+            (_OUTDATED, () if self.overlapped is None else self.overlapped.outdated),
+        ):
+            if indices:
+                table[list(indices), column] = 1
+        for index, (was, now) in enumerate(zip(self.before, self.accumulated, strict=True)):
+            if now is not None and now is not was:
+                mark = _mark(now)
+                table[index, _CHANGED:_OUTDATED] = torch.tensor([not self.weights.is_understudy, 1, mark, mark * mark])
+            elif now is not was and not self.weights.is_understudy:
+                table[index, _CLEARED] = 1
+        return table
+
+    def _agree(self, columns: list[list[int]], counting: int) -> None:
+        """Makes one of what the replicas of all workers have done to the accumulated gradients."""
+        unlike: list[int] = []
+        everyone = self.streams.workers.count
+        for index, told in enumerate(columns):
+            was = self.before[index]
+            if not told[_CHANGED]:
+                if 0 < told[_CLEARED] < counting:
+                    raise RuntimeError(_DISAGREE.format(self.names[index]))
+                self.accumulated[index] = None if told[_CLEARED] else was
+            elif told[_CHANGED] < counting and (was is not None or told[_CLEARED]):
+                raise RuntimeError(_DISAGREE.format(self.names[index]))
+            elif told[_MARKED] < everyone or not _are_alike(everyone, told[_MARK], told[_SQUARE]):
+                unlike.append(index)
+        if not unlike:
+            return
+        # Each put a gradient of its own rows there: they are weighted as local gradients are.
+        if self.weights.reduction is not ReduceOp.MEAN:
+            raise RuntimeError(_DISAGREE.format(self.names[unlike[0]]))
+        here = [self._weighted(index) for index in unlike]
+        for index, value in zip(unlike, self.streams.workers.all_reduce(here, _POINT), strict=True):
+            self.accumulated[index] = value
+
+    def _weighted(self, index: int) -> torch.Tensor:
+        value = self.accumulated[index]
+        if value is None or self.weights.is_understudy:
+            return torch.zeros_like(self.owners[index])
+        return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
+
+    def _added(self, columns: list[list[int]], sent: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        having = [index for index, told in enumerate(columns) if told[_HAS]]
+        valid = {index: sent[index] for index in having if index in sent and not columns[index][_OUTDATED]}
+        every = [index for index in having if columns[index][_HAS] > columns[index][_SPARSE]]
+        if self.overlapped is not None:
+            was_in_vain = bool(sent) and any(told[_OUTDATED] for told in columns)
+            self.overlapped.learn([index for index in every if not columns[index][_SPARSE]], was_in_vain)
+        dense = [index for index in every if index not in valid]
+        here = [self._dense(index) for index in dense]
+        sums = self.streams.workers.all_reduce(here, _POINT, agreed=True) if dense else []
+        added = dict(zip(dense, sums, strict=True))
+        added.update(valid)
+        return {index: added[index] if index in added else self._sparse(index) for index in having}
+
+    def _dense(self, index: int) -> torch.Tensor:
+        mine = self.total.get(index)
+        if mine is None:
+            return torch.zeros_like(self.owners[index])
+        return mine.to_dense() if mine.is_sparse else mine
+
+    def _sparse(self, index: int) -> torch.Tensor:
+        """The sum of gradients that are sparse in all workers which have one."""
+        mine, owner = self.total.get(index), self.owners[index]
+        if mine is None:
+            nowhere = torch.empty((1, 0), dtype=torch.int64, device=owner.device)
+            mine = torch.sparse_coo_tensor(
+                nowhere, owner.new_empty((0, *owner.shape[1:])), owner.shape, check_invariants=False
+            )
+        mine = mine.coalesce()
+        indices = self.streams.workers.all_gather(mine.indices(), 1, _POINT)
+        values = self.streams.workers.all_gather(mine.values(), 0, _POINT)
+        added = torch.cat(indices, 1), torch.cat(values)
+        return torch.sparse_coo_tensor(*added, owner.shape, check_invariants=False).coalesce()
+
+
+def _are_alike(count: int, total: int, squares: int) -> bool:
+    """Whether `count` numbers are equal, of which the sum and the sum of the squares are given."""
+    return total * total == count * squares
+
+
+def _mark(gradient: torch.Tensor) -> int:
+    """A number of 24 bits that seldom is the same for two gradients: the sum of their bits, read as integers."""
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    integers = values.contiguous().view(_INTEGERS[values.element_size()])
+    return int(integers.sum(dtype=torch.int64).item()) % _MARKS
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MARKS = 16777213  # a prime below 2 ** 24, so that all bits of the sum count
+
+_DISAGREE = (
+    "The workers disagree about the gradient of {}: some cleared or changed what was accumulated and others did not. "
+    "Do it in every replica of every worker, or outside of strategy.run."
+)
+_TOO_EARLY = (
+    "A replica of one worker read the gradient of {} as complete, and replicas of other workers still had to add "
+    "theirs. Run backward in every replica before one of them reads a gradient: one that has nothing to train on "
+    "runs a backward of zero, (outputs.sum() * 0).backward()."
+)
