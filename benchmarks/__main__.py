@@ -23,6 +23,7 @@ SCRIPTS = (
     "reduction",
     "prefetch",
     "processes",
+    "workers",
     "memory",
     "accelerator",
     "simulated",

@@ -99,15 +99,25 @@ def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_tim
     return measure
 
 
-def in_fresh_processes(script: str, arguments: Sequence[Any], timeout: float = 120) -> list[Any]:
+def in_fresh_processes(
+    script: str, arguments: Sequence[Any], timeout: float = 120, before: Sequence[Sequence[str]] | None = None
+) -> list[Any]:
     """What a script's `worker` returns for each argument: each in an interpreter of its own, all at the same time.
 
     A script calls `work` first thing under `__main__`.
 
+    Args:
+        script: The script.
+        arguments: What each of the workers is given.
+        timeout: How many seconds they may take.
+        before: The words that stand before each command, as `ip netns exec NAME`. None: none do.
+
     Raises:
         subprocess.TimeoutExpired: If one takes longer. None is left behind.
     """
-    commands = [[sys.executable, script, WORKER, json.dumps(argument)] for argument in arguments]
+    words = before or [()] * len(arguments)
+    own = [sys.executable, script, WORKER]
+    commands = [[*first, *own, json.dumps(argument)] for first, argument in zip(words, arguments, strict=True)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     try:
         return [json.loads(process.communicate(timeout=timeout)[0]) for process in processes]

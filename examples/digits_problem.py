@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -69,7 +69,13 @@ def batches(options: argparse.Namespace) -> DataLoader[tuple[Tensor, ...]]:
 
 def progress(loader: Iterable[Batch], epoch: int) -> Iterable[Batch]:
     """A progress bar on standard error, if that is a terminal."""
-    return tqdm(loader, desc=f"epoch {epoch + 1}", unit="batch", disable=None, leave=False)
+    disable = None if is_first_process() else True  # None: if it is no terminal
+    return tqdm(loader, desc=f"epoch {epoch + 1}", unit="batch", disable=disable, leave=False)
+
+
+def is_first_process() -> bool:
+    """Whether this process prints: of the workers that torchrun has started, one does."""
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 @torch.no_grad()
@@ -103,12 +109,15 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
-    strategies = ["default", "one", "central"]
+    strategies = ["default", "one", "central", "workers"]
     parser.add_argument("--strategy", choices=strategies, default="central", help="default: central")
     parser.add_argument(
-        "--replicas", type=positive, help="of central; default: as many as devices, and 2 for one device"
+        "--replicas",
+        type=positive,
+        help="of central, or of each of the workers that torchrun starts; default: as many as devices, and for one "
+        "device 2 of central and 1 of each worker",
     )
-    parser.add_argument("--device", help="of one, or of the replicas of central, with commas between; default: cpu")
+    parser.add_argument("--device", help="of one, or of the replicas, with commas between; default: cpu")
     parser.add_argument("--check", action="store_true", help="also train digits_plain.py, and fail if the two differ")
 
 
@@ -118,7 +127,9 @@ def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
     import torchstrategy
 
     if options.strategy == "central":
-        return torchstrategy.CentralStorageStrategy(compute_devices=compute_devices(options))
+        return torchstrategy.CentralStorageStrategy(compute_devices=compute_devices(options, 2))
+    if options.strategy == "workers":
+        return torchstrategy.MultiWorkerMirroredStrategy(devices=compute_devices(options, 1))
     if options.replicas not in (None, 1):
         sys.exit(f"--strategy {options.strategy} has one replica, and --replicas asks for {options.replicas}")
     if options.strategy == "one":
@@ -128,11 +139,11 @@ def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
     return torchstrategy.get_strategy()
 
 
-def compute_devices(options: argparse.Namespace) -> list[str]:
-    """One device for each replica."""
+def compute_devices(options: argparse.Namespace, default: int) -> list[str]:
+    """One device for each replica. `default` is how many replicas one device has if the command line does not say."""
     devices = (options.device or "cpu").split(",")
     if len(devices) == 1:
-        return devices * (options.replicas or 2)
+        return devices * (options.replicas or default)
     if options.replicas not in (None, len(devices)):
         sys.exit(f"--replicas asks for {options.replicas}, and --device lists {len(devices)}: leave one of the two out")
     return devices
@@ -147,14 +158,15 @@ def main(train: Train, options: argparse.Namespace) -> None:
     start = time.perf_counter()
     model, losses = train(options)
     seconds = time.perf_counter() - start
-    print(f"{len(losses)} steps in {seconds:.1f} s, last loss {losses[-1]:.4f}")
-    print(f"test accuracy {100 * accuracy(model):.1f} %")
+    if is_first_process():
+        print(f"{len(losses)} steps in {seconds:.1f} s, last loss {losses[-1]:.4f}")
+        print(f"test accuracy {100 * accuracy(model):.1f} %")
     if options.check:
         check(options, model, losses)
 
 
 def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -> None:
-    """Trains the plain twin, and exits with an error unless losses and weights are the same."""
+    """Trains the plain twin, and exits with an error unless losses and weights are the same. Each worker does so."""
     # Not at the top of the file, because digits_plain imports this file.
     import digits_plain
 
@@ -162,10 +174,11 @@ def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -
     loss = distance(losses, plain_losses, relative_above=1.0)
     weight = distance(model.state_dict().values(), plain_model.state_dict().values())
     allowed_loss, allowed_weight = ALLOWED_LOSS[options.dtype], ALLOWED_WEIGHT[options.dtype][options.optimizer]
-    print(
-        f"largest difference from plain PyTorch: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
-        f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
-    )
+    if is_first_process():
+        print(
+            f"largest difference from plain PyTorch: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
+            f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
+        )
     if not (loss <= allowed_loss and weight <= allowed_weight):  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
 

@@ -1,0 +1,284 @@
+"""`MultiWorkerMirroredStrategy` against `DistributedDataParallel` with gloo, on the same rows.
+
+python benchmarks/workers.py [--rounds N] [--json FILE]
+
+For the times of a step, every process makes both, and all processes take turns with them. They are joined by the
+loopback device, or by a slow link: two network namespaces and a pair of virtual devices, which `tc` slows down until
+the gradients take as long to send as the backward takes to compute. Making namespaces needs root. For memory and the
+start, each contender has processes of its own. Times are wall time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from contest import Amounts, Contender, Row, hold, in_fresh_processes, left_out, rows_of, timed, work
+from processes import peak_memory
+
+DDP, OURS, PLAIN = "DDP", "MultiWorkerMirrored", "plain, nothing sent"
+TIMEOUT = 600
+
+
+class Task(NamedTuple):
+    """A model of linear layers, the rows of each process, and how many steps a turn has."""
+
+    width: int
+    layers: int
+    rows: int
+    steps: int
+
+
+TASKS = {
+    "6 tensors": (Task(64, 3, 32, 30), 1.5),
+    "82 tensors": (Task(64, 41, 32, 8), 1.3),
+    "5,200,000 parameters": (Task(1320, 3, 16, 3), 1.05),
+}
+SLOW_TASK, SLOW_BAR = Task(1320, 3, 128, 2), 1.10
+ALONE = {"from start to the first step": "s", "memory (PSS), peak": "MB", "memory without files, peak": "MB"}
+
+Step = Callable[[], None]
+
+
+def made(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
+    """The model and the rows of all processes."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(task.layers) for m in (nn.Linear(task.width, task.width), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(task.rows * size, task.width)
+
+
+def stepping(net: nn.Module) -> Callable[[torch.Tensor], None]:
+    """The step, which is the same for all."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def step(rows: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (net(rows) - 0.5).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def maker(name: str) -> Callable[[Task, int, int], tuple[nn.Module, Step]]:
+    """What makes the model of a contender, and a function that trains it for one step."""
+    return {DDP: in_ddp, OURS: under_strategy, PLAIN: plain}[name]
+
+
+def plain(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
+    """A process that knows no other, with its rows."""
+    net, rows = made(task, size)
+    step, own = stepping(net), rows.chunk(size)[rank]
+    return net, lambda: step(own)
+
+
+def in_ddp(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
+    """The same, joined by DDP."""
+    net, rows = made(task, size)
+    step, own = stepping(nn.parallel.DistributedDataParallel(net)), rows.chunk(size)[rank]
+    return net, lambda: step(own)
+
+
+def under_strategy(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
+    """The same under a strategy, which splits the rows of all."""
+    torchstrategy = importlib.import_module("torchstrategy")  # here: it would count in the start of DDP, too
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    with strategy.scope():
+        net, rows = made(task, size)
+        step = stepping(net)
+    (dealt,) = strategy.experimental_distribute_dataset([rows])
+    return net, lambda: strategy.run(step, args=(dealt,))
+
+
+# The processes
+
+
+def worker(argument: Any) -> Any:
+    """One of the processes."""
+    kind, rank, size, store, *rest = argument
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    told = {"turns": in_turns, "alone": alone}[kind](rank, size, *rest)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return told
+
+
+def in_turns(rank: int, size: int, tasks: Sequence[Sequence[int]], rounds: int) -> list[list[list[Amounts]]]:
+    """For each task, the seconds of a step in each round, and the bytes sent in it if it is known."""
+    return [turns(Task(*task), rank, size, rounds) for task in tasks]
+
+
+def turns(task: Task, rank: int, size: int, rounds: int) -> list[list[Amounts]]:
+    """The same for one task. One round alone shows that everything runs."""
+    made_of = {name: maker(name)(task, rank, size) for name in (DDP, OURS, PLAIN)}
+    shuffled, repeats = random.Random(0), task.steps if rounds > 1 else 1  # all processes have the same order
+    seconds, sent = [], []
+    for number in range(rounds + (rounds > 1)):
+        took: Amounts = {}
+        wrote: Amounts = {}
+        for name in shuffled.sample(list(made_of), len(made_of)):
+            distributed.barrier()
+            before = bytes_sent()
+            took[name] = timed(made_of[name][1], repeats, time.perf_counter)()
+            wrote[name] = (bytes_sent() - before) / repeats
+        if number or rounds == 1:  # the first round warms up
+            seconds.append(took)
+            sent.append(wrote)
+    theirs, ours = (nn.utils.parameters_to_vector(made_of[name][0].parameters()) for name in (DDP, OURS))
+    torch.testing.assert_close(ours, theirs)
+    return [seconds, sent]
+
+
+def bytes_sent() -> float:
+    """The bytes that have left the device by which the processes are joined; 0 for loopback."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME")
+    return float(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text()) if device else 0.0
+
+
+def alone(rank: int, size: int, name: str, task: Sequence[int], began: float) -> list[float]:
+    """What the only contender of a process takes to start, and its memory."""
+    _, step = maker(name)(Task(*task), rank, size)
+    step()
+    return [time.time() - began, *peak_memory(lambda: [step() for _ in range(5)])]
+
+
+# The contests
+
+
+def told_by(kind: str, size: int, *rest: Any, before: Sequence[Sequence[str]] | None = None) -> list[Any]:
+    """What processes tell that are joined."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = [[kind, rank, size, f"{folder}/store", *rest] for rank in range(size)]
+        return in_fresh_processes(__file__, told, TIMEOUT, before)
+
+
+def slowest(of_processes: Sequence[Sequence[Amounts]]) -> list[Amounts]:
+    """In each round, what the slowest of the processes took."""
+    return [
+        {name: max(one[name] for one in amounts) for name in amounts[0]} for amounts in zip(*of_processes, strict=True)
+    ]
+
+
+def contenders(bar: float | None) -> dict[str, Contender]:
+    """DDP, and those that are compared with it. No turn is taken in this process."""
+    return {
+        DDP: Contender(float),
+        OURS: Contender(float, (DDP,), bar),
+        PLAIN: Contender(float, (DDP,)),
+    }
+
+
+def can_be_joined() -> bool:
+    """Whether gloo is here; says so if it is not."""
+    if distributed.is_available() and distributed.is_gloo_available():
+        return True
+    left_out("workers", "torch has no gloo here")
+    return False
+
+
+def on_loopback(rounds: int) -> Iterator[Row]:
+    """Steps of 2 and of 4 processes, joined by the loopback device."""
+    if not can_be_joined():
+        return
+    for size in (2, 4) if rounds > 1 else (2,):
+        told = told_by("turns", size, [task for task, _ in TASKS.values()], rounds)
+        for number, (title, (_, bar)) in enumerate(TASKS.items()):
+            amounts = slowest([of_process[number][0] for of_process in told])
+            yield from rows_of(f"{size} processes, {title}: step", contenders(bar), amounts, "ms")
+
+
+def on_a_slow_link(rounds: int) -> Iterator[Row]:
+    """Steps of 2 processes, where sending the gradients takes as long as the backward."""
+    if not can_be_joined():
+        return
+    rate = bytes_of_gradients(SLOW_TASK) / backward_seconds(SLOW_TASK)
+    try:
+        with slow_link(rate) as before:
+            told = told_by("turns", 2, [SLOW_TASK], rounds, before=before)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = str(getattr(error, "stderr", None) or error).strip()
+        left_out("the slow link", f"namespaces cannot be made: {why}")
+        return
+    title = f"slow link, {rate / 1e6:.0f} MB/s"
+    steps = slowest([of_process[0][0] for of_process in told])
+    yield from rows_of(f"{title}: step", contenders(SLOW_BAR), steps, "ms")
+    sent = slowest([of_process[0][1] for of_process in told])
+    both = {name: contender for name, contender in contenders(1.01).items() if name != PLAIN}
+    yield from rows_of(f"{title}: bytes sent in a step", both, sent, "B")
+
+
+def bytes_of_gradients(task: Task) -> float:
+    net, _ = made(task, 1)
+    return float(sum(parameter.nbytes for parameter in net.parameters()))
+
+
+def backward_seconds(task: Task) -> float:
+    """How long the backward takes if this process has the machine for itself."""
+    net, rows = made(task, 1)
+    took = []
+    for _ in range(7):
+        loss = net(rows).square().mean()
+        took.append(timed(loss.backward, 1)())
+    return statistics.median(took)
+
+
+@contextlib.contextmanager
+def slow_link(rate: float) -> Iterator[list[list[str]]]:
+    """Two namespaces, each with an end of a link of so many bytes a second. Yields what starts a command in each."""
+    names, ends = ([f"{word}{os.getpid()}{side}" for side in "ab"] for word in ("torchstrategy-", "ts"))
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
+            ip("-n", name, "address", "add", f"10.213.0.{number}/24", "dev", end)
+            for device in ("lo", end):
+                ip("-n", name, "link", "set", device, "up")
+            limit = ["rate", f"{rate * 8:.0f}bit", "burst", "1mb", "latency", "100ms"]
+            command = ["tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        enter = zip(names, ends, strict=True)
+        yield [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"] for name, end in enter]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def in_processes_of_their_own(rounds: int) -> Iterator[Row]:
+    """The start and the memory, of all processes."""
+    if not can_be_joined() or not Path("/proc/self/smaps_rollup").exists():
+        return
+    title, size = "5,200,000 parameters", 2 if rounds > 1 else 1  # an import of torch takes longer than all else here
+    task, _ = TASKS[title]
+    seen = [
+        {name: told_by("alone", size, name, task, time.time()) for name in (DDP, OURS)}
+        for _ in range(max(1, rounds // 7))
+    ]
+    for number, (what, unit) in enumerate(ALONE.items()):
+        of_all = max if unit == "s" else sum
+        amounts = [{name: of_all(one[number] for one in told[name]) for name in told} for told in seen]
+        both = {name: contender for name, contender in contenders(None).items() if name != PLAIN}
+        yield from rows_of(f"{title}, {size} process{'es' * (size > 1)}: {what}", both, amounts, unit)
+
+
+CONTESTS = (on_loopback, on_a_slow_link, in_processes_of_their_own)
+
+if __name__ == "__main__":
+    work(worker)
+    hold(CONTESTS, __doc__ or "")
