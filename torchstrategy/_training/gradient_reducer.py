@@ -57,6 +57,7 @@ from torchstrategy._training.replica_gradients import (
     Reads,
     ReplicaGradients,
     ReplicaParameter,
+    VisibleGradient,
     stray_gradient,
 )
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -344,25 +345,29 @@ class GradientReducer:
                 self.accumulated[index] = None
         else:
             for index in {index for of_replica in of_replicas for index in of_replica.visible}:
-                self.accumulated[index] = self._agreed(index)
+                self.accumulated[index] = self._agreed(
+                    index, [of_replica.visible.get(index) for of_replica in of_replicas]
+                )
         for of_replica in self.of_replicas:
             of_replica.reduced()
 
-    def _agreed(self, index: int) -> torch.Tensor | None:
+    def _agreed(self, index: int, visible: Sequence[VisibleGradient | None]) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
         accumulated, device = self.accumulated[index], self.owners[index].device
-        visible = [self.of_replicas[r].visible.get(index) for r in self._weights.comparing]
-        if all(view is CLEARED or (view is CLEARED_NOTHING and accumulated is None) for view in visible):
+        tensors = [view.gradient.detach() for view in visible if view is not None and view.gradient is not None]
+        if any(tensor.device != device for tensor in tensors):
+            tensors = [tensor.to(device) for tensor in tensors]
+        if not tensors and all(v is CLEARED or (v is CLEARED_NOTHING and accumulated is None) for v in visible):
             return None
-        shown = [
-            None if view is None or view.gradient is None else view.gradient.detach().to(device) for view in visible
-        ]
+        are_same = len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:])
+        if are_same and visible[0] is not None and visible[0].was_written():
+            # All replicas did the same to the gradient of the whole batch, such as clipping it.
+            return tensors[0]
         # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
-        has_changed = any(gradient is not None and not equal(gradient, accumulated) for gradient in shown)
+        has_changed = any(not equal(tensor, accumulated) for tensor in (tensors[:1] if are_same else tensors))
         has_cleared = any(view is CLEARED for view in visible)
         if not has_cleared and not has_changed:
             return accumulated
-        tensors = [gradient for gradient in shown if gradient is not None]
         if accumulated is None and not has_cleared and all(view is not None for view in visible):
             # `zero_grad(set_to_none=False)` left zeros here, where not every replica had a gradient.
             return tensors[0]
@@ -371,8 +376,7 @@ class GradientReducer:
                 f"The replicas disagree about the gradient of {self.names[index]}: some cleared or changed what was "
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
-        if all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
-            # All replicas did the same to the gradient of the whole batch, such as clipping it.
+        if are_same:
             return tensors[0]
         # Each replica put a gradient of its own rows there: they are weighted as local gradients are.
         return self._merged(accumulated, tensors)

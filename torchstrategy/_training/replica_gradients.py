@@ -162,22 +162,29 @@ class VisibleGradient(NamedTuple):
     gradient: torch.Tensor | None
     had_none: bool = False  # the step cleared it when there was neither a local nor an accumulated gradient
     version: int | None = None  # of the gradient, when the step was shown it
+    sample: torch.Tensor | None = None  # of its numbers then; None: they are not compared
     are_zeros: bool = False  # the step cleared it to zeros; their version tells whether it has written on them since
     is_other: bool = False  # in plain PyTorch it would be another tensor than before the step, or none
 
-    def is_as_shown(self, accumulated: torch.Tensor | None) -> bool:
+    def was_written(self) -> bool:
+        """Whether torch has counted a write on the gradient since the step was shown it."""
+        return self.gradient is not None and self.version is not None and _version(self.gradient) != self.version
+
+    def is_as_shown(self) -> bool:
         """Whether the step has not changed the gradient since it was shown.
 
         Torch does not count writes through `.data` or by NumPy. In the memory of the CPU the numbers are compared: a
         sample of them, so small that it costs nothing.
         """
-        shown = self.gradient
-        if shown is None or accumulated is None or _version(shown) != self.version:
+        if self.version is None or self.gradient is None or _version(self.gradient) != self.version:
             return False
-        if shown.device.type != "cpu" or accumulated.device.type != "cpu" or not are_dense([shown, accumulated]):
-            return True
-        some = slice(None, None, max(1, shown.numel() // _SAMPLE))
-        return torch.equal(shown.detach().flatten()[some], accumulated.detach().flatten()[some])
+        return self.sample is None or torch.equal(_sample(self.gradient), self.sample)
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.numel() <= _SAMPLE:
+        return gradient
+    return gradient.detach().flatten()[:: gradient.numel() // _SAMPLE]
 
 
 class Reads(NamedTuple):
@@ -248,12 +255,13 @@ class ReplicaGradients:
         """
         # See Note [The states of a gradient].
         view = self.visible.get(index)
-        if (view is not None and not view.is_as_shown(self.totals.accumulated[index])) or self._ran_backward(index):
+        if (view is not None and not view.is_as_shown()) or self._ran_backward(index):
             self._reduce("the first read of a gradient (.grad) after backward")
+            view = self.visible.get(index)
         else:
             self._reads.add(index)
         self._last_read = index
-        return self._view(index)
+        return self._show(index) if view is None else view.gradient
 
     def _ran_backward(self, index: int) -> bool:
         """Whether backward has added to any parameter, as far as that is cheap to know.
@@ -265,7 +273,7 @@ class ReplicaGradients:
         - when a parameter is read again, which begins a new pass over the parameters.
         `GradientReducer.check_reads` finds the reads for which that was not enough.
         """
-        if self._has_local(index):
+        if raw_grad(self.parameters[index]) is not None:
             return True
         nodes, is_read_again = num_nodes(), index in self._unlooked and index != self._last_read
         if self._num_looks > 0 or is_read_again or nodes != self._num_nodes:
@@ -404,10 +412,10 @@ class ReplicaGradients:
             if accumulated is not None and tensor is not None and _fits(tensor, accumulated):
                 # `_agreed` may have taken the very tensor of the first replica: the step may write on it.
                 if tensor.data_ptr() == accumulated.data_ptr():
-                    self.totals.accumulated[index] = accumulated.clone()
+                    self.totals.accumulated[index] = accumulated = accumulated.clone()
                 with torch.no_grad():
                     tensor.copy_(accumulated)
-                self.visible[index] = VisibleGradient(tensor, version=_version(tensor))
+                self.visible[index] = _as_shown(tensor, accumulated)
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
@@ -437,10 +445,8 @@ class ReplicaGradients:
             return CLEARED_NOTHING if self.totals.accumulated[index] is None else CLEARED
         return view if view.gradient is None else CLEARED
 
-    def _view(self, index: int) -> torch.Tensor | None:
-        view = self.visible.get(index)
-        if view is not None:
-            return view.gradient
+    def _show(self, index: int) -> torch.Tensor | None:
+        """Shows the step the accumulated gradient of now."""
         accumulated = self.totals.accumulated[index]
         if accumulated is None:
             return None
@@ -448,8 +454,13 @@ class ReplicaGradients:
         if index in self.with_graph:
             # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
             shown = end_history(shown, _made_together(self.totals.names[index]))
-        self.visible[index] = VisibleGradient(shown, version=_version(shown))
+        self.visible[index] = _as_shown(shown, accumulated)
         return shown
+
+
+def _as_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
+    is_compared = accumulated.is_cpu and shown.is_cpu and shown.layout is accumulated.layout is torch.strided
+    return VisibleGradient(shown, version=_version(shown), sample=_sample(accumulated) if is_compared else None)
 
 
 def _version(gradient: torch.Tensor) -> int:
