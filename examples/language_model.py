@@ -72,7 +72,9 @@ class LanguageModel(nn.Module):
         self.decoder.weight = self.embedding.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        features, _ = self.lstm(self.embedding(words))
+        # On the CPU in float32: torch's LSTM has no bfloat16 there, unless the processor has.
+        with torch.autocast("cpu", enabled=False):
+            features, _ = self.lstm(self.embedding(words))
         return self.decoder(features)
 
 
