@@ -35,7 +35,6 @@ PUBLIC = [
     if not isinstance(getattr(importlib.import_module(namespace), name), ModuleType)
 ]
 OTHER_NAMES = {"CollectiveCommunication": "CommunicationImplementation"}  # of one thing, which says the second
-MAX_LINES = 350
 
 # Inside of public folders, whose docstrings are for users: a file imports only from floors below its own. Inside of the
 # other rooms, the room's docstring has the order of its files.
@@ -323,21 +322,6 @@ def test_types_are_shipped() -> None:
 
 
 # Files
-
-
-def lines_of_code(source: str) -> int:
-    """How many lines of a file are neither empty nor part of a docstring."""
-    lines = {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(lines)
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_holds_one_idea(path: Path) -> None:
-    count = lines_of_code(path.read_text())
-    assert count <= MAX_LINES, f"{path.name} has {count} lines of code: which two ideas is it?"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -28,9 +28,10 @@ from .cluster import free_ports
 TIMEOUT_S = 3  # of the strategy, where a worker hangs
 HANGS_FOR_S = TIMEOUT_S + 6
 LIMIT_S = 120.0  # of a run, on a machine that is busy with something else
+STUCK_S = 60  # the time after which a worker says where it is
 
 PROGRAM = f"""
-import os, signal, sys, time
+import faulthandler, os, signal, sys, time
 from datetime import timedelta
 
 import torch, torch._dynamo  # which take seconds, so the three processes fork off here
@@ -52,6 +53,7 @@ if os.getsid(0) != os.getpid():
     sys.exit()
 
 print("PID", os.getpid(), flush=True)
+faulthandler.dump_traceback_later({STUCK_S})
 os.environ["RANK"] = str(rank)
 timeout = timedelta(seconds={TIMEOUT_S}) if how in ("hangs", "is stopped") else None
 strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], timeout=timeout)
@@ -178,7 +180,7 @@ def run(fault: Fault) -> Run:
         if one in hearing and not message.search(one.error):
             unnamed.append(f"worker {rank}: {one.error or one.output}")
         if codes[one.pid] not in (fault.exits if one is culprit else [1]):
-            left.append(f"worker {rank} ended with {codes[one.pid]}")
+            left.append(f"worker {rank} ended with {codes[one.pid]}: {one.output}")
     heard, ended = max(one.heard_at for one in hearing), max(float(at) for _, _, at in ends)
     return Run(heard - culprit.began_at, ended - culprit.began_at, unnamed, left)
 

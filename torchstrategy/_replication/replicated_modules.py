@@ -46,6 +46,18 @@ from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable, is_variable
 
 
+# Note [Who may write a parameter]
+# - Between runs: the user, in any way that there is. The next run brings the values to the copies (`refresh`).
+# - In a run: an optimizer of the strategy, `Variable.assign`, and a merge function. They write on the user's own
+#   parameters at a synchronization point, while all replicas stand still, within `ReplicatedRun._published`. An
+#   optimizer that calls a closure does so on the thread of the first replica. Then `refresh_parameters` brings the
+#   values to the copies that have memory of their own, unless `OptimizerCopies` has updated these alike.
+# - In a run, too: a hook that the user has registered on a parameter. It is called at a synchronization point.
+# - Never the step itself, and no thread that it starts: every replica would write once. `check_unwritten` compares the
+#   version counters before each update and at the end of the run, and refuses the run. A replica's `.data` counts its
+#   writes, unlike torch's (`ReplicaParameter.data`).
+# - Nobody while another run of the same parameters is under way, but these writes: then no version can be compared
+#   (`GradientReducer.is_alone`).
 @final
 class ReplicatedModules:
     """The copies that all replicas have of the user's modules.
@@ -206,7 +218,7 @@ class ReplicatedModules:
         self._parameters.note_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def check_unwritten(self, present: Sequence[int]) -> None:
-        """Refuses writes of a step on parameters, since every replica would write once.
+        """Refuses writes of a step on parameters. See Note [Who may write a parameter].
 
         Raises:
             RuntimeError: Naming the parameter.
