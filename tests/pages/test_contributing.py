@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from test_readme import BLOCK, commands_in
