@@ -160,6 +160,30 @@ def of_plain(name: str, count: int, parts: int) -> list[torch.Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
+def of_kept_gradients(num_kept: int) -> tuple[bool, int]:
+    """Whether gradients that the user keeps stay as they are, and at how many addresses gradients have been in all."""
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    with strategy.scope():
+        net = made()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        once(net, x, 0, 0)
+        optimizer.step()
+
+    kept, before, addresses = [], [], set()
+    for index in range(10):
+        strategy.run(step, args=(rows(index, 4),))
+        gradient = net.first.weight.grad
+        assert gradient is not None
+        addresses.add(gradient.untyped_storage().data_ptr())
+        if index < num_kept:
+            kept.append(gradient[1:])  # a view keeps the memory, too
+            before.append(gradient[1:].clone())
+    return all(map(torch.equal, kept, before)), len(addresses)
+
+
 def of_failure(how: str) -> tuple[str, float]:
     """What a worker is told if another one fails, or goes another way, after some gradients were sent."""
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])

@@ -28,6 +28,14 @@ def test_the_sums_are_those_of_the_gradients_when_they_are_reduced(name: str, co
     assert told[0][1] > 0  # else nothing was sent early, and nothing is shown
 
 
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_memory_in_which_gradients_are_sent_is_used_again_if_nobody_has_it(num_kept: int) -> None:
+    for are_as_before, num_addresses in cluster(2).run(overlapping.of_kept_gradients, num_kept):
+        assert are_as_before
+        # Of the first run, in which nothing is sent early; of two runs, which take turns; and what the user has.
+        assert num_addresses <= 3 + num_kept
+
+
 @pytest.mark.parametrize("how", ["raises", "goes another way", "another waits"])
 def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(how: str) -> None:
     for rank, (told, seconds) in enumerate(cluster(2).run(overlapping.of_failure, how)):
@@ -43,5 +51,5 @@ def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(how: s
 def test_small_packs_are_sent_in_one_order(monkeypatch: Any) -> None:
     parameters = [torch.zeros(size) for size in (5, 1, 4, 2)]
     monkeypatch.setattr(workers, "PACK", 20)
-    packs = overlapped_sums._packs([0, 1, 2, 3], parameters)
+    packs = overlapped_sums._packs([0, 1, 2, 3], parameters, torch.Tensor.new_empty)
     assert [list(pack.places) for pack in packs] == [[3, 2], [1, 0]]

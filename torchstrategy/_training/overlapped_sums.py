@@ -9,10 +9,12 @@ from typing import final
 import torch
 
 from torchstrategy._communication.workers import packs_of
-from torchstrategy._core.torch_internals import on_gradient, raw_grad, unseen_by_function_modes, version
+from torchstrategy._core.torch_internals import has_one_tensor, on_gradient, raw_grad, unseen_by_function_modes, version
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.replica_gradients import ReplicaParameter
 from torchstrategy._training.replica_weights import ReplicaWeights
+
+_FreeMemory = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 # Note [Gradients that are sent early]
@@ -40,6 +42,9 @@ class OverlappedSums:
         self._parameters = parameters
         self._model = tuple((name, parameter.shape) for name, parameter in zip(names, parameters, strict=False))
         self._packs: list[_Pack] = []
+        # The memory of packs of earlier runs. The user's gradients are parts of it, until the next run replaces them.
+        # New memory in each run would cost more time than to write on it.
+        self._memory: list[torch.Tensor] = []
 
     @classmethod
     def of(
@@ -68,7 +73,7 @@ class OverlappedSums:
             is_open: Whether gradients may be sent early in this worker.
         """
         indices = self._streams.dense_gradients.get(self._model) or ()
-        self._packs = _packs(indices, self._parameters)
+        self._packs = _packs(indices, self._parameters, self._free_memory)
         self._pack_of = {index: pack for pack in self._packs for index in pack.places}
         self._weight = weights.weights[0]
         self._is_open = is_open and not weights.is_understudy
@@ -124,6 +129,15 @@ class OverlappedSums:
         elif dense:
             known[self._model] = tuple(index for index in dense if index < len(self._parameters))
 
+    def _free_memory(self, like: torch.Tensor, size: int) -> torch.Tensor:
+        """A tensor of some elements, in memory that nobody uses."""
+        known = (f for f in self._memory if (f.numel(), f.dtype, f.device) == (size, like.dtype, like.device))
+        flat = next((one for one in known if has_one_tensor(one.untyped_storage())), None)
+        if flat is None:
+            flat = like.new_empty(size)
+            self._memory = [*self._memory[1 - 2 * len(self._packs) :], flat]
+        return flat.detach()  # another tensor, so that its memory counts as used for as long as somebody has it
+
     def _send(self, only_full: bool) -> None:
         while self._num_sent < len(self._packs) and not (only_full and self._packs[self._num_sent].missing):
             pack = self._packs[self._num_sent]
@@ -140,9 +154,10 @@ class _Pack:
     Args:
         indices: The positions of their parameters.
         like: All parameters.
+        free_memory: Returns memory, for a number of elements like those of a tensor.
     """
 
-    def __init__(self, indices: Sequence[int], like: Sequence[torch.Tensor]) -> None:
+    def __init__(self, indices: Sequence[int], like: Sequence[torch.Tensor], free_memory: _FreeMemory) -> None:
         self.places: dict[int, tuple[int, int]] = {}  # by position: where it begins, and where it ends
         end = 0
         for index in indices:
@@ -150,23 +165,24 @@ class _Pack:
             end += like[index].numel()
         self._like = like
         self._size = end
+        self._free_memory = free_memory
         self.missing = set(indices)
         self.arrived: Callable[[], None] | None = None  # waits until the sums are there
 
     @functools.cached_property
     def flat(self) -> torch.Tensor:
         """Made when it is needed: a run without a backward needs none."""
-        return self._like[next(iter(self.places))].new_empty(self._size)
+        return self._free_memory(self._like[next(iter(self.places))], self._size)
 
     def part(self, index: int) -> torch.Tensor:
         return self.flat[slice(*self.places[index])].view(self._like[index].shape)
 
 
-def _packs(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[_Pack]:
+def _packs(indices: Sequence[int], parameters: Sequence[torch.Tensor], free_memory: _FreeMemory) -> list[_Pack]:
     """Backward makes the gradients of the last parameters first."""
     ordered = sorted(indices, reverse=True)
     packs = packs_of([parameters[index] for index in ordered])
-    return [_Pack([ordered[i] for i in pack], parameters) for pack in packs]
+    return [_Pack([ordered[i] for i in pack], parameters, free_memory) for pack in packs]
 
 
 def _added(parameter: torch.Tensor) -> None:
