@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import enum
+import marshal
 import os
 import pickle
 import socket
@@ -114,7 +115,7 @@ class ProcessGroup(Workers):
         self._names = [self._store.get(f"who/{w}").decode() for w in range(self.count)]
         self._num_runs = 0
         self._point = "the first run"
-        self._compared: list[str] = []  # what the next exchange compares
+        self._compared: list[tuple[str, object]] = []  # what the next exchange compares
         self._num_exchanges = 0
         self._why_over: str | None = None  # why no exchange can be made any more
 
@@ -141,7 +142,7 @@ class ProcessGroup(Workers):
         self._point = point
 
     def compare(self, what: str, value: object) -> None:
-        self._compared.append(f"{what} {_printed(value)}")
+        self._compared.append((what, value))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         where = self._at(name)
@@ -234,13 +235,13 @@ class ProcessGroup(Workers):
     def _meet(self, where: str, signature: object, told: bytes = b"") -> list[bytes]:
         """What the workers tell each other, if all of them are at this exchange."""
         self._num_exchanges += 1
-        where = ", ".join([where, *self._compared])
-        self._compared = []
-        place = digest(f"{where} {signature}".encode())
+        compared, self._compared = self._compared, []
+        place = digest(b"".join([f"{where} {signature}".encode(), *map(_comparable, compared)]))
         header = place + len(told).to_bytes(_DIGEST, "big")
         of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
         if any(one[:_DIGEST] != place for one in of_all):
-            raise self._apart(where, signature)
+            told_too = [f"{what} {_printed(value)}" for what, value in compared]
+            raise self._apart(", ".join([where, *told_too]), signature)
         begin = len(header)
         sizes = [int.from_bytes(one[_DIGEST:begin], "big") for one in of_all]
         if begin + max(sizes) > _MESSAGE:
@@ -348,6 +349,14 @@ def _write_bytes(tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
         for tensor, part in zip(tensors, data.split(sizes), strict=True):
             # A copy, since the bytes of a part may begin where a value of this dtype must not.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device))
+
+
+def _comparable(named: Any) -> bytes:
+    """Bytes that differ where two values do."""
+    try:
+        return marshal.dumps(named, 0)  # for numbers and texts, in a tenth of the time
+    except ValueError:
+        return _printed(named).encode()
 
 
 def _printed(value: object) -> str:
