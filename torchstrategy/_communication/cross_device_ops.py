@@ -524,6 +524,10 @@ class HierarchicalCopyAllReduce(_AllReduce):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
     """
 
+    def _is_all_reduce(self, value: DistributedValues, destinations: Destinations) -> bool:
+        # Among values of one device nothing has to be sent.
+        return len(set(devices_of(value))) > 1 and super()._is_all_reduce(value, destinations)
+
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
