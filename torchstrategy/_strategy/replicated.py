@@ -249,7 +249,7 @@ class ReplicatedExtended(OneMachineExtended):
         return as_tensor(value).clone()
 
     def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
-        if not options.bytes_per_pack or self._workers.count > 1:
+        if self._workers.count > 1:
             return super()._reduce_all(op, leaves, options)
         together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
         check_component_counts(leaves, self._num_replicas_in_sync)

@@ -16,12 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from torchstrategy._communication.options import USUAL_OPTIONS
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
 from torchstrategy._core.errors import an, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.tree import map_leaves, tree_flatten
 from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
@@ -353,7 +354,8 @@ class StrategyBase:
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
         op = ReduceOp.of(reduce_op)
         if axis is None or axis == ():
-            return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
+            leaves, spec = tree_flatten(value)
+            return spec.unflatten(self._extended._reduce_all(op, leaves, USUAL_OPTIONS))
         return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:

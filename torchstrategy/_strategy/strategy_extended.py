@@ -415,6 +415,10 @@ class StrategyExtended(VariablesOfExtended):
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._local_results(self._reduce_to(op, value, torch.device("cpu"), USUAL_OPTIONS))[0]
 
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        """The sum or mean of each of several leaves."""
+        return [self._reduce(op, leaf) for leaf in leaves]
+
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
