@@ -128,10 +128,8 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        (value,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
-        if _is_there(value, destinations):
-            return delivered(value.values[0].clone(), destinations)
-        return self.reduce_implementation(reduce_op, value, destinations, options)
+        (pair,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        return _delivered(*pair) if _is_there(*pair) else self.reduce_implementation(reduce_op, *pair, options)
 
     def batch_reduce(
         self,
@@ -156,10 +154,9 @@ class CrossDeviceOps:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
-        values, options = self._checked("batch_reduce", reduce_op, pairs, options)
-        checked = [(value, destinations) for value, (_, destinations) in zip(values, pairs, strict=True)]
+        checked, options = self._checked("batch_reduce", reduce_op, pairs, options)
         if all(_is_there(*pair) for pair in checked):
-            return [delivered(value.values[0].clone(), destinations) for value, destinations in checked]
+            return [_delivered(*pair) for pair in checked]
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
@@ -271,16 +268,15 @@ class CrossDeviceOps:
         reduce_op: object,
         pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
         options: CommunicationOptions | None,
-    ) -> tuple[list[DistributedValues], CommunicationOptions]:
+    ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
-        values = [_of_tensors(value) for value, _ in pairs]
-        for _, destinations in pairs:
-            devices_of(destinations)  # raises an error for what is none
+        checked = [(_of_tensors(value), destinations) for value, destinations in pairs]
         said = as_options(method, options)
-        for value in values if options is not None else ():
+        for value, destinations in checked:
+            devices_of(destinations)  # raises an error for what is none
             check_usable(method, said, partial(devices_of, value))
-        return values, said
+        return checked, said
 
 
 def _of_tensors(value: object) -> DistributedValues:
@@ -289,6 +285,10 @@ def _of_tensors(value: object) -> DistributedValues:
     if not isinstance(value, DistributedValues):
         raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
     return PerReplica([as_tensor(component) for component in value.values])
+
+
+def _delivered(value: DistributedValues, destinations: Destinations) -> Tree:
+    return delivered(value.values[0].clone(), destinations)
 
 
 def _is_there(value: DistributedValues, destinations: Destinations) -> bool:

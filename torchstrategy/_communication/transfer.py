@@ -61,9 +61,8 @@ def write(writes: Sequence[Write]) -> None:
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
-        devices = [writes[0].sources[0].device, *(write.targets[0].device for write in writes)]
-        copies = comm.broadcast_coalesced([source.detach() for source in writes[0].sources], devices)[1:]
-        writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
+        copies = sent_to(writes[0].sources, [write.targets[0].device for write in writes])
+        writes = [Write(write.targets, copy) for write, copy in zip(writes, copies, strict=True)]
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
@@ -187,7 +186,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         index if tensor.layout is not torch.strided or size > _SMALL else (tensor.device, tensor.dtype)
         for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
     ]
-    return _grouped(kinds, sizes, _TOGETHER)
+    return grouped(kinds, sizes, _TOGETHER)
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
@@ -293,7 +292,7 @@ class Bucketing:
         self._columns = columns
         self._count = count
         kinds = [_kind(column) or index for index, column in enumerate(columns)]
-        self._groups = _grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
+        self._groups = grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
 
     @classmethod
     def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
@@ -344,7 +343,7 @@ def in_buckets(
     return packing.unpacked([combine(pack) for pack in packing.packed()])
 
 
-def _grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
+def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
     """Which of several things go together, by position: those of one kind, up to a total size."""
     groups: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
