@@ -5,6 +5,8 @@ The latter is done by NCCL, or by copies within and between two groups of device
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +16,7 @@ import torch
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_tensor, check_addable
-from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, times, why_not_nccl
+from torchstrategy._communication.transfer import added, bucketed, in_buckets, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
 from torchstrategy._core.errors import as_int, plural
@@ -445,14 +447,14 @@ class _AllReduce(CrossDeviceOps):
         for column in columns:
             check_addable(column)
         self._check_devices([tensor.device for tensor in columns[0]])
-        limit = options.bytes_per_pack
-        packing = Bucketing(columns, limit) if limit else Bucketing.by_number(columns, self._num_packs)
-        sums = [self._sums(pack, turn) for turn, pack in enumerate(packing.packed())]
-        by_replica = [packing.unpacked(packs) for packs in zip(*sums, strict=True)]
+        limit, count = float(options.bytes_per_pack), 1
+        if not limit and self._num_packs:
+            limit, count = math.inf, self._num_packs
+        turns = itertools.count()
+        sums = bucketed(columns, limit, lambda bucket: self._sums(bucket, next(turns)), count)
         if reduce_op is ReduceOp.MEAN:
-            by_replica = [[mean(total, len(columns[0])) for total in totals] for totals in by_replica]
-        copies = zip(*by_replica, strict=True)
-        return [as_meant(list(column), where) for column, (_, where) in zip(copies, pairs, strict=True)]
+            sums = [[mean(total, len(totals)) for total in totals] for totals in sums]
+        return [as_meant(totals, where) for totals, (_, where) in zip(sums, pairs, strict=True)]
 
     @abstractmethod
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:

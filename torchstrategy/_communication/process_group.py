@@ -197,12 +197,16 @@ class ProcessGroup(Workers):
         where = self._at(name)
         self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = [[tensors[i] for i in pack] for pack in packs_of(tensors)]
-        flat = [self._sendable(_bytes_of(pack)) for pack in packs]
+        flat = [self._sendable(_bytes_of(pack)) for pack in packs]  # the tensors of a pack have one dtype
         data = self._groups[_DATA]
         self._wait(where, lambda: [dist.broadcast(one, group=data, group_src=source, async_op=True) for one in flat])
-        if self.index != source:
-            for one, pack in zip(flat, packs, strict=True):
-                _write_bytes(pack, one)
+        if self.index == source:
+            return
+        for one, pack in zip(flat, packs, strict=True):
+            parts = one.view(pack[0].dtype).split([tensor.numel() for tensor in pack])
+            with torch.no_grad():
+                for tensor, part in zip(pack, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     def failed(self, error: BaseException) -> None:
         if self._why_over is None and not isinstance(error, WorkerError):
@@ -330,14 +334,6 @@ _ADDED_AS = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
-def _write_bytes(tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    with torch.no_grad():
-        for tensor, part in zip(tensors, data.split(sizes), strict=True):
-            # A copy, since the bytes of a part may begin where a value of this dtype must not.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device))
 
 
 def _printed(value: object) -> str:

@@ -124,5 +124,5 @@ PACK = 4 * 2**20  # bytes of the tensors that are sent together
 
 
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors that are sent together: those of one dtype and device, about `PACK` bytes."""
+    """The positions of tensors that are sent together: those of one dtype and device, at most `PACK` bytes."""
     return grouped([(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK)

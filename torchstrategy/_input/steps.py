@@ -249,8 +249,9 @@ class Splitter(ABC):
 
     def begin(self) -> list[Epoch]:
         """A new epoch over each source. The caller's thread draws their seeds."""
-        for source in () if self.reads_its_own else self.sources:
-            source.follow_first_worker(self.workers)
+        if not self.reads_its_own:
+            for source in self.sources:
+                source.follow_first_worker(self.workers)
         return [source.begin() for source in self.sources]
 
     def saw(self, split_batch: SplitBatch) -> None:
