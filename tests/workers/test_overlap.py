@@ -52,4 +52,4 @@ def test_small_packs_are_sent_in_one_order(monkeypatch: Any) -> None:
     parameters = [torch.zeros(size) for size in (5, 1, 4, 2)]
     monkeypatch.setattr(workers, "PACK", 20)
     packs = overlapped_sums._packs([0, 1, 2, 3], parameters, torch.Tensor.new_empty)
-    assert [list(pack.places) for pack in packs] == [[3, 2], [1, 0]]
+    assert [list(pack.places) for pack in packs] == [[3], [2, 1], [0]]

@@ -5,8 +5,8 @@ Tensors of several replicas come in; copies of them on other devices, or their s
 
     transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
     options             what a person says about how values travel, and whether this machine can do it
-    reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
     workers             the processes that train together, as one of them sees the others
+    reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
     process_group       workers that are joined by a process group of `torch.distributed`
     cross_device_ops    the public ways of reducing and broadcasting: on one device, or on all devices at once
 """

@@ -5,6 +5,8 @@ The latter is done by NCCL, or by copies within and between two groups of device
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +16,7 @@ import torch
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_tensor, check_addable
-from torchstrategy._communication.transfer import Bucketing, added, in_buckets, nccl_sums, sums, times, why_not_nccl
+from torchstrategy._communication.transfer import added, bucketed, in_buckets, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
 from torchstrategy._core.errors import as_int, plural
@@ -128,10 +130,8 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        (value,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
-        if _is_there(value, destinations):
-            return delivered(value.values[0].clone(), destinations)
-        return self.reduce_implementation(reduce_op, value, destinations, options)
+        (pair,), options = self._checked("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        return _delivered(*pair) if _is_there(*pair) else self.reduce_implementation(reduce_op, *pair, options)
 
     def batch_reduce(
         self,
@@ -156,10 +156,9 @@ class CrossDeviceOps:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
-        values, options = self._checked("batch_reduce", reduce_op, pairs, options)
-        checked = [(value, destinations) for value, (_, destinations) in zip(values, pairs, strict=True)]
+        checked, options = self._checked("batch_reduce", reduce_op, pairs, options)
         if all(_is_there(*pair) for pair in checked):
-            return [delivered(value.values[0].clone(), destinations) for value, destinations in checked]
+            return [_delivered(*pair) for pair in checked]
         return self.batch_reduce_implementation(reduce_op, checked, options)
 
     def broadcast(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
@@ -271,16 +270,15 @@ class CrossDeviceOps:
         reduce_op: object,
         pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
         options: CommunicationOptions | None,
-    ) -> tuple[list[DistributedValues], CommunicationOptions]:
+    ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
-        values = [_of_tensors(value) for value, _ in pairs]
-        for _, destinations in pairs:
-            devices_of(destinations)  # raises an error for what is none
+        checked = [(_of_tensors(value), destinations) for value, destinations in pairs]
         said = as_options(method, options)
-        for value in values if options is not None else ():
+        for value, destinations in checked:
+            devices_of(destinations)  # raises an error for what is none
             check_usable(method, said, partial(devices_of, value))
-        return values, said
+        return checked, said
 
 
 def _of_tensors(value: object) -> DistributedValues:
@@ -289,6 +287,10 @@ def _of_tensors(value: object) -> DistributedValues:
     if not isinstance(value, DistributedValues):
         raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
     return PerReplica([as_tensor(component) for component in value.values])
+
+
+def _delivered(value: DistributedValues, destinations: Destinations) -> Tree:
+    return delivered(value.values[0].clone(), destinations)
 
 
 def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
@@ -445,14 +447,14 @@ class _AllReduce(CrossDeviceOps):
         for column in columns:
             check_addable(column)
         self._check_devices([tensor.device for tensor in columns[0]])
-        limit = options.bytes_per_pack
-        packing = Bucketing(columns, limit) if limit else Bucketing.by_number(columns, self._num_packs)
-        sums = [self._sums(pack, turn) for turn, pack in enumerate(packing.packed())]
-        by_replica = [packing.unpacked(packs) for packs in zip(*sums, strict=True)]
+        limit, count = float(options.bytes_per_pack), 1
+        if not limit and self._num_packs:
+            limit, count = math.inf, self._num_packs
+        turns = itertools.count()
+        sums = bucketed(columns, limit, lambda bucket: self._sums(bucket, next(turns)), count)
         if reduce_op is ReduceOp.MEAN:
-            by_replica = [[mean(total, len(columns[0])) for total in totals] for totals in by_replica]
-        copies = zip(*by_replica, strict=True)
-        return [as_meant(list(column), where) for column, (_, where) in zip(copies, pairs, strict=True)]
+            sums = [[mean(total, len(totals)) for total in totals] for totals in sums]
+        return [as_meant(totals, where) for totals, (_, where) in zip(sums, pairs, strict=True)]
 
     @abstractmethod
     def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:

@@ -39,7 +39,10 @@ from torchstrategy._core.torch_internals import shared_store
 _PATIENCE = 3.0  # seconds in which all workers that are alive say that they have lost another one
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
-_EARLY = 1  # the position of the group that sends gradients during backward
+# The positions of the groups of a worker.
+_DATA = 0  # sends tensors, from any device
+_EARLY = 1  # sends gradients during backward, in an order that is not that of the other exchanges
+_CONTROL = 2  # sends messages, from the memory of the CPU
 
 
 def has_group() -> bool:
@@ -107,8 +110,8 @@ class ProcessGroup(Workers):
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
         self._under_way: list[dist.Work | None] = []  # what no message has preceded
         weakref.finalize(self, _end, self._groups, self._under_way)
-        self._store = shared_store(f"torchstrategy/{self._control.group_name}")
-        self._devices = {part.partition(":")[0] for part in dist.get_backend_config(self._data).split(",")}
+        self._store = shared_store(f"torchstrategy/{self._groups[_CONTROL].group_name}")
+        self._devices = {part.partition(":")[0] for part in dist.get_backend_config(self._groups[_DATA]).split(",")}
         self._who = f"worker {self.index} of {self.count} ({socket.gethostname()}, process {os.getpid()})"
         self._store.set(f"who/{self.index}", self._who)
         # Read now, since the process that keeps the store may be the one that goes.
@@ -118,21 +121,6 @@ class ProcessGroup(Workers):
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
         self._num_exchanges = 0
         self._why_over: str | None = None  # why no exchange can be made any more
-
-    @property
-    def _data(self) -> dist.ProcessGroup:
-        """Sends tensors, from any device."""
-        return self._groups[0]
-
-    @property
-    def _early(self) -> dist.ProcessGroup:
-        """Sends gradients during backward, in an order that is not that of the other exchanges."""
-        return self._groups[_EARLY]
-
-    @property
-    def _control(self) -> dist.ProcessGroup:
-        """Sends messages, from the memory of the CPU."""
-        return self._groups[2]
 
     def begin_run(self) -> None:
         self._num_runs += 1
@@ -154,7 +142,7 @@ class ProcessGroup(Workers):
         def start() -> Iterator[dist.Work | None]:
             for pack in packs:
                 flat.append(self._flat([tensors[i] for i in pack]))
-                yield from _adding_up(flat[-1], self._data)
+                yield from _adding_up(flat[-1], self._groups[_DATA])
 
         self._wait(where, start)
         sums: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
@@ -166,7 +154,7 @@ class ProcessGroup(Workers):
     def begin_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
         where = self._at("gradients that were sent during backward")
         sent = self._sendable(flat)
-        works = _adding_up(sent, self._early)
+        works = _adding_up(sent, self._groups[_EARLY])
         self._under_way += works
 
         def arrived() -> None:
@@ -196,7 +184,8 @@ class ProcessGroup(Workers):
         mine = self._sendable(padded.reshape(-1).view(torch.uint8))
         all_bytes = [torch.empty_like(mine) for _ in sizes]
         if mine.numel():
-            self._wait(self._at(name), lambda: [dist.all_gather(all_bytes, mine, group=self._data, async_op=True)])
+            data = self._groups[_DATA]
+            self._wait(self._at(name), lambda: [dist.all_gather(all_bytes, mine, group=data, async_op=True)])
         whole = [one.to(front.device).view(front.dtype).view(padded.shape) for one in all_bytes]
         return [one[:size].movedim(0, axis) for one, size in zip(whole, sizes, strict=True)]
 
@@ -209,12 +198,16 @@ class ProcessGroup(Workers):
         where = self._at(name)
         self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = [[tensors[i] for i in pack] for pack in packs_of(tensors)]
-        flat = [self._sendable(_bytes_of(pack)) for pack in packs]
-        data = self._data
+        flat = [self._sendable(_bytes_of(pack)) for pack in packs]  # the tensors of a pack have one dtype
+        data = self._groups[_DATA]
         self._wait(where, lambda: [dist.broadcast(one, group=data, group_src=source, async_op=True) for one in flat])
-        if self.index != source:
-            for one, pack in zip(flat, packs, strict=True):
-                _write_bytes(pack, one)
+        if self.index == source:
+            return
+        for one, pack in zip(flat, packs, strict=True):
+            parts = one.view(pack[0].dtype).split([tensor.numel() for tensor in pack])
+            with torch.no_grad():
+                for tensor, part in zip(pack, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     def failed(self, error: BaseException) -> None:
         if self._why_over is None and not isinstance(error, WorkerError):
@@ -252,7 +245,8 @@ class ProcessGroup(Workers):
         """The messages of all workers, which have the same length."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         of_all = [torch.empty_like(mine) for _ in range(self.count)]
-        self._wait(where, lambda: [dist.all_gather(of_all, mine, group=self._control, async_op=True)])
+        control = self._groups[_CONTROL]
+        self._wait(where, lambda: [dist.all_gather(of_all, mine, group=control, async_op=True)])
         return [one.numpy().tobytes() for one in of_all]
 
     def _wait(self, where: str, start: Callable[[], Iterable[dist.Work | None]]) -> None:
@@ -267,7 +261,7 @@ class ProcessGroup(Workers):
     def _apart(self, where: str, signature: object) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
         keys = [f"at/{self._num_exchanges}/{w}" for w in range(self.count)]
-        self._say(keys[self.index], f"{where}{_shown(signature)}")
+        self._say(keys[self.index], f"{where} with {signature}" if signature else where)
         listed = []
         for w, key in enumerate(keys):
             with suppress(RuntimeError):
@@ -343,14 +337,6 @@ def _bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def _write_bytes(tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    with torch.no_grad():
-        for tensor, part in zip(tensors, data.split(sizes), strict=True):
-            # A copy, since the bytes of a part may begin where a value of this dtype must not.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device))
-
-
 def _comparable(named: Any) -> bytes:
     """Bytes that differ where two values do."""
     try:
@@ -373,7 +359,3 @@ def _printed(value: object) -> str:
 
 
 _FEW = 9
-
-
-def _shown(signature: object) -> str:
-    return f" with {signature}" if signature else ""

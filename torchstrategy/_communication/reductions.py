@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from torchstrategy._communication.transfer import added, concatenated
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.errors import as_int
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, Tree, VariableBase
@@ -84,22 +85,38 @@ def _described(tensors: Sequence[torch.Tensor]) -> str:
     return " and ".join(dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors))
 
 
-def combined_along(op: ReduceOp, values: Sequence[Tree], axis: int | tuple[int, ...], device: Device) -> torch.Tensor:
-    """The sum or mean, on `device`, of values whose sizes along `axis` may differ.
+def combined(
+    op: ReduceOp,
+    values: Sequence[Tree],
+    axis: int | tuple[int, ...] | None,
+    device: Device,
+    workers: Workers = LONE,
+    matter: bool = True,
+) -> torch.Tensor:
+    """The sum or mean of the values of all workers, on `device`.
 
-    Each value is summed along the axis, and then the sums are added. The mean divides by the total size along the axis:
-    it is the mean over all rows.
+    With an axis, along which the sizes of values may differ, each value is summed along the axis, and then the sums are
+    added. The mean divides by the total size along the axis: it is the mean over all rows.
+
+    Args:
+        op: The reduction.
+        values: The values of this worker; or one value that only tells the shape and dtype of what others bring.
+        axis: The axis, or several. None: the values are added as they are.
+        device: The device of the result.
+        workers: The processes that have values.
+        matter: Whether the values of this worker count.
 
     Raises:
-        ValueError: If there is no such axis, or the sums differ in shape.
+        ValueError: If there is no such axis, or what is added differs in shape.
         TypeError: If `axis` is neither an integer nor a tuple of them.
     """
-    sums = [summed_along(value, axis) for value in values]
+    sums = [as_tensor(value) if axis is None else summed_along(value, axis) for value in values]
     check_addable(sums)
-    total = added(sums, device)
-    if op is ReduceOp.SUM:
-        return total
-    return total / torch.tensor(sum(size_along(value, axis) for value in values), device=total.device)
+    total, size = added(sums, device), sum(1 if axis is None else size_along(value, axis) for value in values)
+    if not matter:
+        total, size = torch.zeros_like(total), 0
+    total, sizes = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")
+    return total if op is ReduceOp.SUM else total / sizes.item()
 
 
 def summed_along(value: Tree, axis: int | tuple[int, ...]) -> torch.Tensor:
@@ -126,12 +143,18 @@ def size_along(value: Tree, axis: int | tuple[int, ...]) -> int:
     return math.prod(shape[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
-def gathered(values: Sequence[Tree], axis: int, device: Device) -> torch.Tensor:
-    """The values, concatenated along `axis`, on `device`.
+def gathered(
+    values: Sequence[Tree], axis: int, device: Device, workers: Workers = LONE, matter: bool = True
+) -> torch.Tensor:
+    """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `combined`.
 
     Raises:
         ValueError: If they are scalars, there is no such axis, or they differ elsewhere than along it.
     """
     tensors = [as_tensor(value) for value in values]
     check_gatherable(tensors, axis)
-    return concatenated(tensors, axis, device)
+    whole = concatenated(tensors, axis, device)
+    if workers.count == 1:
+        return whole
+    whole = whole if matter else whole.narrow(axis, 0, 0)
+    return torch.cat(workers.all_gather(whole, axis % whole.dim(), f"gather(axis={axis})"), axis)

@@ -12,12 +12,10 @@ tensor is sent as it is.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 from torch.cuda import nccl
@@ -61,9 +59,8 @@ def write(writes: Sequence[Write]) -> None:
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
-        devices = [writes[0].sources[0].device, *(write.targets[0].device for write in writes)]
-        copies = comm.broadcast_coalesced([source.detach() for source in writes[0].sources], devices)[1:]
-        writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
+        copies = sent_to(writes[0].sources, [write.targets[0].device for write in writes])
+        writes = [Write(write.targets, copy) for write, copy in zip(writes, copies, strict=True)]
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
@@ -187,7 +184,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         index if tensor.layout is not torch.strided or size > _SMALL else (tensor.device, tensor.dtype)
         for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
     ]
-    return _grouped(kinds, sizes, _TOGETHER)
+    return grouped(kinds, sizes, _TOGETHER)
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
@@ -279,72 +276,40 @@ def times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[tor
 Column = Sequence[torch.Tensor]
 
 
-@final
-class Bucketing:
-    """Which columns are in which buckets.
-
-    Args:
-        columns: The columns that are sent.
-        limit: How many bytes are put one after the other at most; a larger column is alone. 0: each column is.
-        count: How many buckets of equal size these are cut into; the last one also has the rest.
-    """
-
-    def __init__(self, columns: Sequence[Column], limit: float, count: int = 1) -> None:
-        self._columns = columns
-        self._count = count
-        kinds = [_kind(column) or index for index, column in enumerate(columns)]
-        self._groups = _grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit)
-
-    @classmethod
-    def by_number(cls, columns: Sequence[Column], count: int) -> Bucketing:
-        """`count` buckets of equal size for each kind of column; the last one also has the rest. 0: one per column."""
-        return cls(columns, math.inf, count) if count else cls(columns, 0)
-
-    def packed(self) -> list[list[torch.Tensor]]:
-        """For each bucket, a tensor for each replica. A column that has a bucket of its own is not copied."""
-        packs: list[list[torch.Tensor]] = []
-        for group in self._groups:
-            sizes = self._sizes(group)
-            by_replica = zip(*(self._columns[index] for index in group), strict=True)
-            packs += map(list, zip(*(_cut(tensors, sizes) for tensors in by_replica), strict=True))
-        return packs
-
-    def unpacked(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A tensor for each column, made of a tensor for each bucket. No two of them share memory."""
-        found: dict[int, torch.Tensor] = {}
-        rest = iter(packs)
-        for group in self._groups:
-            arrived = list(itertools.islice(rest, len(self._sizes(group))))
-            if len(group) == len(arrived) == 1:
-                found[group[0]] = arrived[0]
-                continue
-            whole = torch.cat(arrived) if len(arrived) > 1 else arrived[0]
-            shapes = [self._columns[index][0].shape for index in group]
-            parts = whole.split([shape.numel() for shape in shapes])
-            found.update((i, part.view(shape).clone()) for i, part, shape in zip(group, parts, shapes, strict=True))
-        return [found[index] for index in range(len(self._columns))]
-
-    def _sizes(self, group: Sequence[int]) -> list[int]:
-        """The sizes of the buckets of columns that are put one after the other: one if they are too small to cut."""
-        total, cuts = sum(self._columns[index][0].numel() for index in group), self._count - 1
-        size = total // self._count if _kind(self._columns[group[0]]) else 0
-        return [*[size] * cuts, total - size * cuts] if size else [total]
-
-
-def in_buckets(
-    columns: Sequence[Column], limit: int, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-) -> list[torch.Tensor]:
+def in_buckets(columns: Sequence[Column], limit: int, combine: Callable[[Column], torch.Tensor]) -> list[torch.Tensor]:
     """Calls `combine`, which works element by element, on columns in buckets, and returns its result for each column.
 
     A bucket has `limit` bytes at most; 0: `combine` is called on each column by itself.
     """
     if not limit:
         return [combine(column) for column in columns]
-    packing = Bucketing(columns, limit)
-    return packing.unpacked([combine(pack) for pack in packing.packed()])
+    return [result for (result,) in bucketed(columns, limit, lambda bucket: [combine(bucket)])]
 
 
-def _grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
+def bucketed(
+    columns: Sequence[Column], limit: float, combine: Callable[[Column], Column], count: int = 1
+) -> list[list[torch.Tensor]]:
+    """The same, for a `combine` that returns several tensors. No two of the results share memory.
+
+    Args:
+        columns: The columns that are sent.
+        limit: How many bytes are put one after the other at most; a larger column is alone. 0: each column is.
+        combine: Called with a bucket: a tensor for each replica. A column that has a bucket of its own is not copied.
+        count: How many buckets of equal size these are cut into; the last one also has the rest.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+    kinds = [_kind(column) or index for index, column in enumerate(columns)]
+    for group in grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit):
+        together = [columns[index] for index in group]
+        sizes = _sizes(together, count)
+        buckets = zip(*(_cut(tensors, sizes) for tensors in zip(*together, strict=True)), strict=True)
+        arrived = zip(*(combine(bucket) for bucket in buckets), strict=True)
+        results = [_put_together(parts, together) for parts in arrived]
+        found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
+    return [found[index] for index in range(len(columns))]
+
+
+def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
     """Which of several things go together, by position: those of one kind, up to a total size."""
     groups: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
@@ -365,8 +330,24 @@ def _kind(column: Column) -> Hashable:
     return column[0].dtype, tuple(tensor.device for tensor in column)
 
 
+def _sizes(columns: Sequence[Column], count: int) -> list[int]:
+    """The sizes of the buckets of columns that are put one after the other: one if they are too small to cut."""
+    total = sum(column[0].numel() for column in columns)
+    size = total // count if _kind(columns[0]) else 0
+    return [*[size] * (count - 1), total - size * (count - 1)] if size else [total]
+
+
 def _cut(tensors: Sequence[torch.Tensor], sizes: list[int]) -> Sequence[torch.Tensor]:
     """The buckets of one replica. One tensor that is one bucket is not copied."""
     if len(tensors) == len(sizes) == 1:
         return tensors
     return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split(sizes))
+
+
+def _put_together(buckets: Column, columns: Sequence[Column]) -> Column:
+    """The reverse of `_cut`: a tensor for each column."""
+    if len(buckets) == len(columns) == 1:
+        return buckets
+    whole = torch.cat(list(buckets)) if len(buckets) > 1 else buckets[0]
+    parts = whole.split([column[0].numel() for column in columns])
+    return [part.view(column[0].shape).clone() for part, column in zip(parts, columns, strict=True)]

@@ -7,11 +7,12 @@ come to the same exchanges in the same order, as all replicas come to the same s
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+
+from torchstrategy._communication.transfer import grouped
 
 
 class WorkerError(RuntimeError):
@@ -28,11 +29,11 @@ class WorkerError(RuntimeError):
     """
 
 
-class Workers(ABC):
-    """The processes that train together.
+class Workers:
+    """The processes that train together. This class is for a process that trains by itself: it asks nobody.
 
-    Every exchange has a name, which is the same in all workers. Beside it, the workers compare at which
-    synchronization point they are.
+    A subclass for several processes overrides every method. Every exchange has a name, which is the same in all
+    workers. Beside it, the workers compare at which synchronization point they are.
 
     Args:
         count: How many processes there are.
@@ -45,21 +46,18 @@ class Workers(ABC):
 
     can_overlap = True  # whether `begin_all_reduce` returns before all workers have called it
 
-    def __init__(self, count: int, index: int) -> None:
+    def __init__(self, count: int = 1, index: int = 0) -> None:
         self.count = count
         self.index = index
         self.is_asked_to_leave = False
         self.all_leave = False
 
-    @abstractmethod
     def begin_run(self) -> None:
         """Counts a run: workers that are in different runs are told so at their next exchange."""
 
-    @abstractmethod
     def arrive(self, point: str) -> None:
         """Says at which synchronization point the replicas of this worker are, as the user would write it."""
 
-    @abstractmethod
     def compare(self, what: str, value: object) -> None:
         """Notes a value that must be alike in all workers: the next exchange fails if it is not.
 
@@ -68,7 +66,6 @@ class Workers(ABC):
             value: Numbers, texts and tensors, or containers of them. Of anything else only the type is compared.
         """
 
-    @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         """The sums of the workers' tensors, tensor by tensor.
 
@@ -78,74 +75,44 @@ class Workers(ABC):
             agreed: Whether the exchange before this one has shown that all workers come here next, with tensors of the
                 same shapes and dtypes.
         """
+        return list(tensors)
 
-    @abstractmethod
     def begin_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
         """Begins to make a tensor the sum of the workers' tensors, and returns a function that waits for the end.
 
         No message comes before it: the workers must know that all come to it in the same order, or fail.
         """
-
-    @abstractmethod
-    def add_up(self, table: torch.Tensor, name: str) -> torch.Tensor:
-        """The sum of tables of whole numbers, which are mostly the same in all workers."""
-
-    @abstractmethod
-    def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
-        """The tensors of all workers, in their order. They may differ in the length of `axis`."""
-
-    @abstractmethod
-    def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        """The values of all workers, in their order. They are pickled."""
-
-    @abstractmethod
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str) -> None:
-        """Writes the values of the tensors of worker `source` on those of all others."""
-
-    @abstractmethod
-    def failed(self, error: BaseException) -> None:
-        """Tells the other workers that this one leaves a run by an exception."""
-
-
-@final
-class LoneWorker(Workers):
-    """A process that trains by itself: it asks nobody."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 0)
-
-    def begin_run(self) -> None:
-        pass
-
-    def arrive(self, point: str) -> None:
-        pass
-
-    def compare(self, what: str, value: object) -> None:
-        pass
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def begin_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
         return lambda: None
 
     def add_up(self, table: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum of tables of whole numbers, which are mostly the same in all workers."""
         return table
 
     def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
+        """The tensors of all workers, in their order. They may differ in the length of `axis`."""
         return [tensor]
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
+        """The values of all workers, in their order. They are pickled."""
         return [value]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str) -> None:
-        pass
+        """Writes the values of the tensors of worker `source` on those of all others."""
 
     def failed(self, error: BaseException) -> None:
-        pass
+        """Tells the other workers that this one leaves a run by an exception."""
+
+    @final
+    def draw_as_first(self, generators: Sequence[torch.Generator], name: str) -> None:
+        """Gives random generators the states that they have in worker 0."""
+        states = [generator.get_state() for generator in generators]
+        self.broadcast(states, 0, name)
+        if self.index:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
-LONE = LoneWorker()
+LONE = Workers()
 
 
 def digest(data: bytes) -> bytes:
@@ -157,15 +124,5 @@ PACK = 4 * 2**20  # bytes of the tensors that are sent together
 
 
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors that are sent together: those of one dtype and device, about `PACK` bytes."""
-    packs: list[list[int]] = []
-    open_packs: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for i, tensor in enumerate(tensors):
-        kind = tensor.dtype, tensor.device
-        pack, size = open_packs.get(kind, ([], PACK))
-        if size >= PACK:
-            pack, size = [], 0
-            packs.append(pack)
-        pack.append(i)
-        open_packs[kind] = pack, size + tensor.nbytes
-    return packs
+    """The positions of tensors that are sent together: those of one dtype and device, at most `PACK` bytes."""
+    return grouped([(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK)

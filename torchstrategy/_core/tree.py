@@ -145,16 +145,12 @@ def _difference(path: str, first: Tree, other: Tree, is_leaf: IsLeaf) -> str | N
     containers = (list, tuple, dict)
     if (not isinstance(first, containers) and not isinstance(other, containers)) or (is_leaf(first) and is_leaf(other)):
         return None
-    if type(first) is not type(other):
+    is_dict = isinstance(first, dict)
+    if type(first) is not type(other) or (not is_dict and len(first) != len(other)):
         return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
-    if isinstance(first, dict):
-        if first.keys() != other.keys():
-            return f"{path or 'the result'}: keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
-        pairs = [(f"{path}[{key!r}]", first[key], other[key]) for key in first]
-    else:
-        if len(first) != len(other):
-            return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
-        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, other, strict=True))]
+    if is_dict and first.keys() != other.keys():
+        return f"{path or 'the result'}: keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
+    pairs = [(f"{path}[{key!r}]", first[key], other[key]) for key in (first if is_dict else range(len(first)))]
     return next(filter(None, (_difference(*pair, is_leaf) for pair in pairs)), None)
 
 

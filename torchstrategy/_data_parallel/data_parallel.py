@@ -46,7 +46,7 @@ from torchstrategy._core.tree import (
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._strategy.strategies import CentralStorageStrategy
+from torchstrategy._strategy.strategies import CentralStorageStrategy, devices_of_replicas
 from torchstrategy._training.gradient_hooks import attach_to_graph
 
 
@@ -217,13 +217,7 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
         return tuple(local_accelerators())
     if isinstance(device_ids, (str, int, torch.device)):
         raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
-    try:
-        devices = tuple(map(canonical_device, list(device_ids)))
-    except TypeError as error:
-        raise TypeError(f"device_ids is a list of devices, one for each replica; got {device_ids!r}. {error}") from None
-    if not devices:
-        raise ValueError("device_ids=[] names no device to run on. Leave it out for all accelerators of this machine.")
-    return devices
+    return tuple(devices_of_replicas("device_ids", device_ids))
 
 
 def _require_module(module: Any, is_copied: bool) -> None:

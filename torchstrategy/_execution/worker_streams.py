@@ -63,11 +63,7 @@ class WorkerStreams:
         generators = generators_of(self._device, with_cpu=True)
         if has_drawn and self.workers.index == 0 and self.mark() == self._begun:
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
-        states = [generator.get_state() for generator in generators]
-        self.workers.broadcast(states, 0, "the random numbers of worker 0")
-        if self.workers.index:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        self.workers.draw_as_first(generators, "the random numbers of worker 0")
 
     def around(self, call: Callable[[Replica], Tree]) -> Callable[[Replica], Tree]:
         """The same function, in which a single replica that is not replica 0 of all has a stream of its own.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+# The saved position of a loader: what its own `state_dict` returned, or a count and states of random generators.
 State = dict[str, Any]
-"""The saved position of a loader: what its own `state_dict` returned, or a count and states of random generators."""
 
 
 def check_form(state: Any) -> None:

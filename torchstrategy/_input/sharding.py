@@ -10,15 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from torchstrategy._communication.workers import Workers
 from torchstrategy._core.types import Tree
 
+# Cuts a number of rows into a part for each replica of all workers.
 Cut = Callable[[int], list[slice]]
-"""Cuts a number of rows into a part for each replica of all workers."""
 
 
 @final
@@ -113,13 +111,3 @@ def can_be_sharded(dataset: Any) -> bool:
             )
     is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(dataset, "in_order", True)
     return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)
-
-
-def follow_first_worker(workers: Workers, generators: Sequence[torch.Generator]) -> None:
-    """Gives the generators that decide the order of a dataset the states that they have in worker 0."""
-    name = "the beginning of an iteration over a dataset"
-    states = [generator.get_state() for generator in generators]
-    workers.broadcast(states, 0, name)
-    if workers.index:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

@@ -27,7 +27,7 @@ from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Tree
 from torchstrategy._input.loader_state import State, check_form, check_generators
-from torchstrategy._input.sharding import Shard, ShardedBatches, follow_first_worker
+from torchstrategy._input.sharding import Shard, ShardedBatches
 
 
 @final
@@ -152,7 +152,7 @@ class Source:
     def follow_first_worker(self, workers: Workers) -> None:
         """Before an epoch: its order is that of worker 0. A position of `load_state` is the same in all workers."""
         if not self._is_resumed:
-            follow_first_worker(workers, _generators(self._dataset))
+            workers.draw_as_first(_generators(self._dataset), "the beginning of an iteration over a dataset")
 
     def generators_now(self) -> list[torch.Tensor]:
         """The states of the generators that decide the order of the elements."""

@@ -96,14 +96,6 @@ def cut_of(options: InputOptions, replicas: int) -> Cut:
     return functools.partial(in_equal_parts, replicas) if shares is None else in_proportion(shares)
 
 
-def _with_lists_as_rows(element: Tree) -> Tree:
-    if element is ABSENT:
-        return ABSENT
-    if type(element) is Shard:
-        return Shard(batch_types.lists_as_rows(element.element), element.total)
-    return batch_types.lists_as_rows(element)
-
-
 def _is_leaf_or_empty(value: Any) -> bool:
     """Whether a value is a leaf, or an empty list or tuple: another element may have rows in its place."""
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
@@ -223,6 +215,11 @@ class Splitter(ABC):
         replicas: How many replicas there are in this process.
         lists_are_rows: Whether each item of a list is a row. None: the user has not said.
         workers: The processes that train together.
+
+    Attributes:
+        is_alone: Whether one replica gets every element whole.
+        reads_its_own: Whether this worker reads data that other workers do not have, and may come to its end before
+            them.
     """
 
     def __init__(
@@ -230,7 +227,8 @@ class Splitter(ABC):
     ) -> None:
         self.sources = tuple(sources)
         self.replicas = replicas
-        self.is_alone = replicas == 1 and workers.count == 1  # whether one replica gets every element whole
+        self.is_alone = replicas == 1 and workers.count == 1
+        self.reads_its_own = workers.count > 1
         self.workers = workers
         self._lists_are_rows = lists_are_rows
         self._spec: Tree = None
@@ -245,18 +243,16 @@ class Splitter(ABC):
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
-        if self._lists_are_rows and not self.is_alone:
-            elements = list(map(_with_lists_as_rows, elements))
-        return self.split(elements)
+        if self.is_alone:
+            return whole(elements[0])
+        return self.split(list(map(batch_types.lists_as_rows, elements)) if self._lists_are_rows else elements)
 
     def begin(self) -> list[Epoch]:
         """A new epoch over each source. The caller's thread draws their seeds."""
+        if not self.reads_its_own:
+            for source in self.sources:
+                source.follow_first_worker(self.workers)
         return [source.begin() for source in self.sources]
-
-    @property
-    def reads_its_own(self) -> bool:
-        """Whether this worker reads data that other workers do not have, and may come to its end before them."""
-        return False
 
     def saw(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element that was read, if it will not be possible to look at one later."""
@@ -337,23 +333,14 @@ class SplitSteps(Splitter):
     ) -> None:
         super().__init__([source], replicas, options.lists_are_rows, workers)
         self._is_even = options.row_shares is None
-        self._policy = options.experimental_auto_shard_policy
+        self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
         # A batch has the rows of this worker, or those of all.
         count, index = (1, 0) if self.reads_its_own else (workers.count, workers.index)
         self._cut, self._first = cut_of(options, replicas * count), replicas * index
         self._is_moved = is_moved
 
-    @property
-    def reads_its_own(self) -> bool:
-        return self.workers.count > 1 and self._policy is AutoShardPolicy.OFF
-
     def __len__(self) -> int:
         return len(self.sources[0])
-
-    def begin(self) -> list[Epoch]:
-        if self.workers.count > 1 and not self.reads_its_own:
-            self.sources[0].follow_first_worker(self.workers)
-        return super().begin()
 
     def rows(self) -> Sequence[int | None]:
         rows = self.sources[0].rows
@@ -368,10 +355,7 @@ class SplitSteps(Splitter):
         elements.append(next(passes[0]))
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        (element,) = elements
-        if self.is_alone:
-            return whole(element)
-        total = None
+        (element,), total = elements, None
         if type(element) is Shard:
             element, total = element
         if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
@@ -444,10 +428,6 @@ class OneForEach(Splitter):
     If the data runs out in the middle of a step, the remaining replicas get no element, and no element is lost.
     """
 
-    @property
-    def reads_its_own(self) -> bool:
-        return self.workers.count > 1
-
     def __len__(self) -> int:
         of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
         return -(-of_each // self.replicas)
@@ -470,8 +450,6 @@ class OneForEach(Splitter):
             raise StopIteration
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        if self.is_alone:
-            return whole(elements[0])
         first = next(element for element in elements if element is not ABSENT)
         counts = [0 if element is ABSENT else _rows(element) for element in elements]
         filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]

@@ -8,7 +8,6 @@ the run, call the step in each replica, put the results together, end the run.
     strategy              `Strategy`, as TensorFlow 2 has it
     replica_context       `ReplicaContext`: who a replica is, and how it synchronizes with the others
     one_machine           what the strategies on one machine have in common, and those of a single replica
-    worker_parts          `Strategy.reduce` and `Strategy.gather` over the replicas of all workers
     replicated            several replicas, and the story of a step in them
     strategies            the strategies on one machine: each picks where the replicas run and where parameters live
     preemption            lets all workers leave after the same step, if one of them is asked to end

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchstrategy._communication.cross_device_ops import delivered, devices_of
 from torchstrategy._communication.options import CommunicationOptions, check_usable
-from torchstrategy._communication.reductions import as_tensor, check_gatherable, combined_along
+from torchstrategy._communication.reductions import as_tensor, check_gatherable, combined
 from torchstrategy._core.context import frames_of_this_thread, in_use, needs_device_context
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import (
@@ -158,7 +158,7 @@ class OneDeviceExtended(OneMachineExtended):
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         tensor = as_tensor(_own(value))
-        return combined_along(op, [tensor], axis, tensor.device)
+        return combined(op, [tensor], axis, tensor.device)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         return gathered_alone(_own(value), axis)

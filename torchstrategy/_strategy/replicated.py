@@ -10,10 +10,9 @@ import torch
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._communication.options import CommunicationOptions
-from torchstrategy._communication.reductions import as_axis, as_tensor, combined_along, gathered
+from torchstrategy._communication.reductions import as_axis, as_tensor, combined, gathered
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame
-from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
     DistributedValues,
@@ -39,7 +38,6 @@ from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._strategy.worker_parts import WorkerParts, gathered_over_workers, reduced_over_workers
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
 
@@ -209,9 +207,8 @@ class ReplicatedExtended(OneMachineExtended):
     def _first_of(self, value: Tree) -> Tree:
         if self._workers.count == 1:
             return super()._first_of(value)
-        parts = self._parts_of(value)
-        own = parts.values[0]
-        told = (parts.matter, own.cpu() if isinstance(own, torch.Tensor) else own)
+        (own, *_), matters = self._parts_of(value)
+        told = (matters, own.cpu() if isinstance(own, torch.Tensor) else own)
         with self._telling_others():
             of_all = self._workers.all_gather_object(told, "the assignment of a variable")
         return next((value for matters, value in of_all if matters), own)
@@ -221,15 +218,17 @@ class ReplicatedExtended(OneMachineExtended):
 
     def _over_workers(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...] | None) -> torch.Tensor:
         with self._telling_others():
-            device = memory_device(self._storage.parameter_device)
-            return reduced_over_workers(self._workers, op, self._parts_of(value), axis, device)
+            values, matter = self._parts_of(value)
+            return combined(op, values, axis, self._storage.parameter_device, self._workers, matter)
 
-    def _parts_of(self, value: Tree) -> WorkerParts:
-        """What this worker brings of a value; a plain value counts as the same in every replica."""
+    def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
+        """What this worker brings of a value, and whether it counts. A plain value is the same in every replica.
+
+        If no replica of this worker is present, it brings a value that only tells the shape and dtype.
+        """
         if not isinstance(value, DistributedValues):
-            return WorkerParts([value] * self._num_local, True)
-        here = list(value.values)
-        return WorkerParts(here or [getattr(value, "understudy", None)], bool(here))
+            return [value] * self._num_local, True
+        return value.values or [getattr(value, "understudy", None)], bool(value.values)
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
@@ -264,21 +263,15 @@ class ReplicatedExtended(OneMachineExtended):
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         check_component_counts([value], self._num_local)
-        if self._workers.count > 1:
-            return self._over_workers(op, value, axis)
-        # A plain value counts as the same in every replica.
-        values = value.values if isinstance(value, DistributedValues) else [value] * self._num_replicas_in_sync
-        return combined_along(op, values, axis, self._storage.parameter_device)
+        return self._over_workers(op, value, axis)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
             return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
         check_component_counts([value], self._num_local)
-        if self._workers.count > 1:
-            device = self._storage.parameter_device
-            with self._telling_others():
-                return gathered_over_workers(self._workers, self._parts_of(value), as_axis(axis), device)
-        return gathered(value.values, as_axis(axis), self._storage.parameter_device)
+        with self._telling_others():
+            values, matter = self._parts_of(value)
+            return gathered(values, as_axis(axis), self._storage.parameter_device, self._workers, matter)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         return distributed(dataset, self._storage.devices, options, self._workers)

@@ -35,14 +35,12 @@ class DistributedVariable(Variable):
     @property
     def values(self) -> tuple[Component, ...]:  # type: ignore[override]
         """The component of each replica."""
-        return self._components
-
-    @property
-    def _components(self) -> tuple[Component, ...]:
         if not self._held:
             with undisturbed():
                 self._held = tuple(Component.of(self, memory) for memory in self._memories())
         return self._held
+
+    _components = values
 
     def _memories(self) -> Sequence[torch.Tensor]:
         """The tensors that hold the values of the components."""

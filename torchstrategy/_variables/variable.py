@@ -189,11 +189,11 @@ class Variable(ShowsLocalGrad, VariableBase):
         return format(self.detach(), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        memo[id(self)] = copied = _like(*self._parts_of_it())
+        memo[id(self)] = copied = create(self._as_it_is())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _like, self._parts_of_it()
+        return create, (self._as_it_is(),)
 
     @classmethod
     def __torch_function__(
@@ -261,8 +261,10 @@ class Variable(ShowsLocalGrad, VariableBase):
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             require_cross_replica(strategy, f"Variable.{what}")
 
-    def _parts_of_it(self) -> tuple[Any, ...]:
-        return self.detach().clone(), self.trainable, self._name, self._synchronization, self._aggregation
+    def _as_it_is(self) -> Wanted:
+        """The arguments with which an equal variable is created."""
+        value, trainable = self.detach().clone(), self.trainable
+        return Wanted(value, trainable, self._name, None, self._synchronization, self._aggregation)
 
 
 # If `torch.compile` traced this method, it would find the component of one replica, and use it in all replicas.
@@ -278,11 +280,6 @@ _plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any]
 def is_variable(thing: object) -> bool:
     """Whether an object is a variable. `isinstance` is slow for subclasses of `torch.nn.Parameter`."""
     return issubclass(type(thing), Variable)
-
-
-def _like(value: torch.Tensor, trainable: bool, name: str, *enums: Any) -> Variable:
-    synchronization, aggregation = enums
-    return Variable(value, trainable, name=name, synchronization=synchronization, aggregation=aggregation)
 
 
 def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> Any:

@@ -201,6 +201,7 @@ class ClusterResolver(ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _environment: str | None = ""
+    _accelerators: Counter[str] | None = None  # how many each task has, if that was said
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -219,7 +220,9 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> Counter[str]:
-        """How many accelerators this process has, by kind: `{"GPU": 8}`, and 0 for a kind that it has none of.
+        """How many accelerators a task has, by kind: `{"GPU": 8}`, and 0 for a kind that it has none of.
+
+        If nobody has said how many each task has, it counts those that this process sees.
 
         Args:
             task_type: The job of the task that is asked about. None: this one's.
@@ -227,9 +230,15 @@ class ClusterResolver(ABC):
             config_proto: None: there are no sessions.
 
         Raises:
-            ValueError: If it is asked about another task, or `config_proto` is not None.
+            ValueError: If `config_proto` is not None; or if it is asked about another task, and nobody has said how
+                many each task has.
         """
-        refuse_config_proto(config_proto)
+        if config_proto is not None:
+            raise ValueError(
+                f"config_proto={config_proto!r} configures a session, and there are none here. Leave it out."
+            )
+        if self._accelerators is not None:
+            return Counter(self._accelerators)
         asked = (self.task_type if task_type is None else task_type, self.task_id if task_id is None else task_id)
         if asked != (self.task_type, self.task_id):
             raise ValueError(
@@ -282,18 +291,30 @@ def url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
-def refuse_config_proto(config_proto: object) -> None:
-    """Refuses the configuration of a session.
+class FixedResolver(ClusterResolver):
+    """Knows all when it is made."""
 
-    Raises:
-        ValueError: If there is one.
-    """
-    if config_proto is not None:
-        raise ValueError(f"config_proto={config_proto!r} configures a session, and there are none here. Leave it out.")
+    _cluster_spec: ClusterSpec
+    _master: str
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The processes of the cluster. They stay the same."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of the process that leads; or, if both `task_type` and `task_id` are given, of that task.
+
+        Raises:
+            ValueError: If there is no such task.
+        """
+        address = self._master
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        return url(address, rpc_layer or self.rpc_layer)
 
 
 @final
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(FixedResolver):
     """Knows what it was told.
 
     Args:
@@ -343,34 +364,8 @@ class SimpleClusterResolver(ClusterResolver):
         self._cluster_spec = cluster_spec
         self._master = master
         self._environment = environment
-        self._num_accelerators = Counter(num_accelerators or {})
+        self._accelerators = Counter(num_accelerators or {})
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
-
-    def cluster_spec(self) -> ClusterSpec:
-        """What it was told."""
-        return self._cluster_spec
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of the process that leads; or, if both `task_type` and `task_id` are given, of that task.
-
-        Raises:
-            ValueError: If there is no such task.
-        """
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        return url(address, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
-    ) -> Counter[str]:
-        """How many accelerators a task has, by kind. It is the same for each.
-
-        Raises:
-            ValueError: If `config_proto` is not None.
-        """
-        refuse_config_proto(config_proto)
-        return Counter(self._num_accelerators)
 
 
 @final

@@ -9,17 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import final
 
-from torchstrategy.cluster_resolver._cluster_resolver import (
-    ClusterResolver,
-    ClusterSpec,
-    Task,
-    refuse_config_proto,
-    url,
-)
+from torchstrategy.cluster_resolver._cluster_resolver import ClusterSpec, FixedResolver
 
 
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(FixedResolver):
     """Knows the tasks that `srun` has started, from the environment variables that Slurm gives to each of them.
 
     The tasks of a node have the ports `port_base`, `port_base + 1` and so on. The number of a task is `SLURM_PROCID`,
@@ -82,21 +76,20 @@ class SlurmClusterResolver(ClusterResolver):
                 f"Slurm started {count} tasks, and the nodes {nodes} have {of_nodes} tasks each: say "
                 "tasks_per_node=[...] as srun was told."
             )
-        self._jobs = {"worker": count} if jobs is None else dict(jobs)
-        if sum(self._jobs.values()) != count:
-            raise ValueError(f"jobs={self._jobs} have {sum(self._jobs.values())} tasks, and Slurm started {count}.")
+        jobs = {"worker": count} if jobs is None else dict(jobs)
+        if sum(jobs.values()) != count:
+            raise ValueError(f"jobs={jobs} have {sum(jobs.values())} tasks, and Slurm started {count}.")
         places = [f"{node}:{port_base + i}" for node, tasks in zip(nodes, of_nodes, strict=True) for i in range(tasks)]
         addresses = iter(places)
-        self._spec = ClusterSpec({job: list(itertools.islice(addresses, n)) for job, n in self._jobs.items()})
-        self._gpus_per_node, self._gpus_per_task = gpus_per_node, gpus_per_task
-        self._most_tasks = max(of_nodes)
-        names = [(job, index) for job, n in self._jobs.items() for index in range(n)]
+        self._cluster_spec = ClusterSpec({job: list(itertools.islice(addresses, n)) for job, n in jobs.items()})
+        self._master = places[0]
+        if gpus_per_task is None and gpus_per_node is not None:
+            gpus_per_task = gpus_per_node // max(of_nodes)
+        if gpus_per_task is not None:
+            self._accelerators = Counter(GPU=gpus_per_task)
+        names = [(job, index) for job, n in jobs.items() for index in range(n)]
         self.task_type, self.task_id = names[int(_variable("SLURM_PROCID"))]
         self.rpc_layer = rpc_layer
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The tasks of this job step."""
-        return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The job of this process, and its index in the job.
@@ -104,36 +97,6 @@ class SlurmClusterResolver(ClusterResolver):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver#get_task_info
         """
         return self.task_type, self.task_id
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of the first task; or, if both `task_type` and `task_id` are given, of that task.
-
-        Raises:
-            ValueError: If there is no such task.
-        """
-        named = task_type is not None and task_id is not None
-        job, index = (task_type, task_id) if named else (self._spec.jobs[0], 0)
-        assert job is not None and index is not None
-        return url(self._spec.task_address(job, index), rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
-    ) -> Counter[str]:
-        """How many accelerators each task has, by kind.
-
-        Raises:
-            ValueError: If `config_proto` is not None; or if another task is asked about, and nobody has said how many
-                GPUs there are.
-        """
-        refuse_config_proto(config_proto)
-        if self._gpus_per_task is not None:
-            return Counter(GPU=self._gpus_per_task)
-        if self._gpus_per_node is not None:
-            return Counter(GPU=self._gpus_per_node // self._most_tasks)
-        return super().num_accelerators(task_type, task_id)
-
-    def _found(self) -> Task:
-        return Task()
 
 
 def _variable(*names: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchstrategy import (
     ReductionToOneDevice,
 )
 from torchstrategy._communication.cross_device_ops import default_for
-from torchstrategy._communication.transfer import Bucketing, in_buckets, why_not_nccl
+from torchstrategy._communication.transfer import bucketed, in_buckets, why_not_nccl
 from torchstrategy._core.distributed_values import ABSENT, Mirrored, PerReplica
 from torchstrategy.experimental import CommunicationOptions
 
@@ -477,6 +478,18 @@ def test_a_reduction_of_the_users_own_that_leaves_replicas_out_is_an_error() -> 
 COLUMNS = st.lists(st.tuples(SHAPES, DTYPES), max_size=6)
 
 
+def packs_of(columns: Sequence[Sequence[torch.Tensor]], limit: float, count: int = 1) -> list[list[torch.Tensor]]:
+    """The packs in which columns are sent, each with a tensor for each replica."""
+    packs: list[list[torch.Tensor]] = []
+
+    def note(pack: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        packs.append(list(pack))
+        return packs[-1]
+
+    bucketed(columns, limit, note, count)
+    return packs
+
+
 def columns_of(kinds: list[tuple[list[int], torch.dtype]], replicas: int = 2) -> list[tuple[torch.Tensor, ...]]:
     return [numbers(replicas, shape, dtype, seed).values for seed, (shape, dtype) in enumerate(kinds)]
 
@@ -485,17 +498,15 @@ def columns_of(kinds: list[tuple[list[int], torch.dtype]], replicas: int = 2) ->
 @given(COLUMNS, st.integers(0, 4), st.sampled_from([0, 1, 16, 64, 1000]))
 def test_what_is_packed_comes_out_as_it_was(kinds: list[Any], count: int, limit: int) -> None:
     columns = columns_of(kinds)
-    for packing in (Bucketing.by_number(columns, count), Bucketing(columns, limit)):
-        packs = packing.packed()
-        for replica in range(2):
-            unpacked = packing.unpacked([pack[replica] for pack in packs])
-            close(unpacked, [column[replica] for column in columns], rtol=0, atol=0)
+    for most, number in ((math.inf, count) if count else (0, 1), (limit, 1)):
+        results = bucketed(columns, most, list, number)
+        close(results, [list(column) for column in columns], rtol=0, atol=0)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(SHAPES, min_size=1, max_size=6), st.integers(1, 4))
 def test_so_many_packs_are_of_one_size_and_the_last_takes_the_rest(shapes: list[list[int]], count: int) -> None:
-    packs = Bucketing.by_number(columns_of([(shape, torch.float64) for shape in shapes]), count).packed()
+    packs = packs_of(columns_of([(shape, torch.float64) for shape in shapes]), math.inf, count)
     sizes = [pack[0].numel() for pack in packs if pack[0].numel()]
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     each = elements // count
@@ -506,7 +517,7 @@ def test_so_many_packs_are_of_one_size_and_the_last_takes_the_rest(shapes: list[
 @given(COLUMNS, st.integers(1, 200))
 def test_packs_have_so_many_bytes_at_most_unless_one_tensor_has_more(kinds: list[Any], limit: int) -> None:
     columns = columns_of(kinds)
-    sizes = [pack[0].numel() * pack[0].element_size() for pack in Bucketing(columns, limit).packed()]
+    sizes = [pack[0].numel() * pack[0].element_size() for pack in packs_of(columns, limit)]
     alone = [column[0].numel() * column[0].element_size() for column in columns]
     assert all(size <= limit or size in alone for size in sizes)
     assert len(sizes) <= len(columns)
@@ -515,9 +526,9 @@ def test_packs_have_so_many_bytes_at_most_unless_one_tensor_has_more(kinds: list
 def test_a_pack_holds_one_dtype_and_what_is_sparse_goes_alone() -> None:
     kinds = [([2], torch.float64), ([3], torch.int64), ([1], torch.float64), ([], torch.int64)]
     sparse = [torch.eye(2).to_sparse()] * 2
-    shapes = [tuple(pack[0].shape) for pack in Bucketing([*columns_of(kinds), sparse], 1000).packed()]
+    shapes = [tuple(pack[0].shape) for pack in packs_of([*columns_of(kinds), sparse], 1000)]
     assert shapes == [(3,), (4,), (2, 2)]
-    assert [tuple(p[0].shape) for p in Bucketing.by_number([*columns_of(kinds), sparse], 1).packed()] == shapes
+    assert [tuple(p[0].shape) for p in packs_of([*columns_of(kinds), sparse], math.inf)] == shapes
 
 
 def test_without_a_limit_nothing_is_packed() -> None:
