@@ -54,14 +54,15 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("testing", "_simulation"): [
         {"torch_internals"},
-        {"facades", "ordinals", "pending", "recorder"},  # which devices there are, and what happens on them
-        {"generators", "streams"},
+        {"facades", "listeners", "ordinals", "pending", "pinned"},  # which devices there are, and what happens on them
+        {"fakes", "generators", "program", "streams"},
+        {"recorder"},
         {"accounts"},
         {"memory"},
         {"storages"},
         {"kernels", "module", "tensors"},
-        {"accelerator", "backend", "cuda_alias"},
-        {"autocast", "creation", "layers", "sparse"},
+        {"accelerator", "backend", "cuda_alias", "parallel"},
+        {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
     ],
     ("testing", "_same_as_plain"): [
         {"device_errors", "held", "record"},

@@ -16,11 +16,11 @@ import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
 from torchstrategy.testing._simulation.generators import check_generator, default_generator
+from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
-from torchstrategy.testing._simulation.recorder import recorder
 from torchstrategy.testing._simulation.storages import adopt
-from torchstrategy.testing._simulation.streams import launched, read_by_the_program
+from torchstrategy.testing._simulation.streams import computed, launched, read_by_the_program
 from torchstrategy.testing._simulation.torch_internals import (
     DispatchKey,
     DispatchKeySet,
@@ -197,11 +197,26 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     if operator.is_view or operator.draws_unasked:
         what = "makes a view" if operator.is_view else "draws random numbers and takes no generator"
         raise NotImplementedError(f"The operator {op} {what}, and is not simulated on '{NAME}' devices.")
+    return _run(op, op, operator, args, kwargs)
+
+
+def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a kernel of a function of tensors of the CPU, for an operator that torch has for GPUs only."""
+    operator = _operator(op)
+
+    @functools.wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _run(op, function, operator, args, kwargs)
+
+    return kernel
+
+
+def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
-    if recorder() is not None:
+    if listeners():
         launched(operator.name, device, arguments.tensors(), arguments.written())
     for position in operator.written:
         written = arguments[position]
@@ -211,11 +226,13 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
     if is_autocast_enabled("cpu"):
         with without_keys(_AUTOCAST_CPU):
-            results = _called(op, operator, arguments)
+            results = _called(call, operator, arguments)
     else:
-        results = _called(op, operator, arguments)
+        results = _called(call, operator, arguments)
+    if listeners():
+        computed(op, device, arguments.args, arguments.kwargs, results)
     if operator.is_read_by_the_program:
-        read_by_the_program(device)
+        read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)
     return _given_back(operator, arguments, results, device)
@@ -229,9 +246,9 @@ def _give_generator(arguments: _Arguments, position: int, device: int) -> None:
         check_generator(generator, device)
 
 
-def _called(op: Any, operator: _Operator, arguments: _Arguments) -> Any:
+def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments) -> Any:
     try:
-        return op(*arguments.args, **arguments.kwargs)
+        return call(*arguments.args, **arguments.kwargs)
     except RuntimeError as error:
         if "Expected a value of type 'Tensor" in str(error):
             # Torch wraps a number in a tensor where an operator wants a tensor, and unwraps it again for a kernel that
@@ -247,7 +264,7 @@ def _called(op: Any, operator: _Operator, arguments: _Arguments) -> Any:
                     arguments[position] = torch.empty(0, dtype=arguments[position].dtype, device=CPU)
         else:
             raise
-    return op(*arguments.args, **arguments.kwargs)
+    return call(*arguments.args, **arguments.kwargs)
 
 
 def _check_whole(out: torch.Tensor, operator: _Operator) -> None:
