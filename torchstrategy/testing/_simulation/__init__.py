@@ -6,6 +6,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     ordinals      which simulated devices there are, and which is current on this thread
     listeners     what is told what happens on streams
     pinned        memory of the CPU with a mark
+    shapes        operators that are not computed
     program       what the program itself does with memory of the CPU, and on which of its lines
     memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
     recorder      which stream waits for which, and where none does and should

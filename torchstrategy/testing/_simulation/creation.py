@@ -14,6 +14,7 @@ from torchstrategy.testing._simulation.kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated, ordinal
 from torchstrategy.testing._simulation.pinned import is_pinned, pin
+from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 from torchstrategy.testing._simulation.storages import CPU_KERNELS, adopt, new_storage, point_at
 from torchstrategy.testing._simulation.streams import copied, guarded
 
@@ -64,6 +65,8 @@ def _register_copies(backend: Backend) -> None:
     def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
         see = Together() if is_simulated(source) and overlap([source, target]) else on_cpu
         copied(source, target, non_blocking)
+        if shapes_only() and is_large([target]):
+            return target
         (see(target) if is_simulated(target) else target).copy_(see(source) if is_simulated(source) else source)
         return target
 

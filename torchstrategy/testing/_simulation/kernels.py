@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -19,6 +20,7 @@ from torchstrategy.testing._simulation.generators import check_generator, defaul
 from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
+from torchstrategy.testing._simulation.shapes import NOT_KNOWN, is_large, shaped, shapes_only
 from torchstrategy.testing._simulation.storages import adopt
 from torchstrategy.testing._simulation.streams import computed, launched, read_by_the_program
 from torchstrategy.testing._simulation.torch_internals import (
@@ -84,13 +86,28 @@ class _Operator:
         infos = [result.alias_info for result in declared.returns]
         self.is_view = any(info is not None and not info.is_write for info in infos)
         # A result that is no tensor is a number that the program sees, so the program waits for the device.
-        self.is_read_by_the_program = any("Tensor" not in str(result.type) for result in declared.returns)
+        self._is_read = any("Tensor" not in str(result.type) for result in declared.returns)
+        # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
+        self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
+        self._is_index = self.name.startswith("aten.index.Tensor")
         # For each result: the position of the argument that it is, or None if it is a new tensor.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
 
     def argument(self, position: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The argument at a position of the schema; None if there is none."""
         return args[position] if position < len(args) else kwargs.get(self.names[position])
+
+    def is_read_by_the_program(self, arguments: Sequence[Any]) -> bool:
+        """Whether the program waits for the device, to see a number."""
+        if not self._has_unknown_size or not self._is_index:
+            return self._is_read or self._has_unknown_size
+        indices = arguments[1] if len(arguments) > 1 else ()
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+    @property
+    def has_known_sizes(self) -> bool:
+        """Whether the sizes of its results say all that the program gets to know of them."""
+        return not self._is_read and not self._has_unknown_size and not self.outs
 
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
         """Whether accelerators accept this tensor of the CPU as the argument at a position."""
@@ -223,15 +240,17 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
         if isinstance(written, torch.Tensor) and written.layout is not torch.strided:
             # A sparse tensor may get other indices, which need memory of another size.
             arguments[position] = written.clone()
-    # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
-    if is_autocast_enabled("cpu"):
-        with without_keys(_AUTOCAST_CPU):
+    results = NOT_KNOWN
+    if shapes_only() and operator.has_known_sizes and is_large(arguments.tensors()):
+        same = [None if position is None else arguments[position] for position in operator.returned]
+        results = shaped(op, call, arguments.args, arguments.kwargs, same)
+    if results is NOT_KNOWN:
+        # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
+        with without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext():
             results = _called(call, operator, arguments)
-    else:
-        results = _called(call, operator, arguments)
     if listeners():
         computed(op, device, arguments.args, arguments.kwargs, results)
-    if operator.is_read_by_the_program:
+    if listeners() and operator.is_read_by_the_program(arguments.args):
         read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)

@@ -49,7 +49,8 @@ def _dropout(inputs: Any, p: float, train: bool | None, generator: torch.Generat
     kept = torch.ones_like(inputs, dtype=torch.bool)
     if train is False:
         return inputs.clone(), kept
-    return inputs * kept.bernoulli_(1 - p, generator=generator) * (0.0 if p == 1 else 1 / (1 - p)), kept
+    chosen = kept if inputs.is_meta else kept.bernoulli_(1 - p, generator=generator)
+    return inputs * chosen * (0.0 if p == 1 else 1 / (1 - p)), kept
 
 
 # Torch has fused cells of recurrent layers for GPUs only, so they are written below.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import traceback
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +19,7 @@ from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.torch_internals import schema
 
 _PACKAGE = str(Path(__file__).parents[2])
+_CONTEXTS = contextlib.__file__  # in whose frames blocks begin and end
 
 # Methods that read memory of the CPU and are no operators. `__reduce_ex__` is how a tensor is saved and pickled.
 _READING = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")
@@ -34,12 +37,30 @@ def watching_the_cpu() -> Iterator[None]:
     if _blocks == 1:
         _watch_methods()
     try:
-        with _Watch():
+        with nullcontext() if _here.is_watched else _watched_here():
             yield
     finally:
         _blocks -= 1
         if not _blocks:
             _forget_methods()
+
+
+@final
+class _Here(threading.local):
+    is_watched = False  # by an outer block, which tells all listeners
+
+
+_here = _Here()
+
+
+@contextmanager
+def _watched_here() -> Iterator[None]:
+    _here.is_watched = True
+    try:
+        with _Watch():
+            yield
+    finally:
+        _here.is_watched = False
 
 
 _before: list[tuple[str, Any]] = []
@@ -136,8 +157,17 @@ def users_line() -> str:
 
 def users_place() -> str:
     """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
-    for frame, line in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE) and "/torch/" not in file and not file.startswith("<"):
-            return f"{Path(file).name}:{line}"
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = _users_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+@functools.cache
+def _users_file(file: str) -> str:
+    """The name of a file of the user's; nothing if the file is torch's or this package's."""
+    is_users = not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file
+    return Path(file).name if is_users else ""
