@@ -77,7 +77,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"clock", "report"},
         {"perfetto", "picture"},
         {"trace"},
-        {"virtual_time"},
+        {"limits", "virtual_time"},
     ],
     ("testing", "_same_as_plain"): [
         {"device_errors", "held", "record"},

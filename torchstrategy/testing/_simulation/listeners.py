@@ -23,8 +23,8 @@ class Launch(NamedTuple):
 
     stream: Stream
     name: str
-    read: Sequence[int]  # the storages that it reads, by address
-    written: Sequence[int]
+    read: Sequence[torch.Tensor]
+    written: Sequence[torch.Tensor]
 
 
 class Kernel(NamedTuple):
@@ -43,8 +43,6 @@ class Copy(NamedTuple):
     source: Stream | None  # the current stream of the device; None: the CPU
     target: Stream | None
     tensors: tuple[torch.Tensor, torch.Tensor]  # of the source and of the target
-    read: Sequence[int]  # the storage, by address
-    written: Sequence[int]
     is_pinned: bool  # whether the memory of the CPU is; False if the CPU has no part in it
     blocks: bool  # whether the program waits until the copy is done
 
@@ -80,7 +78,7 @@ class Listener(ABC):
         """Memory is free: the next tensor of the stream for which it was allocated may get it."""
 
     @abstractmethod
-    def guarded(self, stream: Stream, address: int) -> None:
+    def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
         """`tensor.record_stream(stream)`: the memory is not reused before the work on that stream is done."""
 
     @abstractmethod

@@ -85,7 +85,7 @@ def _forget_methods() -> None:
 def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+        if tensor.is_cpu and tensor.layout is torch.strided:
             for listener in listeners():
                 listener.used_on_cpu(name, [tensor], [])
         return method(tensor, *args, **kwargs)
@@ -140,7 +140,7 @@ def _uses_of(op: Any) -> Uses | None:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(tensor, torch.Tensor):
                     continue
-                if tensor.device.type != "cpu":
+                if not tensor.is_cpu:
                     crosses = crosses or is_copy
                 elif tensor.layout is torch.strided:
                     (written if is_write else read).append(tensor)

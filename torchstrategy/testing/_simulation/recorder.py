@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Stream, listeners, listening
+from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._simulation.program import users_line, watching_the_cpu
 
 Clock = dict[Stream, int]
@@ -74,7 +75,7 @@ class Recorder(Listener):
     @override
     def launched(self, launch: Launch) -> None:
         with self._lock:
-            self._launch(launch.stream, launch.name, launch.read, launch.written)
+            self._launch(launch.stream, launch.name, _addresses(launch.read), _addresses(launch.written))
 
     @override
     def computed(self, kernel: Kernel) -> None:
@@ -82,13 +83,14 @@ class Recorder(Listener):
 
     @override
     def copied(self, copy: Copy) -> None:
+        read, written = ([_storage(tensor)] if copy.is_pinned else _addresses([tensor]) for tensor in copy.tensors)
         with self._lock:
             if copy.source is not None and copy.target is not None:
                 self.waits_for_stream(copy.source, copy.target)
-                self._launch(copy.source, "copy", copy.read, copy.written)
+                self._launch(copy.source, "copy", read, written)
                 self.waits_for_stream(copy.target, copy.source)
                 return
-            work = self._launch(copy.stream, "copy", copy.read, copy.written)
+            work = self._launch(copy.stream, "copy", read, written)
             if copy.blocks:
                 self.synchronized_stream(copy.stream)
             else:
@@ -114,11 +116,12 @@ class Recorder(Listener):
                     )
 
     @override
-    def guarded(self, stream: Stream, address: int) -> None:
+    def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
         with self._lock:
-            self._note(stream, "use", "record_stream")
-            if address in self._memory:
-                self._memory[address].guarded.add(stream)
+            for address in _addresses([tensor]):
+                self._note(stream, "use", "record_stream")
+                if address in self._memory:
+                    self._memory[address].guarded.add(stream)
 
     @override
     def moment(self, stream: Stream) -> Clock:
@@ -301,6 +304,16 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     with listening(made), watching_the_cpu():
         yield made
     check_races(made, check)
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The storages of those tensors that are on simulated devices, by address."""
+    on_devices = (tensor for tensor in tensors if is_simulated(tensor) and tensor.layout is torch.strided)
+    return [address for address in map(_storage, on_devices) if address]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def check_races(record: Recorder, check: bool = True) -> None:

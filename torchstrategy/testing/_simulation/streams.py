@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -194,9 +194,9 @@ def _key(stream: torch.Stream | None) -> tuple[int, int]:
 # What listeners are told besides. These functions do nothing while nobody listens.
 
 
-def launched(name: str, device: int, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+def launched(name: str, device: int, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
     """Says that an operator is about to run on the current stream of a device."""
-    launch = Launch(_key(current_stream(device)), name, _addresses(read), _addresses(written))
+    launch = Launch(_key(current_stream(device)), name, read, written)
     for listener in listeners():
         listener.launched(launch)
 
@@ -230,8 +230,6 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
         source=None if here is None else _key(current_stream(here)),
         target=None if there is None else _key(current_stream(there)),
         tensors=(source, target),
-        read=_addresses([source], of_cpu=pinned),
-        written=_addresses([target], of_cpu=pinned),
         is_pinned=pinned,
         blocks=from_or_to_cpu and not (non_blocking and pinned),
     )
@@ -242,8 +240,7 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
 def guarded(tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Says that `tensor.record_stream(stream)` was called."""
     for listener in listeners():
-        for address in _addresses([tensor]):
-            listener.guarded(_key(stream), address)
+        listener.guarded(_key(stream), tensor)
 
 
 def made(index: int, address: int) -> None:
@@ -256,12 +253,6 @@ def freed(address: int) -> None:
     """Says that memory was given back."""
     for listener in listeners():
         listener.freed(address)
-
-
-def _addresses(tensors: Iterable[torch.Tensor], of_cpu: bool = False) -> list[int]:
-    wanted = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    found = [tensor for tensor in wanted if of_cpu or index_of(tensor) is not None]
-    return [address for address in (tensor.untyped_storage().data_ptr() for tensor in found) if address]
 
 
 # The names that torch has for streams and events.

@@ -153,7 +153,7 @@ class Clock(Listener):
         pass  # taking and giving memory takes no time: torch keeps it
 
     @override
-    def guarded(self, stream: Stream, address: int) -> None:
+    def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
         pass
 
     @override

@@ -65,6 +65,7 @@ _STRIDED_COPY = 0.75  # the part of the bandwidth of a copy that changes the ord
 _WRITES_ONLY = ("fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
 _GATHERS = ("embedding", "index_select", "gather", "index")
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}  # by name: the position of the first factor
+_MAY_USE_TF32 = {*_PRODUCTS, "convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _SIMPLE_CONVOLUTION = 0.80  # the part of the peak that a convolution without tensor cores gets
 _FEW_CHANNELS, _OF_FEW_CHANNELS = 8, 0.35  # a convolution of an image's three channels, and the part of its speed
@@ -82,7 +83,9 @@ class CostModel:
 
     def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Cost | None:
         """The cost of an operator; None if it is no kernel. Only sizes, strides and dtypes are looked at."""
-        key = (op, _uses_tf32(False), _uses_tf32(True), _signature(args), _signature(tuple(kwargs.items())))
+        key: tuple[Any, ...] = (op, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
+        if op.overloadpacket.__name__ in _MAY_USE_TF32:
+            key = (*key, _uses_tf32(False), _uses_tf32(True))
         if key not in self._known:
             self._known[key] = self._computed(op, args, kwargs, results)
         return self._known[key]

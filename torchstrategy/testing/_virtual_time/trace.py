@@ -129,6 +129,13 @@ class VirtualTrace:
         part._part = marks[number], marks[number + 1] if number + 1 < len(marks) else None
         return part
 
+    def _from_first_mark(self) -> Self:
+        """The trace without what comes before the first mark; all of it if there is none."""
+        part = self.__class__(self._clock)
+        part._marks = self._marks
+        part._part = 0 if self._marks else None, None
+        return part
+
     def report(self) -> str:
         """The trace in words: the devices, the copies, and the five longest waits with the lines that cause them."""
         return report(self._timeline())
