@@ -268,10 +268,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     trace = item.stash[_TRACE]
     try:
         result = yield
-        try:
-            Limits(**_of_time_mark(item)[2]).check(trace)
-        except AssertionError as error:
-            pytest.fail(str(error), pytrace=False)
+        if broken := Limits(**_of_time_mark(item)[2]).broken(trace):
+            pytest.fail(broken, pytrace=False)
         return result
     except BaseException:
         _draw(item, trace)

@@ -137,7 +137,7 @@ def test_a_report_names_the_longest_waits_with_their_lines_and_what_to_do(trace:
     assert "  cpu->sim:0: 5.2 MB in 5 copies, 3 of which the program waits for" in lines
     first = next(line for line in lines if "not pinned" in line)
     assert re.search(r"us at test_virtual_reports\.py:\d+, in 2 waits: a copy to sim:0 from memory that is not", first)
-    assert first.endswith("Pin it once (tensor.pin_memory()), and copy with non_blocking=True")
+    assert lines[lines.index(first) + 1] == "      Pin it once (tensor.pin_memory()), and copy with non_blocking=True."
     assert lines.index(first) < lines.index(next(line for line in lines if "reads a number" in line))
     assert trace.report() in repr(trace)
 
@@ -153,14 +153,14 @@ def test_a_program_that_never_waits_is_told_so() -> None:
 
 
 def message(limits: Limits, trace: VirtualTrace) -> str:
-    with pytest.raises(AssertionError) as caught:
-        limits.check(trace)
-    return str(caught.value)
+    broken = limits.broken(trace)
+    assert broken
+    return broken
 
 
 def test_limits_that_hold_say_nothing(trace: VirtualTrace) -> None:
-    Limits().check(trace)
-    Limits(max_seconds=1, max_syncs=5, min_overlap=0.0, max_bytes=2**30).check(trace)
+    assert Limits().broken(trace) == ""
+    assert Limits(max_seconds=1, max_syncs=5, min_overlap=0.0, max_bytes=2**30).broken(trace) == ""
 
 
 def test_a_broken_limit_is_named_with_its_figures(trace: VirtualTrace) -> None:
@@ -182,5 +182,5 @@ def test_limits_hold_from_the_first_mark_on() -> None:
         x.sum().item()
         trace.mark()
         x.sum().item()
-    Limits(max_syncs=1).check(trace)
+    assert Limits(max_syncs=1).broken(trace) == ""
     assert "1 time, and may wait 0 times" in message(Limits(max_syncs=0), trace)

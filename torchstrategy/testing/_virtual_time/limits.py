@@ -28,12 +28,11 @@ class Limits:
     min_overlap: float | None = None
     max_bytes: int | None = None
 
-    def check(self, trace: VirtualTrace) -> None:
-        """Raises an AssertionError with the report, if the program went beyond a limit."""
+    def broken(self, trace: VirtualTrace) -> str:
+        """The limits that the program went beyond, each with its figures, and the report; empty if there are none."""
         trace = trace._from_first_mark()
-        broken = list(self._broken(trace))
-        if broken:
-            raise AssertionError("\n".join([*broken, trace.report()]))
+        found = list(self._broken(trace))
+        return "\n".join([*found, trace.report()]) if found else ""
 
     def _broken(self, trace: VirtualTrace) -> Iterator[str]:
         if self.max_seconds is not None and trace.seconds > self.max_seconds:

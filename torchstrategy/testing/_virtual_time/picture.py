@@ -16,8 +16,8 @@ from torchstrategy.testing._virtual_time.timeline import Timeline
 
 # Coordinates are those of an SVG: x goes to the right, and y down.
 _WIDTH, _MARGIN = 960, 16
-_HEAD, _AXIS = 92, 30  # heights: of the title and the legend, and of the axis
-_LABEL, _BAR, _SPACE = 28, 26, 10  # heights: of a lane's name, of its bars, and of the space below
+_HEAD, _AXIS = 112, 40  # heights: of the title and the legend, and of the axis
+_LABEL, _BAR, _SPACE = 34, 26, 8  # heights: of a lane's name, of its bars, and of the space below
 _LEAST = 0.6  # the width of the narrowest bar; closer ones become one
 _TICKS = 6  # about so many
 _LEGEND = (("compute", "computes"), ("copy", "copies"), ("wait", "waits"), ("cpu", "works on the CPU"))
@@ -53,8 +53,8 @@ _STYLE = """
     .ground { fill: #f4f4f4; }
   }
   @media (max-width: 600px) {
-    text { font-size: 24px; }
-    .title { font-size: 26px; }
+    text { font-size: 28px; }
+    .title { font-size: 30px; }
     .optional { display: none; }
   }
 """
@@ -76,8 +76,8 @@ def picture(timeline: Timeline) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         f"  <title>{escape(title)}</title>",
         f"  <style>{_STYLE}  </style>",
-        f'  <text class="title" x="{_MARGIN}" y="30">{escape(title)}</text>',
-        f'  <text class="dim" x="{_MARGIN}" y="56">{escape(HEAD)}</text>',
+        f'  <text class="title" x="{_MARGIN}" y="32">{escape(title)}</text>',
+        f'  <text class="dim" x="{_MARGIN}" y="64">{escape(HEAD)}</text>',
         *_legend(),
         *_axis(timeline, height),
     ]
@@ -138,9 +138,9 @@ def _drawn(bar: _Bar, timeline: Timeline, y: int) -> str:
 def _legend() -> Iterator[str]:
     x = _MARGIN
     for kind, words in _LEGEND:
-        yield f'  <rect class="{kind}" x="{x}" y="{_HEAD - 24}" width="18" height="18"/>'
-        yield f'  <text x="{x + 26}" y="{_HEAD - 9}">{words}</text>'
-        x += 175
+        yield f'  <rect class="{kind}" x="{x}" y="{_HEAD - 32}" width="18" height="18"/>'
+        yield f'  <text x="{x + 26}" y="{_HEAD - 16}">{words}</text>'
+        x += 190
 
 
 def _axis(timeline: Timeline, height: int) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _axis(timeline: Timeline, height: int) -> Iterator[str]:
     for i in range(count):
         x = _x(timeline.since + i * step, timeline)
         optional = " optional" if i % 2 else ""
-        anchor = "start" if i == 0 else "end" if x > _WIDTH - 80 else "middle"
+        anchor = "start" if i == 0 else "end" if x > _WIDTH - 100 else "middle"
         yield f'  <line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{_HEAD + _AXIS - 4}" y2="{height - _MARGIN}"/>'
         label = f'class="dim{optional}" x="{x:.1f}" y="{_HEAD + _AXIS - 10}" text-anchor="{anchor}"'
         yield f"  <text {label}>{_label(i * step, step)}</text>"

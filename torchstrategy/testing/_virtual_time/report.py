@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from torchstrategy._core.errors import plural
 from torchstrategy.testing._virtual_time.profiles import GIB
@@ -29,7 +30,9 @@ def report(timeline: Timeline) -> str:
         lines.append("  the program never waits")
         return "\n".join(lines)
     lines.append(f"  the program waits {in_words(total)}:")
-    lines += [f"    {_described(wait)}" for wait in waits[:_WAITS] if wait.seconds]
+    for wait in waits[:_WAITS]:
+        if wait.seconds:
+            lines += [f"    {_described(wait)}", *(f"      {advice}" for advice in _advice(wait.why))]
     if more := len([wait for wait in waits[_WAITS:] if wait.seconds]):
         lines.append(f"    and in {plural(more, 'other place')}")
     return "\n".join(lines)
@@ -54,19 +57,19 @@ def _copies(timeline: Timeline) -> list[str]:
 def _described(wait: Wait) -> str:
     where = wait.where or "code that is not yours"
     times = "" if wait.times == 1 else f", in {wait.times} waits"
-    return f"{in_words(wait.seconds)} at {where}{times}: {wait.why}{_advice(wait.why)}"
+    return f"{in_words(wait.seconds)} at {where}{times}: {wait.why}"
 
 
-def _advice(why: str) -> str:
-    if why.endswith("not pinned"):
-        return ". Pin it once (tensor.pin_memory()), and copy with non_blocking=True"
-    if why.startswith("a copy to"):
-        return ". Copy with non_blocking=True"
-    if why.startswith("a copy from"):
-        return ". Copy with non_blocking=True, and wait for an event where you need the result"
-    if why.startswith("aten."):
-        return ". The program reads a number (.item(), bool(), print): read it later, or less often"
-    return ""
+def _advice(why: str) -> Iterator[str]:
+    """What to write instead, in a line."""
+    if why.startswith("a copy to") and why.endswith("not pinned"):
+        yield "Pin it once (tensor.pin_memory()), and copy with non_blocking=True."
+    elif why.startswith("a copy to"):
+        yield "Copy with non_blocking=True."
+    elif why.startswith("a copy from"):
+        yield "Copy less often, or with non_blocking=True, and wait for an event where you need the result."
+    elif why.startswith("aten."):
+        yield "The program reads a number (.item(), bool(), print): read it later, or less often."
 
 
 def in_words(seconds: float) -> str:
