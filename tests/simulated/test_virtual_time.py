@@ -14,7 +14,14 @@ from torch.nn import functional as F
 
 import torchstrategy
 from problems import data, deal, mlp, mse, sgd
-from torchstrategy.testing import DeviceProfile, VirtualTrace, record_streams, simulated_devices, virtual_time
+from torchstrategy.testing import (
+    DeviceProfile,
+    Lockstep,
+    VirtualTrace,
+    record_streams,
+    simulated_devices,
+    virtual_time,
+)
 
 SIM = simulated_devices()
 A100 = DeviceProfile.named("A100-SXM-80GB")
@@ -263,6 +270,12 @@ def test_a_replica_that_waits_goes_on_when_the_last_one_has_come() -> None:
     trace = timed(lambda: strategy.run(step), OF_DEVICES)
     starts = {(span.device, span.name): span.start for span in trace._clock.spans}
     assert starts[0, "mul_"] == starts[1, "mul_"] == pytest.approx(20 * A100.launch)
+
+
+def test_two_that_give_turns_are_refused_by_name() -> None:
+    strategy = torchstrategy.MirroredStrategy(SIM[:2])
+    with virtual_time(A100), Lockstep([1, 0]), pytest.raises(RuntimeError, match=r"^virtual_time\(\) and Lockstep"):
+        strategy.run(lambda: None)
 
 
 # The block

@@ -114,7 +114,7 @@ def test_a_failure_says_what_waits_and_on_which_line(run: tuple[str, Path]) -> N
     output, _ = run
     assert "The program waits for a device 4 times, and may wait 0 times (max_syncs):" in output
     assert re.search(r"  3 times at test_times\.py:\d+: a copy to sim:0 from memory that is not pinned", output)
-    assert output.count("The program waits for a device 4 times") == 1
+    assert "During handling of the above exception" not in output
     assert "KeyError: 'mine'" in output
     assert "The mark `virtual_time` takes a profile, shapes_only and the limits" in output
     assert "got 'L4', max_waits=3." in output

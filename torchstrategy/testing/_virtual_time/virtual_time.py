@@ -51,7 +51,8 @@ def virtual_time(
     Raises:
         ValueError: If there is no profile of this name.
         TypeError: If it is neither a name nor a profile.
-        RuntimeError: If another such block is open, or if it is entered in a replica.
+        RuntimeError: If another such block is open, or if it is entered in a replica; from `run`, if something else
+            gives turns to replicas (`Lockstep`): here they go to the replica whose clock is behind.
 
     Example:
         >>> with torchstrategy.testing.virtual_time("H100-SXM") as trace:
