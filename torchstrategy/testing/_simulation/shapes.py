@@ -31,9 +31,9 @@ def computing_shapes_only() -> Iterator[Counter[str]]:
         How often an operator was computed all the same, since torch has no meta kernel for it, by name.
     """
     global _blocks
-    _let_the_system_make_memory_when_touched()
     if not _blocks:
         _computed.clear()
+        _take_from_the_system(LARGE)
     _blocks += 1
     try:
         yield _computed
@@ -41,6 +41,7 @@ def computing_shapes_only() -> Iterator[Counter[str]]:
         _blocks -= 1
         if not _blocks:
             _sizes.clear()
+            _take_from_the_system(_KEPT_BY_GLIBC)
 
 
 def shapes_only() -> bool:
@@ -112,12 +113,19 @@ def _signature(value: Any) -> Any:
     return value if isinstance(value, (int, bool, str, float, torch.dtype)) else str(value)
 
 
-def _let_the_system_make_memory_when_touched() -> None:
-    """Has glibc take large blocks from the system, which gives memory where it is touched, and none where it is not."""
+def _take_from_the_system(at_least: int) -> None:
+    """Has glibc take blocks of so many bytes from the system, which gives memory only where it is touched.
+
+    By itself, glibc keeps blocks that it has had once, and gives their touched memory to the next one that asks.
+    """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
-            libc.mallopt(_M_MMAP_THRESHOLD, LARGE)
+            libc.mallopt(_M_MMAP_THRESHOLD, at_least)
+            libc.mallopt(_M_TRIM_THRESHOLD, 2 * at_least)
 
 
-_M_MMAP_THRESHOLD = -3
+# The numbers of glibc's settings. It cannot be asked for them, so it gets back what it comes to by itself in a process
+# that works on large tensors: the most that its own rule allows.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BY_GLIBC = 32 * 2**20
