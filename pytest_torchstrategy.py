@@ -7,13 +7,18 @@ before anything else, and torch takes seconds to import and reads its environmen
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
     simulated_devices                    the simulated devices; the test is skipped where there are none
+    virtual_time, @pytest.mark.virtual_time(...)
+                                         the test runs in virtual time, and may not go beyond limits
+    --timeline=DIR                       draws what happened in each failing test that runs in virtual time
     no_leaks and its parts               fail the test that leaves threads, scopes or settings of torch behind
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,10 +27,13 @@ if TYPE_CHECKING:
     import torch
 
     import torchstrategy
+    from torchstrategy.testing import VirtualTrace
     from torchstrategy.testing._topologies import Topology
 
 _REAL: pytest.StashKey[list[torch.device]] = pytest.StashKey()
+_TRACE: pytest.StashKey[VirtualTrace] = pytest.StashKey()
 _MARK = "strategies"
+_TIME_MARK = "virtual_time"
 _OPTIONS_OF_MARK = ("replicas", "places")
 _WHERE_FROM = {
     "sim": "there are no simulated devices: run pytest with --simulate-devices=4",
@@ -49,6 +57,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run tests that take the fixture `strategy` on the accelerators of this machine, too",
     )
+    group.addoption(
+        "--timeline",
+        metavar="DIR",
+        help="write a picture of what happened, an SVG file, for each failing test that runs in virtual time",
+    )
 
 
 def _count(text: str) -> int:
@@ -67,6 +80,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{_MARK}(*names, replicas=[1, 2, 3], places=['cpu', 'sim', 'real']): run the test, which takes the fixture "
         "`strategy`, once under each of these strategies, with each number of replicas, in each place",
+    )
+    config.addinivalue_line(
+        "markers",
+        f"{_TIME_MARK}(profile, *, max_seconds=None, max_syncs=None, min_overlap=None, max_bytes=None, "
+        "shapes_only=False): run the test in virtual time, and fail it if it goes beyond a limit",
     )
     if _REAL not in config.stash:  # a conftest file has loaded this plugin
         _find_devices(config, config.option)
@@ -194,6 +212,80 @@ def simulated_devices() -> list[torch.device]:
     from torchstrategy import testing
 
     return testing.simulated_devices() or pytest.skip(_why_not_simulated())
+
+
+# Virtual time
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker(_TIME_MARK) is not None and isinstance(item, pytest.Function):
+        item.fixturenames.append("virtual_time")  # last: what other fixtures prepare takes no time
+
+
+@pytest.fixture
+def virtual_time(request: pytest.FixtureRequest) -> Iterator[VirtualTrace]:
+    """The trace of this test, which runs in virtual time. The test is skipped where there are no simulated devices.
+
+    Its profile and its limits are those of `@pytest.mark.virtual_time`; without it, they are an H100 and none.
+    """
+    from torchstrategy import testing
+
+    if not testing.simulated_devices():
+        pytest.skip(_why_not_simulated())
+    profile, shapes_only, _ = _of_time_mark(request.node)
+    with testing.virtual_time(profile, shapes_only) as trace:
+        request.node.stash[_TRACE] = trace
+        yield trace
+
+
+def _of_time_mark(item: pytest.Item) -> tuple[Any, bool, dict[str, Any]]:
+    """The profile, whether shapes are all that is computed, and the limits."""
+    mark = item.get_closest_marker(_TIME_MARK)
+    if mark is None:
+        return "H100-SXM", False, {}
+    limits = dict(mark.kwargs)
+    shapes_only = limits.pop("shapes_only", False)
+    profile = limits.pop("profile", None) if not mark.args else mark.args[0]
+    unknown = [f"{name}={value!r}" for name, value in limits.items() if name not in _LIMITS]
+    if unknown or len(mark.args) > 1 or profile is None:
+        pytest.fail(
+            f"The mark `{_TIME_MARK}` takes a profile, shapes_only and the limits {', '.join(_LIMITS)}; got "
+            f"{', '.join([*map(repr, mark.args), *unknown]) or 'nothing'}.",
+            pytrace=False,
+        )
+    return profile, shapes_only, limits
+
+
+_LIMITS = ("max_seconds", "max_syncs", "min_overlap", "max_bytes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if _TRACE not in item.stash:
+        return (yield)
+    from torchstrategy.testing._virtual_time.limits import Limits
+
+    trace = item.stash[_TRACE]
+    try:
+        result = yield
+        if broken := Limits(**_of_time_mark(item)[2]).broken(trace):
+            pytest.fail(broken, pytrace=False)
+        return result
+    except BaseException:
+        _draw(item, trace)
+        raise
+    finally:
+        del item.stash[_TRACE]
+
+
+def _draw(item: pytest.Item, trace: VirtualTrace) -> None:
+    folder = item.config.getoption("timeline")
+    if folder is None:
+        return
+    path = Path(folder) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', item.nodeid).strip('-')}.svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.save(path)
+    item.add_report_section("call", "timeline", f"What happened is drawn in {path}.")
 
 
 # Leaks

@@ -49,18 +49,34 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing",): [
         {"_instruments", "_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
-        {"_same_as_plain", "_worker_drift"},
+        {"_same_as_plain", "_virtual_time", "_worker_drift"},
     ],
     ("testing", "_simulation"): [
         {"torch_internals"},
-        {"facades", "ordinals", "pending", "recorder"},  # which devices there are, and what happens on them
-        {"generators", "streams"},
+        {
+            "facades",
+            "listeners",
+            "ordinals",
+            "pending",
+            "pinned",
+            "shapes",
+        },  # which devices there are, and what happens on them
+        {"fakes", "generators", "program", "streams"},
+        {"recorder"},
         {"accounts"},
         {"memory"},
         {"storages"},
         {"kernels", "module", "tensors"},
-        {"accelerator", "backend", "cuda_alias"},
-        {"autocast", "creation", "layers", "sparse"},
+        {"accelerator", "backend", "cuda_alias", "parallel"},
+        {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
+    ],
+    ("testing", "_virtual_time"): [
+        {"hosts", "profiles", "spans"},
+        {"costs", "timeline"},
+        {"clock", "report"},
+        {"perfetto", "picture"},
+        {"trace"},
+        {"limits", "virtual_time"},
     ],
     ("testing", "_same_as_plain"): [
         {"device_errors", "held", "record"},

@@ -99,6 +99,9 @@ def printed_by(command: str, folder: Path) -> str:
 def printed_sooner_by(command: str, folder: Path) -> str:
     """The same, without a shell, and in a process that has imported torch already."""
     program, *arguments = shlex.split(command)
+    if program == "python":
+        done = python(*arguments, folder=folder, **HERE)
+        return done.stdout + done.stderr
     found = shutil.which(program, path=HERE["PATH"])
     assert found, f"there is no {program} here"
     done = python(found, *arguments, folder=folder, **HERE)
@@ -143,7 +146,9 @@ def test_the_reference_names_all_that_tests_can_use() -> None:
     options = re.findall(r'addoption\(\s*"(--[\w-]+)"', plugin)
     fixtures = re.findall(r"^@pytest.fixture\ndef (\w+)", plugin, re.MULTILINE)
     assert options and fixtures
-    public = {*torchstrategy.testing.__all__, *options, *fixtures, "@pytest.mark.strategies"}
+    marks = [f"@pytest.mark.{name}" for name in re.findall(r'^_\w*MARK = "(\w+)"', plugin, re.MULTILINE)]
+    assert len(marks) == 2
+    public = {*torchstrategy.testing.__all__, *options, *fixtures, *marks}
     assert names_in_reference() == public
 
 

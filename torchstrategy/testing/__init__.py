@@ -7,11 +7,14 @@ from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_lea
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices, simulated_devices
+from torchstrategy.testing._virtual_time import DeviceProfile, VirtualTrace, virtual_time
 from torchstrategy.testing._worker_drift import assert_workers_agree
 
 __all__ = [
+    "DeviceProfile",
     "Lockstep",
     "Traffic",
+    "VirtualTrace",
     "assert_replicas_agree",
     "assert_same_as_plain",
     "assert_workers_agree",
@@ -26,6 +29,7 @@ __all__ = [
     "simulate_devices",
     "simulated_devices",
     "slow_replica",
+    "virtual_time",
 ]
 
 for _name in __all__:

@@ -4,20 +4,28 @@ A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own
 on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
 
     ordinals      which simulated devices there are, and which is current on this thread
+    listeners     what is told what happens on streams
+    pinned        memory of the CPU with a mark
+    shapes        operators that are not computed
+    program       what the program itself does with memory of the CPU, and on which of its lines
     memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
-    recorder      which stream waits for which, for tests of streams
+    recorder      which stream waits for which, and where none does and should
     accounts      how many bytes each device holds
     kernels       how any operator is run
     backend       registers kernels with torch's dispatcher
     creation      kernels that make, copy and view tensors
     layers        kernels of layers for which torch asks a backend for other operators than the CPU
+    attention     attention as one kernel
+    batch_norm    kernels of `torch.nn.SyncBatchNorm`
     sparse        kernels of sparse tensors
     autocast      mixed precision
     generators    random numbers
     streams       streams and events
     storages      storages: made, resized, exchanged, sent to another process
     tensors       functions of tensors for which torch's C++ has a wrong answer
-    accelerator   `torch.accelerator`, backward and `torch.nn.parallel`
+    accelerator   `torch.accelerator` and backward
+    parallel      `torch.nn.parallel`
+    fakes         tensors with sizes and no memory
     pending       how an exception of a hook gets out of torch's C++
     facades       how a class of torch is replaced
     module        the module `torch.sim`
@@ -33,7 +41,13 @@ from torchstrategy.testing._simulation import (
     accelerator as _accelerator,
 )
 from torchstrategy.testing._simulation import (
+    attention as _attention,
+)
+from torchstrategy.testing._simulation import (
     autocast as _autocast,
+)
+from torchstrategy.testing._simulation import (
+    batch_norm as _batch_norm,
 )
 from torchstrategy.testing._simulation import (
     creation as _creation,
@@ -42,10 +56,16 @@ from torchstrategy.testing._simulation import (
     cuda_alias as _cuda_alias,
 )
 from torchstrategy.testing._simulation import (
+    fakes as _fakes,
+)
+from torchstrategy.testing._simulation import (
     generators as _generators,
 )
 from torchstrategy.testing._simulation import (
     layers as _layers,
+)
+from torchstrategy.testing._simulation import (
+    parallel as _parallel,
 )
 from torchstrategy.testing._simulation import (
     sparse as _sparse,
@@ -131,12 +151,12 @@ def simulate_devices(count: int) -> list[torch.device]:
     )
     declare(count)
     backend = Backend()
-    for part in (_creation, _layers, _sparse, _autocast):
+    for part in (_creation, _layers, _attention, _batch_norm, _sparse, _autocast):
         part.register(backend)
     backend.fall_back()
     backend.run_directly()
     _registered.append(backend)
-    for mended in (_generators, _streams, _storages, _tensors, _accelerator, _cuda_alias):
+    for mended in (_generators, _streams, _storages, _tensors, _accelerator, _parallel, _fakes, _cuda_alias):
         mended.install()
     _generators.make_default_generators(count)
     return simulated_devices()

@@ -39,8 +39,8 @@ def account(storage: torch.UntypedStorage, index: int) -> None:
     marks["_torchstrategy_device"] = index
     size = storage.nbytes()
     _accounts[index].add(size)
-    made(index, storage.data_ptr())
     weakref.finalize(storage, _give_back, index, size, storage.data_ptr()).atexit = False
+    made(index, storage.data_ptr())  # which raises if the device is full
 
 
 def _give_back(index: int, size: int, address: int) -> None:

@@ -13,6 +13,8 @@ from torchstrategy.testing._simulation.backend import Backend, operator
 from torchstrategy.testing._simulation.kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated, ordinal
+from torchstrategy.testing._simulation.pinned import is_pinned, pin
+from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 from torchstrategy.testing._simulation.storages import CPU_KERNELS, adopt, new_storage, point_at
 from torchstrategy.testing._simulation.streams import copied, guarded
 
@@ -28,7 +30,6 @@ _VIEWS = (
     "set_.source_Tensor",
     "is_set_to",
 )
-_PINNED = "_torchstrategy_pinned"
 
 
 def register(backend: Backend) -> None:
@@ -64,6 +65,8 @@ def _register_copies(backend: Backend) -> None:
     def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
         see = Together() if is_simulated(source) and overlap([source, target]) else on_cpu
         copied(source, target, non_blocking)
+        if shapes_only() and is_large([target]):
+            return target
         (see(target) if is_simulated(target) else target).copy_(see(source) if is_simulated(source) else source)
         return target
 
@@ -75,14 +78,17 @@ def _register_copies(backend: Backend) -> None:
 
     @backend.kernel("_to_copy")
     def _to_copy(tensor: Any, *, non_blocking: bool = False, **options: Any) -> Any:
-        # For a copy to the CPU that does not block, torch would allocate pinned memory, which only C++ backends offer.
-        may_return_early = non_blocking and options.get("device") != CPU
-        return to_copy.redispatch(CPU_KERNELS, tensor, non_blocking=may_return_early, **options)
+        if not (non_blocking and options.get("device") == CPU and tensor.layout is torch.strided):
+            return to_copy.redispatch(CPU_KERNELS, tensor, non_blocking=non_blocking, **options)
+        # For a copy to the CPU that does not block, torch allocates pinned memory, which only C++ backends offer.
+        layout = options.get("memory_format") or torch.preserve_format
+        target = torch.empty_like(tensor, dtype=options.get("dtype"), device=CPU, memory_format=layout)
+        return pin(target).copy_(tensor, non_blocking=True)
 
     @backend.kernel("_foreach_copy_")  # of the operators on lists, the one whose pairs may cross devices
     def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+            target.copy_(source, non_blocking)
 
     # Torch resolves a conjugated tensor by a copy, which would come to this kernel again, without end.
     backend.fall_through("_copy_from", "Conjugate")
@@ -134,14 +140,10 @@ def _resized(tensor: torch.Tensor, size: list[int]) -> None:
 
 
 def _register_pinned_memory(backend: Backend) -> None:
-    """Registers kernels for pinned memory, which is memory of the CPU with a mark."""
-
     @backend.kernel("_pin_memory", "CPU")
     def _pin_memory(tensor: Any, device: Any = None) -> Any:
-        pinned = tensor.clone()
-        pinned.untyped_storage().__dict__[_PINNED] = True
-        return pinned
+        return pin(tensor.clone())
 
     @backend.kernel("is_pinned", "CPU")
     def _is_pinned(tensor: Any, device: Any = None) -> bool:
-        return _PINNED in tensor.untyped_storage().__dict__
+        return is_pinned(tensor)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
 from torchstrategy.testing._simulation.generators import check_generator, default_generator
+from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
-from torchstrategy.testing._simulation.recorder import recorder
+from torchstrategy.testing._simulation.shapes import NOT_KNOWN, is_large, shaped, shapes_only
 from torchstrategy.testing._simulation.storages import adopt
-from torchstrategy.testing._simulation.streams import launched, read_by_the_program
+from torchstrategy.testing._simulation.streams import computed, launched, read_by_the_program
 from torchstrategy.testing._simulation.torch_internals import (
     DispatchKey,
     DispatchKeySet,
@@ -84,13 +86,28 @@ class _Operator:
         infos = [result.alias_info for result in declared.returns]
         self.is_view = any(info is not None and not info.is_write for info in infos)
         # A result that is no tensor is a number that the program sees, so the program waits for the device.
-        self.is_read_by_the_program = any("Tensor" not in str(result.type) for result in declared.returns)
+        self._is_read = any("Tensor" not in str(result.type) for result in declared.returns)
+        # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
+        self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
+        self._is_index = self.name.startswith("aten.index.Tensor")
         # For each result: the position of the argument that it is, or None if it is a new tensor.
         self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
 
     def argument(self, position: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The argument at a position of the schema; None if there is none."""
         return args[position] if position < len(args) else kwargs.get(self.names[position])
+
+    def is_read_by_the_program(self, arguments: Sequence[Any]) -> bool:
+        """Whether the program waits for the device, to see a number."""
+        if not self._has_unknown_size or not self._is_index:
+            return self._is_read or self._has_unknown_size
+        indices = arguments[1] if len(arguments) > 1 else ()
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+    @property
+    def has_known_sizes(self) -> bool:
+        """Whether the sizes of its results say all that the program gets to know of them."""
+        return not self._is_read and not self._has_unknown_size and not self.outs
 
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
         """Whether accelerators accept this tensor of the CPU as the argument at a position."""
@@ -197,25 +214,44 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     if operator.is_view or operator.draws_unasked:
         what = "makes a view" if operator.is_view else "draws random numbers and takes no generator"
         raise NotImplementedError(f"The operator {op} {what}, and is not simulated on '{NAME}' devices.")
+    return _run(op, op, operator, args, kwargs)
+
+
+def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a kernel of a function of tensors of the CPU, for an operator that torch has for GPUs only."""
+    operator = _operator(op)
+
+    @functools.wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _run(op, function, operator, args, kwargs)
+
+    return kernel
+
+
+def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
-    if recorder() is not None:
+    if listeners():
         launched(operator.name, device, arguments.tensors(), arguments.written())
     for position in operator.written:
         written = arguments[position]
         if isinstance(written, torch.Tensor) and written.layout is not torch.strided:
             # A sparse tensor may get other indices, which need memory of another size.
             arguments[position] = written.clone()
-    # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
-    if is_autocast_enabled("cpu"):
-        with without_keys(_AUTOCAST_CPU):
-            results = _called(op, operator, arguments)
-    else:
-        results = _called(op, operator, arguments)
-    if operator.is_read_by_the_program:
-        read_by_the_program(device)
+    results = NOT_KNOWN
+    if shapes_only() and operator.has_known_sizes and is_large(arguments.tensors()):
+        same = [None if position is None else arguments[position] for position in operator.returned]
+        results = shaped(op, call, arguments.args, arguments.kwargs, same)
+    if results is NOT_KNOWN:
+        # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
+        with without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext():
+            results = _called(call, operator, arguments)
+    if listeners():
+        computed(op, device, arguments.args, arguments.kwargs, results)
+    if listeners() and operator.is_read_by_the_program(arguments.args):
+        read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)
     return _given_back(operator, arguments, results, device)
@@ -229,9 +265,9 @@ def _give_generator(arguments: _Arguments, position: int, device: int) -> None:
         check_generator(generator, device)
 
 
-def _called(op: Any, operator: _Operator, arguments: _Arguments) -> Any:
+def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments) -> Any:
     try:
-        return op(*arguments.args, **arguments.kwargs)
+        return call(*arguments.args, **arguments.kwargs)
     except RuntimeError as error:
         if "Expected a value of type 'Tensor" in str(error):
             # Torch wraps a number in a tensor where an operator wants a tensor, and unwraps it again for a kernel that
@@ -247,7 +283,7 @@ def _called(op: Any, operator: _Operator, arguments: _Arguments) -> Any:
                     arguments[position] = torch.empty(0, dtype=arguments[position].dtype, device=CPU)
         else:
             raise
-    return op(*arguments.args, **arguments.kwargs)
+    return call(*arguments.args, **arguments.kwargs)
 
 
 def _check_whole(out: torch.Tensor, operator: _Operator) -> None:

@@ -8,20 +8,18 @@ from typing import Any
 
 import torch
 
-from torchstrategy.testing._simulation.backend import Backend
-from torchstrategy.testing._simulation.kernels import mismatch, run_on_cpu
-from torchstrategy.testing._simulation.memory import on_cpu, on_device
-from torchstrategy.testing._simulation.ordinals import index_of
+from torchstrategy.testing._simulation.backend import Backend, operator
+from torchstrategy.testing._simulation.generators import default_generator
+from torchstrategy.testing._simulation.kernels import run_on_cpu, written_for_cpu
+from torchstrategy.testing._simulation.ordinals import ordinal
 
 
 def register(backend: Backend) -> None:
     """Registers the kernels."""
     _register_convolution(backend)
     _register_dropout(backend)
-    backend.kernel("_thnn_fused_lstm_cell")(_on_cpu(_lstm_cell))
-    backend.kernel("_thnn_fused_lstm_cell_backward_impl")(_on_cpu(_lstm_cell_backward))
-    backend.kernel("_thnn_fused_gru_cell")(_on_cpu(_gru_cell))
-    backend.kernel("_thnn_fused_gru_cell_backward")(_on_cpu(_gru_cell_backward))
+    for name, function in _CELLS.items():
+        backend.kernel(name)(written_for_cpu(operator(name), function))
 
 
 def _register_convolution(backend: Backend) -> None:
@@ -39,31 +37,24 @@ def _register_convolution(backend: Backend) -> None:
 
 
 def _register_dropout(backend: Backend) -> None:
+    op = operator("native_dropout")
+
     @backend.kernel("native_dropout")  # the CPU's takes no generator
-    def _dropout(inputs: Any, p: float, train: bool | None) -> Any:
-        kept = torch.ones_like(inputs, dtype=torch.bool)
-        if train is False:
-            return inputs.clone(), kept
-        return inputs * kept.bernoulli_(1 - p) * (0.0 if p == 1 else 1 / (1 - p)), kept
+    def _native_dropout(inputs: Any, p: float, train: bool | None) -> Any:
+        generator = default_generator(ordinal(inputs.device))
+        return written_for_cpu(op, functools.partial(_dropout, generator=generator))(inputs, p, train)
 
 
-def _on_cpu(cell: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a kernel of a function of CPU tensors. Torch has fused cells for GPUs only, so they are written below."""
-
-    @functools.wraps(cell)
-    def kernel(*args: Any) -> tuple[torch.Tensor | None, ...]:
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        index = index_of(tensors[0])
-        for tensor in tensors:
-            if index is None or index_of(tensor) != index:
-                raise mismatch(cell.__name__.strip("_"), tensors[0].device, tensor.device)
-        results = cell(*(on_cpu(value) if isinstance(value, torch.Tensor) else value for value in args))
-        return tuple(None if result is None else on_device(result.contiguous(), index or 0) for result in results)
-
-    return kernel
+def _dropout(inputs: Any, p: float, train: bool | None, generator: torch.Generator) -> Any:
+    kept = torch.ones_like(inputs, dtype=torch.bool)
+    if train is False:
+        return inputs.clone(), kept
+    chosen = kept if inputs.is_meta else kept.bernoulli_(1 - p, generator=generator)
+    return inputs * chosen * (0.0 if p == 1 else 1 / (1 - p)), kept
 
 
-# Below, `of_input` and `of_hidden` are the products with the weights, of shape (batch, gates * hidden size), in torch's
+# Torch has fused cells of recurrent layers for GPUs only, so they are written below.
+# `of_input` and `of_hidden` are the products with the weights, of shape (batch, gates * hidden size), in torch's
 # order of gates. `saved` is the tensor that the forward saves for the backward.
 
 
@@ -114,3 +105,11 @@ def _gru_cell_backward(to_hidden: Any, saved: Any, has_bias: bool) -> Any:
     of_hidden = torch.cat([of_reset, of_update, of_new * reset], 1)
     input_bias, hidden_bias = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
     return of_input, of_hidden, to_hidden * update, input_bias, hidden_bias
+
+
+_CELLS: dict[str, Callable[..., Any]] = {
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}

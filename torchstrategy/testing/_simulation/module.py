@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import torch
 
 from torchstrategy.testing._simulation import accounts as _accounts
-from torchstrategy.testing._simulation.generators import default_generator, default_generators
+from torchstrategy.testing._simulation.generators import (
+    counted_state,
+    default_generator,
+    default_generators,
+    set_counted_state,
+)
+from torchstrategy.testing._simulation.listeners import listeners
 from torchstrategy.testing._simulation.ordinals import (
     NAME,
     current,
@@ -19,7 +26,6 @@ from torchstrategy.testing._simulation.ordinals import (
     ordinal,
     set_device,
 )
-from torchstrategy.testing._simulation.recorder import recorder
 from torchstrategy.testing._simulation.streams import (
     Event,
     Stream,
@@ -30,6 +36,7 @@ from torchstrategy.testing._simulation.streams import (
 )
 
 _TOTAL_MEMORY = 16 * 2**30  # what `get_device_properties` says; nothing enforces it
+_COUNTED_STATE = 16  # the bytes of a GPU's state of random numbers
 
 
 def make_module() -> types.ModuleType:
@@ -101,8 +108,8 @@ def device_of(tensor: torch.Tensor) -> current:
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Returns at once: nothing is under way."""
     index = ordinal(device)
-    if (record := recorder()) is not None:
-        record.synchronize_device(index)
+    for listener in listeners():
+        listener.synchronized_device(index)
 
 
 def get_device_name(device: torch.device | str | int | None = None) -> str:
@@ -159,12 +166,18 @@ def manual_seed_all(seed: int) -> None:
 
 def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
     """The state of the default generator of a device."""
+    # A DTensor computes with the state, and wants that of a GPU; it asks for it on the device's module.
+    if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.tensor._random":
+        return counted_state(ordinal(device))
     return default_generator(ordinal(device)).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = NAME) -> None:
     """Sets the state of the default generator of a device."""
-    default_generator(ordinal(device)).set_state(new_state)
+    if new_state.numel() == _COUNTED_STATE:
+        set_counted_state(ordinal(device), new_state)
+    else:
+        default_generator(ordinal(device)).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

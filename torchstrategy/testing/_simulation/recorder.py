@@ -1,28 +1,29 @@
-"""Records the work on the streams of simulated devices, and finds races between streams.
+"""Records the work on the streams of simulated devices, and finds races between streams and with the program.
 
 Simulated devices do all work at once. On a real device a stream does its work some time later, and the work of two
 streams is ordered only where one waits for the other. For each stream, the recorder keeps a vector clock: how much of
 every stream's work is known to be done before the next work of this stream. If work uses memory that another stream
-uses, and the order of the two is not known, that is a race.
+uses, and the order of the two is not known, that is a race. The same holds for pinned memory of the CPU that a copy
+reads or writes while the program goes on.
 """
 
 from __future__ import annotations
 
 import threading
-import traceback
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple, final
 
-Stream = tuple[int, int]
-"""A stream: the index of its device, and its id there; 0 is the default stream."""
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Stream, listeners, listening
+from torchstrategy.testing._simulation.ordinals import is_simulated
+from torchstrategy.testing._simulation.program import users_line, watching_the_cpu
 
 Clock = dict[Stream, int]
 """For each stream, how many of its pieces of work are done."""
-
-_PACKAGE = str(Path(__file__).parents[2])
-_recorders: list[Recorder] = []  # at most one
 
 
 class StreamEvent(NamedTuple):
@@ -54,7 +55,7 @@ class _Memory:
 
 
 @final
-class Recorder:
+class Recorder(Listener):
     """A record of the work on streams. Threads may share it.
 
     Attributes:
@@ -68,32 +69,40 @@ class Recorder:
         self._clocks: dict[Stream, Clock] = {}
         self._host: Clock = {}  # how much of every stream's work the program has waited for
         self._memory: dict[int, _Memory] = {}
+        self._of_cpu: dict[int, _Memory] = {}  # pinned memory that copies used while the program went on
         self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
 
-    def launch(self, stream: Stream, name: str, read: Iterable[int], written: Iterable[int]) -> None:
-        """Notes that a piece of work is put on a stream.
-
-        Args:
-            stream: The stream.
-            name: What the work is.
-            read: The memory that it reads, by address.
-            written: The memory that it writes, by address.
-        """
+    @override
+    def launched(self, launch: Launch) -> None:
         with self._lock:
-            work = self._next(stream, name)
-            self._note(stream, "launch", name)
-            for address in written:
-                self._writes(work, address)
-            for address in read:
-                self._reads(work, address)
+            self._launch(launch.stream, launch.name, _addresses(launch.read), _addresses(launch.written))
 
+    @override
+    def computed(self, kernel: Kernel) -> None:
+        pass  # what it does to memory was known before
+
+    @override
+    def copied(self, copy: Copy) -> None:
+        read, written = ([_storage(tensor)] if copy.is_pinned else _addresses([tensor]) for tensor in copy.tensors)
+        with self._lock:
+            if copy.source is not None and copy.target is not None:
+                self.waits_for_stream(copy.source, copy.target)
+                self._launch(copy.source, "copy", read, written)
+                self.waits_for_stream(copy.target, copy.source)
+                return
+            work = self._launch(copy.stream, "copy", read, written)
+            if copy.blocks:
+                self.synchronized_stream(copy.stream)
+            else:
+                self._keeps_using(copy, work)
+
+    @override
     def made(self, stream: Stream, address: int) -> None:
-        """Notes that memory was allocated for the work that was put on a stream last."""
         with self._lock:
             self._memory[address] = _Memory(stream, self._next(stream, "the operator that made it"))
 
+    @override
     def freed(self, address: int) -> None:
-        """Notes that memory is free: the next tensor of the stream for which it was allocated may get it."""
         with self._lock:
             memory = self._memory.pop(address, None)
             if memory is None or memory.home is None:
@@ -106,47 +115,105 @@ class Recorder:
                         "that is used on another stream than it was made on, or wait before it is freed."
                     )
 
-    def guard(self, stream: Stream, address: int) -> None:
-        """Notes `tensor.record_stream(stream)`: the memory is not reused before the work on that stream is done."""
+    @override
+    def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
         with self._lock:
-            self._note(stream, "use", "record_stream")
-            if address in self._memory:
-                self._memory[address].guarded.add(stream)
+            for address in _addresses([tensor]):
+                self._note(stream, "use", "record_stream")
+                if address in self._memory:
+                    self._memory[address].guarded.add(stream)
 
-    def moment(self, stream: Stream, about: str = "an event") -> Clock:
-        """The clock of the moment at which all work that is now on a stream is done."""
+    @override
+    def moment(self, stream: Stream) -> Clock:
         with self._lock:
-            self._note(stream, "record", about)
+            self._note(stream, "record", "an event")
             return dict(self._clock(stream))
 
-    def wait(self, stream: Stream, moment: Clock, about: str) -> None:
-        """Notes that work which is put on a stream from here on waits for a moment."""
+    @override
+    def waits(self, stream: Stream, moment: Clock) -> None:
         with self._lock:
-            self._note(stream, "wait", about)
+            self._note(stream, "wait", "an event")
             _join(self._clock(stream), moment)
 
-    def wait_for_stream(self, stream: Stream, other: Stream) -> None:
-        """Notes that work which is put on a stream from here on waits for all work that is now on another one."""
+    @override
+    def waits_for_stream(self, stream: Stream, other: Stream) -> None:
         with self._lock:
             self._note(stream, "wait", _named(other))
             _join(self._clock(stream), self._clock(other))
 
-    def synchronize(self, moment: Clock) -> None:
-        """Notes that the program itself waits for a moment, and so everything that it does later."""
+    @override
+    def synchronized(self, moment: Clock) -> None:
         with self._lock:
             _join(self._host, moment)
 
-    def synchronize_stream(self, stream: Stream) -> None:
-        """Notes that the program itself waits for all work that is now on a stream."""
+    @override
+    def synchronized_stream(self, stream: Stream, why: str = "") -> None:
         with self._lock:
             self._note(stream, "synchronize", "stream")
             _join(self._host, self._clock(stream))
 
-    def synchronize_device(self, device: int) -> None:
-        """Notes that the program itself waits for all work that is now on any stream of a device."""
+    @override
+    def synchronized_device(self, device: int) -> None:
         with self._lock:
             for stream in [stream for stream in self._clocks if stream[0] == device]:
-                self.synchronize_stream(stream)
+                self.synchronized_stream(stream)
+
+    @override
+    def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            for tensor in (*read, *written):
+                memory = self._of_cpu.get(tensor.untyped_storage().data_ptr())
+                if memory is None:
+                    continue
+                is_write = any(tensor is other for other in written)
+                does = "writes" if is_write else "reads"
+                self._check_with_program(name, does, memory.written, "writes")
+                for work in memory.read.values() if is_write else ():
+                    self._check_with_program(name, does, work, "reads")
+
+    @override
+    def is_over(self, moment: Clock) -> bool:
+        return True
+
+    @override
+    def is_idle(self, stream: Stream) -> bool:
+        return True
+
+    @override
+    def seconds_between(self, start: Clock, end: Clock) -> float | None:
+        return None
+
+    def _launch(self, stream: Stream, name: str, read: Iterable[int], written: Iterable[int]) -> _Work:
+        work = self._next(stream, name)
+        self._note(stream, "launch", name)
+        for address in written:
+            self._writes(work, address)
+        for address in read:
+            self._reads(work, address)
+        return work
+
+    def _keeps_using(self, copy: Copy, work: _Work) -> None:
+        """Notes that a copy uses pinned memory while the program goes on."""
+        tensor = copy.tensors[0 if copy.source is None else 1]
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._of_cpu:
+            self._of_cpu[address] = self._memory[address]
+            # torch keeps pinned memory until the copies are done, so that is no race; the next tensor is another one.
+            weakref.finalize(storage, self._forget, address).atexit = False
+
+    def _forget(self, address: int) -> None:
+        with self._lock:
+            self._of_cpu.pop(address, None)
+            self._memory.pop(address, None)
+
+    def _check_with_program(self, name: str, does: str, work: _Work, did: str) -> None:
+        if self._host.get(work.stream, 0) < work.time:
+            self._found(
+                f"{name}{users_line()}, on the CPU, {does} pinned memory that {work.name}{work.where}, on "
+                f"{_named(work.stream)}, {did}, and does not wait for it: say stream.synchronize(), or "
+                "event.synchronize() with an event that was recorded after the copy."
+            )
 
     def _clock(self, stream: Stream) -> Clock:
         return self._clocks.setdefault(stream, {})
@@ -155,7 +222,7 @@ class Recorder:
         clock = self._clock(stream)
         _join(clock, self._host)
         clock[stream] = clock.get(stream, 0) + 1
-        return _Work(stream, clock[stream], name, _users_line())
+        return _Work(stream, clock[stream], name, users_line())
 
     def _is_before(self, work: _Work, stream: Stream) -> bool:
         """Whether a piece of work is known to be done before the next work of a stream."""
@@ -198,11 +265,6 @@ class Recorder:
         self.events.append(StreamEvent(*stream, what, about))
 
 
-def recorder() -> Recorder | None:
-    """The recorder that is at work; None if none is."""
-    return _recorders[-1] if _recorders else None
-
-
 @contextmanager
 def record_streams(check: bool = True) -> Iterator[Recorder]:
     """Records the work on the streams of simulated devices, and finds races that may happen on real ones.
@@ -212,7 +274,11 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     numbers now and then. Simulated devices do all work at once and compute the right numbers. The recorder finds the
     mistakes all the same, since it looks at which stream waits for which.
 
-    It records all threads of the process. Memory is distinguished by storage: work on two parts of one storage counts
+    Pinned memory of the CPU counts, too: a staging buffer that is filled again while a copy of it is under way, or a
+    result of `.to("cpu", non_blocking=True)` that is read before the program has waited.
+
+    It records all threads of the process; what the program itself does with pinned memory, on the thread of the block
+    and on those of a strategy's replicas. Memory is distinguished by storage: work on two parts of one storage counts
     as work on the same memory. Work from before the block counts as done. If the program waits on the CPU
     (`synchronize()`, `.item()`, a blocking copy), that counts for all threads.
 
@@ -232,16 +298,28 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
         >>> record.races
         []
     """
-    if _recorders:
+    if any(isinstance(listener, Recorder) for listener in listeners()):
         raise RuntimeError("record_streams() is at work already, and records all threads: leave that block first.")
     made = Recorder()
-    _recorders.append(made)
-    try:
+    with listening(made), watching_the_cpu():
         yield made
-    finally:
-        _recorders.remove(made)
-    if check and made.races:
-        raise AssertionError("\n- ".join(["On real devices this may go wrong:", *made.races]))
+    check_races(made, check)
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The storages of those tensors that are on simulated devices, by address."""
+    on_devices = (tensor for tensor in tensors if is_simulated(tensor) and tensor.layout is torch.strided)
+    return [address for address in map(_storage, on_devices) if address]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def check_races(record: Recorder, check: bool = True) -> None:
+    """Raises an AssertionError with the races of a record, if it is to `check` them."""
+    if check and record.races:
+        raise AssertionError("\n- ".join(["On real devices this may go wrong:", *record.races]))
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -252,12 +330,3 @@ def _join(clock: Clock, other: Clock) -> None:
 def _named(stream: Stream) -> str:
     device, number = stream
     return f"stream {number} of sim:{device}" if number else f"the default stream of sim:{device}"
-
-
-def _users_line() -> str:
-    """The innermost line of the stack that is neither torch's nor this package's: ` (train.py:12)`."""
-    for frame, line in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE) and "/torch/" not in file and not file.startswith("<"):
-            return f" ({Path(file).name}:{line})"
-    return ""

@@ -1,7 +1,7 @@
 """Streams and events of simulated devices.
 
-All work is done at once, so streams and events only have an identity. They tell a recorder, if there is one, which
-stream waits for which.
+All work is done at once, so streams and events only have an identity. They tell whoever listens which stream waits for
+which.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from torchstrategy.testing._simulation.facades import put_in_place
+from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, listeners
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, index_of, ordinal, set_device
-from torchstrategy.testing._simulation.recorder import Clock, recorder
+from torchstrategy.testing._simulation.pinned import is_pinned
 from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
 _ids = itertools.count(1)
@@ -49,21 +50,22 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
 
     def synchronize(self) -> None:
         """Returns at once: nothing is under way."""
-        if (record := recorder()) is not None:
-            record.synchronize_stream(_key(self))
+        for listener in listeners():
+            listener.synchronized_stream(_key(self), "stream.synchronize()")
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Returns at once: nothing is under way."""
-        if (record := recorder()) is not None and stream.device.type == NAME:
-            record.wait_for_stream(_key(self), _key(stream))
+        for listener in listeners():
+            if stream.device.type == NAME:
+                listener.waits_for_stream(_key(self), _key(stream))
 
     def wait_event(self, event: Any) -> None:
         """Returns at once: what was recorded has happened."""
         event.wait(self)
 
     def query(self) -> bool:
-        """Whether all work is done: always."""
-        return True
+        """Whether all work is done: always, but in a block of `virtual_time`."""
+        return all(listener.is_idle(_key(self)) for listener in listeners())
 
     def is_capturing(self) -> bool:
         """Whether work is recorded as a graph: never. Optimizers ask this."""
@@ -106,27 +108,26 @@ class Event(torch.Event):
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._enable_timing = enable_timing
         self._at: float | None = None  # seconds
-        self._moment: Clock | None = None  # for a recorder
+        self._moments: dict[Listener, Any] = {}  # for those that listened when it was recorded
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Notes that the event happened now."""
         self._at = time.perf_counter()
-        if (record := recorder()) is not None:
-            self._moment = record.moment(_key(stream))
+        self._moments = {listener: listener.moment(_key(stream)) for listener in listeners()}
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Returns at once: what was recorded has happened."""
-        if (record := recorder()) is not None and self._moment is not None:
-            record.wait(_key(stream), self._moment, "an event")
+        for listener, moment in self._noted():
+            listener.waits(_key(stream), moment)
 
     def synchronize(self) -> None:
         """Returns at once: what was recorded has happened."""
-        if (record := recorder()) is not None and self._moment is not None:
-            record.synchronize(self._moment)
+        for listener, moment in self._noted():
+            listener.synchronized(moment)
 
     def query(self) -> bool:
-        """Whether it has happened: always."""
-        return True
+        """Whether it has happened: always, but in a block of `virtual_time`."""
+        return all(listener.is_over(moment) for listener, moment in self._noted())
 
     def elapsed_time(self, end: Event) -> float:  # type: ignore[override]
         """The milliseconds from this event to another one.
@@ -138,7 +139,16 @@ class Event(torch.Event):
             raise RuntimeError("elapsed_time needs both events to be made with enable_timing=True.")
         if self._at is None or end._at is None:
             raise RuntimeError("elapsed_time needs both events to be recorded first.")
+        for listener, moment in self._moments.items():
+            if listener in end._moments:
+                seconds = listener.seconds_between(moment, end._moments[listener])
+                if seconds is not None:
+                    return seconds * 1e3
         return (end._at - self._at) * 1e3
+
+    def _noted(self) -> list[tuple[Listener, Any]]:
+        """What the listeners that are at work noted when it was recorded."""
+        return [(listener, self._moments[listener]) for listener in listeners() if listener in self._moments]
 
 
 @final
@@ -181,63 +191,68 @@ def _key(stream: torch.Stream | None) -> tuple[int, int]:
     return stream.device_index, stream.stream_id
 
 
-# What the recorder is told besides. These functions do nothing while there is none.
+# What listeners are told besides. These functions do nothing while nobody listens.
 
 
-def launched(name: str, device: int, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-    """Says that an operator was put on the current stream of a device."""
-    if (record := recorder()) is not None:
-        record.launch(_key(current_stream(device)), name, _addresses(read), _addresses(written))
+def launched(name: str, device: int, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    """Says that an operator is about to run on the current stream of a device."""
+    launch = Launch(_key(current_stream(device)), name, read, written)
+    for listener in listeners():
+        listener.launched(launch)
 
 
-def read_by_the_program(device: int) -> None:
+def computed(operator: Any, device: int, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
+    """Says that an operator has run on the current stream of a device; its tensors are as the CPU sees them."""
+    kernel = Kernel(_key(current_stream(device)), operator, args, kwargs, results)
+    for listener in listeners():
+        listener.computed(kernel)
+
+
+def read_by_the_program(device: int, operator: str) -> None:
     """Says that the program has waited for the current stream of a device, to see a number."""
-    if (record := recorder()) is not None:
-        record.synchronize_stream(_key(current_stream(device)))
+    for listener in listeners():
+        listener.synchronized_stream(_key(current_stream(device)), operator)
 
 
 def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
-    """Says that a tensor was copied: on the current stream of the source's device, or of the target's from the CPU.
+    """Says that a tensor is about to be copied.
 
     Between two devices, both streams wait for each other. From and to the CPU the program waits, unless the copy is
-    `non_blocking`.
+    `non_blocking` and the memory of the CPU is pinned: CUDA's copies from and to other memory return when that is read
+    or written.
     """
-    record = recorder()
-    if record is None:
+    if not listeners():
         return
     here, there = index_of(source), index_of(target)
-    streams = [_key(current_stream(index)) for index in (here, there) if index is not None]
-    if here is not None and there is not None:
-        record.wait_for_stream(streams[0], streams[1])
-    record.launch(streams[0], "copy", _addresses([source]), _addresses([target]))
-    if here is not None and there is not None:
-        record.wait_for_stream(streams[1], streams[0])
-    elif not non_blocking:
-        record.synchronize_stream(streams[0])
+    from_or_to_cpu = here is None or there is None
+    pinned = from_or_to_cpu and is_pinned(source if here is None else target)
+    copy = Copy(
+        source=None if here is None else _key(current_stream(here)),
+        target=None if there is None else _key(current_stream(there)),
+        tensors=(source, target),
+        is_pinned=pinned,
+        blocks=from_or_to_cpu and not (non_blocking and pinned),
+    )
+    for listener in listeners():
+        listener.copied(copy)
 
 
 def guarded(tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Says that `tensor.record_stream(stream)` was called."""
-    if (record := recorder()) is not None:
-        for address in _addresses([tensor]):
-            record.guard(_key(stream), address)
+    for listener in listeners():
+        listener.guarded(_key(stream), tensor)
 
 
 def made(index: int, address: int) -> None:
     """Says that memory was taken for the current stream of a device."""
-    if (record := recorder()) is not None:
-        record.made(_key(current_stream(index)), address)
+    for listener in listeners():
+        listener.made(_key(current_stream(index)), address)
 
 
 def freed(address: int) -> None:
     """Says that memory was given back."""
-    if (record := recorder()) is not None:
-        record.freed(address)
-
-
-def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    on_devices = [tensor for tensor in tensors if index_of(tensor) is not None and tensor.layout is torch.strided]
-    return [address for address in (tensor.untyped_storage().data_ptr() for tensor in on_devices) if address]
+    for listener in listeners():
+        listener.freed(address)
 
 
 # The names that torch has for streams and events.

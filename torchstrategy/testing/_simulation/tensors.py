@@ -17,6 +17,8 @@ from torchstrategy.testing._simulation.torch_internals import (
     MAY_SHARE_IMPLEMENTATION,
     list_device_constructors,
     register_hooks_again,
+    register_scripted,
+    scripted_as,
     tensor_data,
     tensor_to,
 )
@@ -30,7 +32,10 @@ def install() -> None:
     cls.new_tensor = _new_tensor(cls.new_tensor)
     cls.new, cls.type = _following_the_tensor(cls.new), _following_the_tensor(cls.type)
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
-        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(getattr(torch, name))))
+        original = getattr(torch, name)
+        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(original)))
+        if (scripted := scripted_as(original)) is not None:
+            register_scripted(getattr(torch, name), scripted)
     # A default device acts on the functions in this list, which has to be made again with the new ones.
     list_device_constructors.cache_clear()
     cls.data = property(tensor_data.__get__, _set_data, doc=tensor_data.__doc__)

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# The mode in which tensors have sizes and no memory; compilers and checks of shapes use it.
+from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
 from torch.utils import backend_registration
 
 # The functions that a default device acts on. torch makes the list once, and a simulation that replaces some of these
@@ -49,8 +52,16 @@ ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
 # C++ functions of torch that a simulated device replaces, as pairs of owner and name.
 ENGINE = (torch.autograd.Variable, "_execution_engine")
 MAY_SHARE_IMPLEMENTATION = (torch, "_has_compatible_shallow_copy_type")
-SCATTER, GATHER = (torch._C, "_scatter"), (torch._C, "_gather")
-BROADCAST, BROADCAST_COALESCED = (torch._C, "_broadcast"), (torch._C, "_broadcast_coalesced")
+SCATTER, SCATTER_OUT = (torch._C, "_scatter"), (torch._C, "_scatter_out")
+GATHER, GATHER_OUT = (torch._C, "_gather"), (torch._C, "_gather_out")
+BROADCAST, BROADCAST_OUT = (torch._C, "_broadcast"), (torch._C, "_broadcast_out")
+BROADCAST_COALESCED = (torch._C, "_broadcast_coalesced")
+# TorchScript knows the functions that it can compile by their ids, and what they are to it.
+scripted_as: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
+register_scripted: Callable[[Any, str], None] = torch.jit._builtins._register_builtin
+# Fake tensors keep what an operator returned for arguments that they have seen, unless this raises for them.
+FAKE_CACHE_CHECK = (FakeTensorMode, "_validate_cache_key")
+NotForTheCache: Any = _BypassDispatchCache
 
 
 def register_hooks_again(tensor: Any) -> None:

@@ -1,0 +1,187 @@
+"""What a program does with pinned memory while a copy that does not block is under way."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from torchstrategy.testing import record_streams, simulated_devices
+
+DEVICE = simulated_devices()[1]
+
+
+class Tensors:
+    """A tensor of the device, a pinned one to copy from, and one to copy to."""
+
+    def __init__(self) -> None:
+        self.device = torch.zeros(8, device=DEVICE)
+        self.source = torch.ones(8).pin_memory()
+        self.target = torch.empty(8).pin_memory()
+
+    def comes(self) -> torch.Tensor:
+        return self.target.copy_(self.device + 1, non_blocking=True)
+
+    def goes(self) -> None:
+        self.device.copy_(self.source, non_blocking=True)
+
+
+def races(use: Callable[[Tensors], object]) -> list[str]:
+    tensors = Tensors()
+    with record_streams(check=False) as record:
+        use(tensors)
+    return record.races
+
+
+READS = {
+    "an operator": lambda t: t.target.sum(),
+    "a part of it": lambda t: t.target[2:4].sum(),
+    "item": lambda t: t.target[0].item(),
+    "numpy": lambda t: t.target.numpy(),
+    "tolist": lambda t: t.target.tolist(),
+    "dlpack": lambda t: torch.from_dlpack(t.target),
+    "save": lambda t: torch.save(t.target, io.BytesIO()),
+    "pickle": lambda t: pickle.dumps(t.target),
+    "clone": lambda t: t.target.clone(),
+    "a write": lambda t: t.target.fill_(3),
+    "out": lambda t: torch.add(torch.ones(8), 1, out=t.target),
+    "a list": lambda t: torch._foreach_mul_([torch.ones(8), t.target], 2),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_result_that_is_used_before_it_has_come_is_a_race(how: str) -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.comes()
+        READS[how](tensors)
+
+    assert len(races(use)) == 1
+
+
+def test_the_race_names_both_lines_and_what_to_say() -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.comes()
+        tensors.target.sum()
+
+    (race,) = races(use)
+    assert race.startswith("aten.sum (test_races_with_the_program.py:")
+    assert "on the CPU, reads pinned memory that copy (test_races_with_the_program.py:" in race
+    assert "on the default stream of sim:1, writes, and does not wait for it: say stream.synchronize()" in race
+
+
+def test_a_copy_to_the_cpu_that_does_not_block_is_pinned_and_read_too_early() -> None:
+    def use(tensors: Tensors) -> None:
+        here = (tensors.device + 1).to("cpu", non_blocking=True)
+        assert here.is_pinned()
+        here.sum()
+
+    assert len(races(use)) == 1
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_copy_to_the_cpu_that_does_not_block_is_like_one_that_does(memory_format: torch.memory_format) -> None:
+    value = torch.randn(2, 3, 4, 5, device=DEVICE).to(memory_format=memory_format)
+    for options in ({}, {"dtype": torch.float64}, {"memory_format": torch.channels_last}):
+        one, other = (value.to("cpu", non_blocking=flag, **options) for flag in (True, False))
+        assert torch.equal(one, other)
+        assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+
+
+def test_a_staging_buffer_that_is_filled_again_at_once_is_a_race() -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.goes()
+        tensors.source.fill_(7)
+
+    (race,) = races(use)
+    assert "aten.fill_" in race and "writes pinned memory that copy" in race and "reads, and" in race
+
+
+def test_a_staging_buffer_may_be_read_while_it_is_sent() -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.goes()
+        tensors.source.sum()
+
+    assert races(use) == []
+
+
+def test_copies_of_lists_keep_what_they_were_told() -> None:
+    def use(tensors: Tensors) -> None:
+        torch._foreach_copy_([tensors.device], [tensors.source], non_blocking=True)
+        tensors.source.fill_(7)
+
+    assert len(races(use)) == 1
+
+
+def test_two_streams_that_fill_one_buffer_of_the_cpu_race() -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.comes()
+        with torch.Stream(device=DEVICE):
+            tensors.target.copy_(torch.ones(8, device=DEVICE), non_blocking=True)
+
+    (race,) = races(use)
+    assert "copy" in race and "writes a tensor that copy" in race
+
+
+WAITS: dict[str, Callable[[], object]] = {
+    "device": lambda: torch.accelerator.synchronize(DEVICE),
+    "stream": lambda: torch.accelerator.current_stream(DEVICE).synchronize(),
+    "event": lambda: torch.accelerator.current_stream(DEVICE).record_event().synchronize(),
+    "a number": lambda: torch.ones(1, device=DEVICE).item(),
+    "a copy that blocks": lambda: torch.ones(1, device=DEVICE).cpu(),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_no_race_where_the_program_waits(how: str) -> None:
+    def use(tensors: Tensors) -> None:
+        tensors.comes()
+        tensors.goes()
+        WAITS[how]()
+        tensors.target.sum()
+        tensors.source.fill_(7)
+
+    assert races(use) == []
+
+
+def test_an_event_from_before_the_copy_is_not_enough() -> None:
+    def use(tensors: Tensors) -> None:
+        event = torch.accelerator.current_stream(DEVICE).record_event()
+        tensors.comes()
+        event.synchronize()
+        tensors.target.sum()
+
+    assert len(races(use)) == 1
+
+
+NO_USES: dict[str, Callable[[Tensors], object]] = {
+    "a copy that blocks": lambda t: (t.target.copy_(t.device), t.target.sum()),
+    "memory that is not pinned": lambda t: torch.empty(8).copy_(t.device, non_blocking=True).sum(),
+    "a view": lambda t: (t.comes(), t.target.view(2, 4), t.target[0], t.target.detach()),
+    "its sizes": lambda t: (t.comes(), torch.empty_like(t.target), t.target.new_zeros(3), t.target.is_pinned()),
+    "another tensor": lambda t: (t.comes(), t.source.sum()),
+    "sent again on its stream": lambda t: (t.comes(), t.device.copy_(t.target, non_blocking=True)),
+    "freed": lambda t: ((t.device + 1).to("cpu", non_blocking=True), torch.ones(8).pin_memory().sum()),
+}
+
+
+@pytest.mark.parametrize("how", NO_USES)
+def test_no_race_where_nothing_is_used(how: str) -> None:
+    assert races(NO_USES[how]) == []
+
+
+def test_memory_that_is_free_is_forgotten() -> None:
+    with record_streams() as record:
+        for _ in range(20):
+            (torch.ones(8, device=DEVICE) + 1).to("cpu", non_blocking=True)
+    assert record._of_cpu == {}
+
+
+def test_methods_of_tensors_are_put_back() -> None:
+    names = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")
+    before = [vars(torch.Tensor).get(name) for name in names]
+    with record_streams():
+        assert [vars(torch.Tensor).get(name) for name in names] != before
+    assert [vars(torch.Tensor).get(name) for name in names] == before

@@ -1,0 +1,141 @@
+"""What happens on the streams of simulated devices, told to whoever listens.
+
+Simulated devices do all work at once. A `Listener` is told what a real device would be asked to do and when somebody
+waits, so that it can say what a real device might do with it: `recorder` finds races, and `clock` keeps the time.
+Several may listen at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+Stream = tuple[int, int]
+"""A stream: the index of its device, and its id there; 0 is the default stream."""
+
+
+class Launch(NamedTuple):
+    """An operator that is put on a stream."""
+
+    stream: Stream
+    name: str
+    read: Sequence[torch.Tensor]
+    written: Sequence[torch.Tensor]
+
+
+class Kernel(NamedTuple):
+    """An operator that has run, with its arguments and results as the CPU sees them."""
+
+    stream: Stream
+    operator: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    results: Any
+
+
+class Copy(NamedTuple):
+    """A copy between two devices, within one, or from or to the CPU."""
+
+    source: Stream | None  # the current stream of the device; None: the CPU
+    target: Stream | None
+    tensors: tuple[torch.Tensor, torch.Tensor]  # of the source and of the target
+    is_pinned: bool  # whether the memory of the CPU is; False if the CPU has no part in it
+    blocks: bool  # whether the program waits until the copy is done
+
+    @property
+    def stream(self) -> Stream:
+        """The stream on which it is done: that of the source, or of the target if it comes from the CPU."""
+        stream = self.target if self.source is None else self.source
+        assert stream is not None
+        return stream
+
+
+class Listener(ABC):
+    """Is told what happens. Threads may share it; the methods may be called while memory is freed, anywhere."""
+
+    @abstractmethod
+    def launched(self, launch: Launch) -> None:
+        """An operator is about to run."""
+
+    @abstractmethod
+    def computed(self, kernel: Kernel) -> None:
+        """An operator has run."""
+
+    @abstractmethod
+    def copied(self, copy: Copy) -> None:
+        """A tensor is about to be copied."""
+
+    @abstractmethod
+    def made(self, stream: Stream, address: int) -> None:
+        """Memory was allocated for the work that was put on a stream last."""
+
+    @abstractmethod
+    def freed(self, address: int) -> None:
+        """Memory is free: the next tensor of the stream for which it was allocated may get it."""
+
+    @abstractmethod
+    def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """`tensor.record_stream(stream)`: the memory is not reused before the work on that stream is done."""
+
+    @abstractmethod
+    def moment(self, stream: Stream) -> Any:
+        """The moment at which all work that is now on a stream is done, in whatever way this listener notes it."""
+
+    @abstractmethod
+    def waits(self, stream: Stream, moment: Any) -> None:
+        """Work which is put on a stream from here on waits for a moment."""
+
+    @abstractmethod
+    def waits_for_stream(self, stream: Stream, other: Stream) -> None:
+        """Work which is put on a stream from here on waits for all work that is now on another one."""
+
+    @abstractmethod
+    def synchronized(self, moment: Any) -> None:
+        """The program itself waits for a moment, and so does everything that it does later."""
+
+    @abstractmethod
+    def synchronized_stream(self, stream: Stream, why: str) -> None:
+        """The program itself waits for all work that is now on a stream."""
+
+    @abstractmethod
+    def synchronized_device(self, device: int) -> None:
+        """The program itself waits for all work that is now on any stream of a device."""
+
+    @abstractmethod
+    def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """An operator of the CPU is about to use memory of the CPU."""
+
+    @abstractmethod
+    def is_over(self, moment: Any) -> bool:
+        """Whether a moment has come."""
+
+    @abstractmethod
+    def is_idle(self, stream: Stream) -> bool:
+        """Whether all work on a stream is done."""
+
+    @abstractmethod
+    def seconds_between(self, start: Any, end: Any) -> float | None:
+        """The seconds from a moment to another one; None if this listener keeps no time."""
+
+
+_at_work: tuple[Listener, ...] = ()
+
+
+def listeners() -> tuple[Listener, ...]:
+    """Those that are at work."""
+    return _at_work
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """A block in which a listener is told what happens, on all threads of the process."""
+    global _at_work
+    _at_work = (*_at_work, listener)
+    try:
+        yield
+    finally:
+        _at_work = tuple(other for other in _at_work if other is not listener)

@@ -1,0 +1,173 @@
+"""What the program itself does with memory of the CPU, told to listeners, and on which line of the program it is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy._core.torch_internals import TorchDispatchMode
+from torchstrategy.testing._simulation.listeners import listeners
+from torchstrategy.testing._simulation.torch_internals import schema
+
+_PACKAGE = str(Path(__file__).parents[2])
+_CONTEXTS = contextlib.__file__  # in whose frames blocks begin and end
+
+# Methods that read memory of the CPU and are no operators. `__reduce_ex__` is how a tensor is saved and pickled.
+_READING = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")
+
+# Operators between the CPU and devices, of which listeners are told as copies.
+_COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::_copy_from")
+_blocks = 0  # how many blocks are open, on all threads
+
+
+@contextmanager
+def watching_the_cpu() -> Iterator[None]:
+    """A block whose operators of the CPU are told to listeners."""
+    global _blocks
+    _blocks += 1
+    if _blocks == 1:
+        _watch_methods()
+    try:
+        with nullcontext() if _here.is_watched else _watched_here():
+            yield
+    finally:
+        _blocks -= 1
+        if not _blocks:
+            _forget_methods()
+
+
+@final
+class _Here(threading.local):
+    is_watched = False  # by an outer block, which tells all listeners
+
+
+_here = _Here()
+
+
+@contextmanager
+def _watched_here() -> Iterator[None]:
+    _here.is_watched = True
+    try:
+        with _Watch():
+            yield
+    finally:
+        _here.is_watched = False
+
+
+_before: list[tuple[str, Any]] = []
+
+
+def _watch_methods() -> None:
+    for name in _READING:
+        original = getattr(torch.Tensor, name)
+        _before.append((name, vars(torch.Tensor).get(name)))
+        setattr(torch.Tensor, name, _reading(original, f"tensor.{name}()"))
+
+
+def _forget_methods() -> None:
+    while _before:
+        name, original = _before.pop()
+        if original is None:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, original)
+
+
+def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_cpu and tensor.layout is torch.strided:
+            for listener in listeners():
+                listener.used_on_cpu(name, [tensor], [])
+        return method(tensor, *args, **kwargs)
+
+    return replaced
+
+
+@final
+class _Watch(TorchDispatchMode):
+    """Sees every operator of the thread that opens the block, and of replicas: they wear the caller's modes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        uses = _uses_of(func)
+        if uses is not None:
+            read, written = uses(args, kwargs)
+            if read or written:
+                for listener in listeners():
+                    listener.used_on_cpu(func.name().replace("::", "."), read, written)
+        return func(*args, **kwargs)
+
+
+Uses = Callable[[Sequence[Any], dict[str, Any]], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+@functools.cache
+def _uses_of(op: Any) -> Uses | None:
+    """A function that finds the tensors of the CPU that a call reads and writes; None if it looks into no memory."""
+    declared = schema(op)
+    name = op.name().partition(".")[0]
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in declared.returns)
+    makes = name.endswith("_like") or name.startswith(("aten::new_", "aten::empty")) or name == "aten::is_pinned"
+    if views or makes or name in ("aten::is_same_size", "aten::set_", "aten::resize_"):
+        return None
+    arguments = [
+        (i, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for i, argument in enumerate(declared.arguments)
+        if "Tensor" in str(argument.type)
+    ]
+    is_copy = name in _COPIES
+
+    def find(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        crosses = is_copy and kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu"
+        for i, argument, is_write in arguments:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                if not tensor.is_cpu:
+                    crosses = crosses or is_copy
+                elif tensor.layout is torch.strided:
+                    (written if is_write else read).append(tensor)
+        return ([], []) if crosses else (read, written)
+
+    return find
+
+
+def users_line() -> str:
+    """The innermost line of the stack that is neither torch's nor this package's: ` (train.py:12)`."""
+    found = users_place()
+    return f" ({found})" if found else ""
+
+
+def users_place() -> str:
+    """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = _users_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@functools.cache
+def _users_file(file: str) -> str:
+    """The name of a file of the user's; nothing if the file is torch's or this package's."""
+    is_users = not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file
+    return Path(file).name if is_users else ""

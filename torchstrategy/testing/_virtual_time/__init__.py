@@ -1,0 +1,22 @@
+"""Virtual time: what a program would do on GPUs, and how long it would take, by a model.
+
+profiles       what is known of GPUs
+spans          what takes time
+costs          how long an operator takes: the cost model
+hosts          the clocks of the program and of replicas
+clock          the clocks of streams and engines, and the rules
+timeline       a stretch of virtual time
+report         in words
+perfetto       as a file for Perfetto
+picture        as a picture
+trace          the questions that a block answers
+virtual_time   the block
+"""
+
+from __future__ import annotations
+
+from torchstrategy.testing._virtual_time.profiles import DeviceProfile
+from torchstrategy.testing._virtual_time.trace import VirtualTrace
+from torchstrategy.testing._virtual_time.virtual_time import virtual_time
+
+__all__ = ["DeviceProfile", "VirtualTrace", "virtual_time"]

@@ -1,0 +1,253 @@
+"""The clocks: of the program, of each stream, and of each engine that copies.
+
+Note [The rules of virtual time]
+1. The program puts an operator on a stream, which takes the program `launch` seconds. The operator begins when it is
+   there and the stream has done what was put on it before. It takes as long as the cost model says.
+2. A copy from or to the CPU takes the program `launch` seconds, too. It begins when it is there, its stream is ready,
+   and the engine of its direction is free: each device has one for copies in and one for copies out. It takes `copy`
+   seconds and its bytes over the bandwidth of the link. The program waits for its end, unless it is `non_blocking` and
+   the memory of the CPU is pinned.
+3. A copy between two devices begins when both of their current streams are ready, and the link between them, in this
+   direction, is free. Both streams wait for it.
+4. An event happens when all is done that was on its stream when it was recorded, but not before it was recorded. To
+   record an event, to ask it, or to let a stream wait for it takes the program `event` seconds.
+5. A number that the program reads is one copy out that takes `copy` seconds, for which the program waits.
+6. An operator of the CPU takes `cpu_operator` seconds and its bytes over `cpu_bandwidth`. What it writes counts twice,
+   since a processor reads memory before it writes it.
+7. Other Python code takes no time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from typing_extensions import override
+
+from torchstrategy.testing._simulation.accounts import held
+from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Stream
+from torchstrategy.testing._simulation.program import users_place
+from torchstrategy.testing._virtual_time.costs import CostModel, size_of
+from torchstrategy.testing._virtual_time.hosts import Hosts
+from torchstrategy.testing._virtual_time.profiles import GIB, DeviceProfile
+from torchstrategy.testing._virtual_time.spans import CpuWork, Kind, Span, Synchronization, TimedCopy
+
+_READ = "_local_scalar_dense"
+_ROUNDING = 1e-12  # seconds; sums of the same durations in another order differ by less
+_Engine = tuple[int, str]  # of a device: "copies in"
+
+
+class _Task(NamedTuple):
+    """Work that a stream is to do."""
+
+    kind: Kind
+    name: str
+    seconds: float
+    bytes: int
+    flops: int = 0
+    at_peak: float = 0.0
+
+
+@final
+class Clock(Listener):
+    """Says when everything happens that it is told of. Threads may share it."""
+
+    def __init__(self, profile: DeviceProfile, hosts: Hosts, devices: int) -> None:
+        self.profile, self.hosts = profile, hosts
+        self.spans: list[Span] = []
+        self.copies: list[TimedCopy] = []
+        self.synchronizations: list[Synchronization] = []
+        self.cpu_work: list[CpuWork] = []
+        self._costs = CostModel(profile)
+        self._peaks = [{device: held(device) for device in range(devices)}]  # between two marks each: by device
+        self._ready: dict[Stream, float] = defaultdict(float)
+        self._free: dict[_Engine, float] = defaultdict(float)
+        self._numbers: dict[Stream, int] = {}
+        self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
+
+    @property
+    def end(self) -> float:
+        """When the program and all streams are done."""
+        return max([self.hosts.program.now, *self._ready.values()])
+
+    def begin_peaks(self) -> None:
+        """Counts the peaks of memory from here on."""
+        self._peaks.append({device: held(device) for device in self._peaks[0]})
+
+    def peaks(self, first: int, last: int | None) -> dict[int, int]:
+        """The most bytes that each device held, from a call of `begin_peaks` to before another one."""
+        return {device: max(peaks[device] for peaks in self._peaks[first:last]) for device in self._peaks[0]}
+
+    @override
+    def launched(self, launch: Launch) -> None:
+        pass  # what it costs is known when it has run
+
+    @override
+    def computed(self, kernel: Kernel) -> None:
+        name = kernel.operator.overloadpacket.__name__
+        if name == _READ:
+            engine = kernel.stream[0], "copies out"
+            size = kernel.args[0].element_size()
+            self._put(kernel.stream, _Task("copy", name, self.profile.copy, size), engine)
+            return
+        cost = self._costs.of(kernel.operator, kernel.args, kernel.kwargs, kernel.results)
+        if cost is not None:
+            # An operator on lists launches kernel after kernel in one call: what is Python's is spent once.
+            launch = self.profile.launch * (1 + (cost.launches - 1) / 2)
+            task = _Task("compute", name, cost.seconds, cost.bytes, cost.flops, cost.at_peak)
+            self._put(kernel.stream, task, launch=launch)
+
+    @override
+    def copied(self, copy: Copy) -> None:
+        source, target = copy.tensors
+        if copy.source is not None and copy.target is not None:
+            if copy.source[0] == copy.target[0]:
+                cost = self._costs.copy_within(source, target)
+                self._put(copy.stream, _Task("compute", "copy_", cost.seconds, cost.bytes))
+            else:
+                self._copy_between(copy, copy.source, copy.target)
+            return
+        device, comes = copy.stream[0], copy.source is None
+        bandwidth = self.profile.pinned if copy.is_pinned else self.profile.pageable
+        task = _Task("copy", "copy_", self._copying(copy, bandwidth), _bytes(copy))
+        span = self._put(copy.stream, task, (device, "copies in" if comes else "copies out"))
+        route = f"cpu->sim:{device}" if comes else f"sim:{device}->cpu"
+        self._note(copy, span, route)
+        if copy.blocks:
+            memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
+            way = f"to sim:{device} from {memory}" if comes else f"from sim:{device} to {memory}"
+            self._wait(span.end, f"a copy {way}", span.where)
+
+    def _copy_between(self, copy: Copy, source: Stream, target: Stream) -> None:
+        with self._lock:
+            self._ready[source] = max(self._ready[source], self._ready[target])
+            task = _Task("copy", "copy_", self._copying(copy, self.profile.peer), _bytes(copy))
+            span = self._put(source, task, (source[0], f"copies to sim:{target[0]}"))
+            self._ready[target] = self._ready[source]
+            self._note(copy, span, f"sim:{source[0]}->sim:{target[0]}")
+
+    def _copying(self, copy: Copy, bandwidth: float) -> float:
+        return self.profile.copy + _bytes(copy) / (bandwidth * 1e9)
+
+    def _note(self, copy: Copy, span: Span, route: str) -> None:
+        made = TimedCopy(route, span.bytes, copy.is_pinned, copy.blocks, span.start, span.seconds, span.where)
+        self.copies.append(made)
+
+    @override
+    def made(self, stream: Stream, address: int) -> None:
+        device, memory, now = stream[0], self.profile.memory, held(stream[0])
+        with self._lock:
+            self._peaks[-1][device] = max(self._peaks[-1][device], now)
+        if now > memory:
+            raise torch.OutOfMemoryError(
+                f"sim:{device} is out of memory: the tensors on it would hold {now / GIB:.2f} GiB, and "
+                f"{self.profile.name} has {memory / GIB:.2f} GiB. Use a smaller batch, recompute activations "
+                "(torch.utils.checkpoint), or ask virtual_time for another profile."
+            )
+
+    @override
+    def freed(self, address: int) -> None:
+        pass  # taking and giving memory takes no time: torch keeps it
+
+    @override
+    def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
+        pass
+
+    @override
+    def moment(self, stream: Stream) -> float:
+        with self._lock:
+            host = self.hosts.here()
+            host.spend(self.profile.event)
+            return max(self._ready[stream], host.now)
+
+    @override
+    def waits(self, stream: Stream, moment: float) -> None:
+        with self._lock:
+            self.hosts.here().spend(self.profile.event)
+            self._ready[stream] = max(self._ready[stream], moment)
+
+    @override
+    def waits_for_stream(self, stream: Stream, other: Stream) -> None:
+        self.waits(stream, self.moment(other))  # which is what torch does, with an event
+
+    @override
+    def synchronized(self, moment: float) -> None:
+        self._wait(moment, "event.synchronize()", users_place())
+
+    @override
+    def synchronized_stream(self, stream: Stream, why: str) -> None:
+        self._wait(self._ready[stream], why, users_place())
+
+    @override
+    def synchronized_device(self, device: int) -> None:
+        ready = [moment for stream, moment in list(self._ready.items()) if stream[0] == device]
+        self._wait(max(ready, default=0.0), "synchronize()", users_place())
+
+    @override
+    def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        if name.startswith("tensor."):
+            return  # another name for the memory; what reads it is no operator
+        size = sum(map(size_of, read)) + 2 * sum(map(size_of, written))
+        with self._lock:
+            host = self.hosts.here()
+            start = host.now
+            host.spend(self.profile.cpu_operator + size / (self.profile.cpu_bandwidth * 1e9))
+            self.cpu_work.append(CpuWork(host.name, name, start, host.now, size, users_place()))
+
+    @override
+    def is_over(self, moment: float) -> bool:
+        host = self.hosts.here()
+        host.spend(self.profile.event)  # so that a loop that asks comes to an end
+        return moment <= host.now + _ROUNDING
+
+    @override
+    def is_idle(self, stream: Stream) -> bool:
+        return self.is_over(self._ready[stream])
+
+    @override
+    def seconds_between(self, start: float, end: float) -> float | None:
+        return end - start
+
+    def _put(self, stream: Stream, task: _Task, engine: _Engine | None = None, launch: float | None = None) -> Span:
+        """Puts work on a stream, and on an engine if it is a copy."""
+        with self._lock:
+            host = self.hosts.here()
+            host.spend(self.profile.launch if launch is None else launch)
+            start = max(host.now, self._ready[stream])
+            if engine is not None:
+                start = max(start, self._free[engine])
+            end = start + task.seconds
+            self._ready[stream] = end
+            if engine is not None:
+                self._free[engine] = end
+            lane = self._lane(stream) if engine is None else engine[1]
+            span = Span(
+                stream[0], lane, task.kind, task.name, start, end, task.bytes, task.flops, task.at_peak, users_place()
+            )
+            self.spans.append(span)
+            return span
+
+    def _lane(self, stream: Stream) -> str:
+        """`"stream 0"`, the default one, or a number in the order of first use, which is the same in every run."""
+        device, number = stream
+        if number and stream not in self._numbers:
+            self._numbers[stream] = 1 + sum(other == device for other, _ in self._numbers)
+        return f"stream {self._numbers[stream] if number else 0}"
+
+    def _wait(self, moment: float, why: str, where: str) -> None:
+        with self._lock:
+            host = self.hosts.here()
+            start = host.now
+            waited = host.wait_until(moment)
+            self.synchronizations.append(Synchronization(why, where, start, waited, host.name))
+
+
+def _bytes(copy: Copy) -> int:
+    """What goes over the link: torch changes the dtype on the device."""
+    source, target = copy.tensors
+    if source.dtype == target.dtype:
+        return max(size_of(source), size_of(target))
+    return size_of(source if copy.source is None else target)

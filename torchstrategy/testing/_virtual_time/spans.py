@@ -1,0 +1,110 @@
+"""What takes time: work on streams and engines, and waits of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+Kind = Literal["compute", "copy"]
+Interval = tuple[float, float]
+
+
+class Span(NamedTuple):
+    """An operator or a copy, from when to when, in seconds since the block began."""
+
+    device: int
+    lane: str  # `"stream 0"`, `"copies in"`, `"copies out"`, `"copies to sim:1"`
+    kind: Kind
+    name: str
+    start: float
+    end: float
+    bytes: int
+    flops: int
+    at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
+    where: str  # the line of the program
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+class TimedCopy(NamedTuple):
+    """A copy from one memory to another.
+
+    Attributes:
+        route: `"cpu->sim:0"`.
+        bytes: How many.
+        is_pinned: Whether the memory of the CPU is pinned; False between two devices.
+        blocks: Whether the program waits until it is done.
+        start: When it begins, in seconds since the block began.
+        seconds: How long it takes.
+        where: The line of the program, `"train.py:12"`.
+    """
+
+    route: str
+    bytes: int
+    is_pinned: bool
+    blocks: bool
+    start: float
+    seconds: float
+    where: str
+
+
+class Synchronization(NamedTuple):
+    """The program waits for a device.
+
+    Attributes:
+        why: What it says: `"event.synchronize()"`, `"aten._local_scalar_dense.default"`, `"a copy to sim:0 from memory
+            that is not pinned"`.
+        where: The line of the program, `"train.py:12"`.
+        start: When the wait begins, in seconds since the block began.
+        seconds: How long it takes; 0 if there was nothing to wait for.
+        host: Who waits: `"host"`, or `"replica 1"`.
+    """
+
+    why: str
+    where: str
+    start: float
+    seconds: float
+    host: str
+
+
+class CpuWork(NamedTuple):
+    """An operator of the CPU."""
+
+    host: str
+    name: str
+    start: float
+    end: float
+    bytes: int
+    where: str
+
+
+def united(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time, in intervals that do not touch each other, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def common(one: list[Interval], other: list[Interval]) -> Iterator[Interval]:
+    """The time that is in both of two lists that `united` made."""
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            yield start, end
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How many seconds some intervals are, which do not overlap."""
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,121 @@
+"""A stretch of virtual time, and what can be computed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from torchstrategy.testing._virtual_time.profiles import DeviceProfile
+from torchstrategy.testing._virtual_time.spans import (
+    CpuWork,
+    Interval,
+    Kind,
+    Span,
+    Synchronization,
+    TimedCopy,
+    common,
+    length,
+    united,
+)
+
+
+class DeviceTime(NamedTuple):
+    """What one device does in a stretch of virtual time.
+
+    Attributes:
+        busy: Seconds in which it computes.
+        idle: Seconds in which it does not, whatever is copied meanwhile.
+        copying: Seconds in which something is copied from or to it.
+        peak_bytes: The most bytes that tensors on it hold.
+        flops: Floating-point operations.
+        mfu: Model flops utilization: the part of the time that `flops` would take at the peaks of their dtypes.
+    """
+
+    busy: float
+    idle: float
+    copying: float
+    peak_bytes: int
+    flops: int
+    mfu: float
+
+
+class Wait(NamedTuple):
+    """All waits of one line for one reason."""
+
+    why: str
+    where: str
+    seconds: float
+    times: int
+
+
+@final
+@dataclass(frozen=True)
+class Timeline:
+    """What happens from one moment to another one."""
+
+    profile: DeviceProfile
+    since: float
+    until: float
+    spans: Sequence[Span]
+    copies: Sequence[TimedCopy]
+    synchronizations: Sequence[Synchronization]
+    cpu_work: Sequence[CpuWork]
+    peaks: Mapping[int, int]  # bytes, by device
+
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
+
+    @property
+    def devices(self) -> list[int]:
+        """Those that have something to do, in order."""
+        return sorted({span.device for span in self.spans})
+
+    def times(self, device: int, kind: Kind) -> list[Interval]:
+        """When a device computes or copies; work that began before counts from the beginning."""
+        return united(
+            (max(span.start, self.since), min(span.end, self.until))
+            for span in self.spans
+            if span.device == device and span.kind == kind
+        )
+
+    def device(self, index: int) -> DeviceTime:
+        """What one device does."""
+        busy, mine = length(self.times(index, "compute")), [span for span in self.spans if span.device == index]
+        return DeviceTime(
+            busy=busy,
+            idle=max(0.0, self.seconds - busy),
+            copying=length(self.times(index, "copy")),
+            peak_bytes=self.peaks.get(index, 0),
+            flops=sum(span.flops for span in mine),
+            mfu=sum(span.at_peak for span in mine) / self.seconds if self.seconds else 0.0,
+        )
+
+    def overlap(self, one: Kind, other: Kind, device: int | None = None) -> float:
+        """The part of the time of one kind of work in which the device does the other kind, too."""
+        whole = shared = 0.0
+        for index in self.devices if device is None else [device]:
+            times = self.times(index, one)
+            whole += length(times)
+            shared += length(common(times, self.times(index, other)))
+        return shared / whole if whole else 1.0
+
+    def waits(self) -> list[Wait]:
+        """What the program waits for, the longest first."""
+        found: dict[tuple[str, str], tuple[float, int]] = {}
+        for one in self.synchronizations:
+            seconds, times = found.get((one.why, one.where), (0.0, 0))
+            found[one.why, one.where] = seconds + one.seconds, times + 1
+        waits = [Wait(why, where, *measured) for (why, where), measured in found.items()]
+        return sorted(waits, key=lambda wait: -wait.seconds)
+
+    def lanes(self) -> Iterator[tuple[str, Sequence[Span | Synchronization | CpuWork]]]:
+        """What to draw in one line each: the program, and of each device its streams and its engines."""
+        for host in sorted({one.host for one in self.synchronizations} | {one.host for one in self.cpu_work}):
+            waits = [one for one in self.synchronizations if one.host == host and one.seconds]
+            yield host, [*waits, *(work for work in self.cpu_work if work.host == host)]
+        for device in self.devices:
+            mine = [span for span in self.spans if span.device == device]
+            for lane in sorted({span.lane for span in mine}, key=lambda lane: (not lane.startswith("stream"), lane)):
+                yield f"sim:{device}, {lane}", [span for span in mine if span.lane == lane]
