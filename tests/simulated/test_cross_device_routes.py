@@ -74,16 +74,17 @@ def test_reductions_and_gathers_of_a_strategy_go_in_packs(bytes_per_pack: int, p
     held = strategy.run(mine)
     with count_traffic() as traffic:
         strategy.run(lambda: context().all_reduce("sum", mine(), options=options))
-    assert set(traffic.copies_by_route.values()) == {packs if bytes_per_pack else 1}  # small ones go together
+    together = packs if bytes_per_pack else 1  # small ones go together
+    assert set(traffic.copies_by_route.values()) == {together}
     with count_traffic() as traffic:
         strategy.run(lambda: context().all_gather(mine(), 0, options=options))
     assert set(traffic.copies_by_route.values()) == {packs}
     with count_traffic() as traffic:
         strategy.extended.reduce_to("sum", held, SIM[4], options=options)
-    assert traffic.copies_by_route == {(device, SIM[4]): packs for device in SIM[:3]}
+    assert traffic.copies_by_route == {(device, SIM[4]): together for device in SIM[:3]}
     with count_traffic() as traffic:
         strategy.extended.batch_reduce_to("mean", [(value, SIM[4]) for value in held], options=options)
-    assert traffic.copies_by_route == {(device, SIM[4]): packs for device in SIM[:3]}
+    assert traffic.copies_by_route == {(device, SIM[4]): together for device in SIM[:3]}
 
 
 def test_the_gradients_of_what_went_in_packs_come_back_in_packs() -> None:

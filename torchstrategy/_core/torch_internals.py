@@ -247,6 +247,9 @@ def is_compiling() -> bool:
     return _guards._TLS.__dict__.get("compile_context") is not None
 
 
+hide_from_compiler(is_compiling)  # else the answer while a step is compiled would be a part of the compiled step
+
+
 # Whether a profiler is on, on any thread. `record_function` does not check this, and costs as much without a profiler
 # as with one. This check costs 50 ns, since it creates no Python frame.
 is_profiling: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled")

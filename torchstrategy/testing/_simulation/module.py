@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -167,7 +167,9 @@ def manual_seed_all(seed: int) -> None:
 def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
     """The state of the default generator of a device."""
     # A DTensor computes with the state, and wants that of a GPU; it asks for it on the device's module.
-    if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.tensor._random":
+    here = inspect.currentframe()
+    caller = here.f_back if here is not None else None
+    if caller is not None and caller.f_globals.get("__name__") == "torch.distributed.tensor._random":
         return counted_state(ordinal(device))
     return default_generator(ordinal(device)).get_state()
 

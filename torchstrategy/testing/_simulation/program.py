@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import inspect
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -157,13 +158,10 @@ def users_line() -> str:
 
 def users_place() -> str:
     """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = _users_file(frame.f_code.co_filename)
-        if name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    named = (
+        (_users_file(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(inspect.currentframe())
+    )
+    return next((f"{name}:{line}" for name, line in named if name), "")
 
 
 @functools.cache
