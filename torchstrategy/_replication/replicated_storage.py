@@ -117,26 +117,13 @@ class ReplicatedStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += copies.originals()
-            steppers = self._steppers_of(named)
-            has_others, n = self.layout.workers.count > 1, len(self.devices)
-            named_trainers = named.trainers() if n > 1 or has_others else []
-            own = [thing for _, thing in named_trainers if is_all_in_dict(thing)]
-            of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
-            trainers = [Trainer(thing, *of_run) for thing in own]
-            others = [pair for pair in named_trainers if not is_all_in_dict(pair[1])] if n > 1 else []
-            shared = [SharedTrainer(name, thing) for name, thing in others]
-            originals += [*steppers, *own]
-            outsiders = list(self._outsiders(named, copies))
-            several = len(replica_weights.present) > 1
-            watch = self._watch_of(named, copies) if several else None
-            may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
-            parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
-            run_state = ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))  # 2
+            run_state = self._made_run(copies, replica_weights, named, leaves, cross_replica)  # 2
+            originals += [*run_state.steppers, *(trainer.original for trainer in run_state.trainers)]
             self._runs[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
                 workers = self.layout.workers
                 metric.hand_out(replica_weights.present, workers, replica_weights.lead_worker == workers.index)
-            copies.gradients.begin(replica_weights, outsiders, run_state.together)  # 5
+            copies.gradients.begin(replica_weights, run_state.outsiders, run_state.together)  # 5
             install(originals, copies)  # 6
             yield run_state
             uninstall(originals, copies)
@@ -158,6 +145,29 @@ class ReplicatedStorage(Storage):
                 run_state.let_go()
             self._return(copies)
             variables.clear()
+
+    def _made_run(
+        self,
+        copies: ReplicaSet,
+        replica_weights: ReplicaWeights,
+        named: StepReferences,
+        leaves: Sequence[Tree],
+        cross_replica: CrossReplica,
+    ) -> ReplicatedRun:
+        """The run, with what its step names beside modules: steppers, trainers, and tensors without copies."""
+        steppers = self._steppers_of(named)
+        has_others, n = self.layout.workers.count > 1, len(self.devices)
+        named_trainers = named.trainers() if n > 1 or has_others else []
+        of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
+        trainers = [Trainer(thing, *of_run) for _, thing in named_trainers if is_all_in_dict(thing)]
+        others = [pair for pair in named_trainers if not is_all_in_dict(pair[1])] if n > 1 else []
+        shared = [SharedTrainer(name, thing) for name, thing in others]
+        outsiders = list(self._outsiders(named, copies))
+        several = len(replica_weights.present) > 1
+        watch = self._watch_of(named, copies) if several else None
+        may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
+        parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
+        return ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))
 
     def _watch_of(self, named: StepReferences, copies: ReplicaSet) -> Watch | None:
         """Looks on in a run for writes on tensors that all replicas share; None if the step reaches no such tensor."""

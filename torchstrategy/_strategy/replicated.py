@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -33,6 +33,7 @@ from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
+from torchstrategy._replication.replicated_run import ReplicatedRun
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
@@ -161,15 +162,18 @@ class ReplicatedExtended(OneMachineExtended):
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
                 self._streams.has_drawn &= not weights.is_understudy
-            if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
-                run_state.results_require_grad()
-            by_replica = [results.get(r, ABSENT) for r in range(count)]
-            if self._workers.count > 1:
-                result = regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
-            else:
-                result = regroup(by_replica, are_results=True)
+            result = self._put_together(results, run_state, weights)
         run_state.warn()
         return result
+
+    def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
+        """One tree of those that the replicas of this worker have returned."""
+        if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
+            run_state.results_require_grad()
+        by_replica = [results.get(r, ABSENT) for r in range(len(self._storage.devices))]
+        if self._workers.count > 1:
+            return regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
+        return regroup(by_replica, are_results=True)
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other what they have."""
