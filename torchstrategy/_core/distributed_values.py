@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
+from torchstrategy._core.refused_uses import refuse_uses
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import first_unlike, is_container, map_leaves, tree_flatten, uneven_lists, zip_leaves
 from torchstrategy._core.types import Tree
@@ -55,9 +56,9 @@ class Unmade:
 class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, can be registered
     """The values of several replicas in one container, which `Strategy.run` returns and takes: a component per replica.
 
-    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that gets one as an argument
-    sees its own replica's component. Outside of replicas, `Strategy.reduce`, `Strategy.gather` and
-    `Strategy.experimental_local_results` read the components.
+    It is a container, not a tensor: it has no arithmetic, no length and no index, and says what to write instead. A
+    step that gets one as an argument sees its own replica's component. Outside of replicas, `Strategy.reduce`,
+    `Strategy.gather` and `Strategy.experimental_local_results` read the components.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -167,6 +168,9 @@ class PerReplica(DistributedValues):
     def _in_replica(self, replica: int) -> Tree:
         own = self._components[replica]
         return self.understudy if own is ABSENT and self.understudy is not None else own
+
+
+refuse_uses(PerReplica)
 
 
 @final
