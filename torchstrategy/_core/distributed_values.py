@@ -122,8 +122,20 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
 
 def listed(kind: str, components: Sequence[Tree]) -> str:
     """The printed form of a value of several replicas: one line for each replica that is present."""
-    lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
+    lines = ",\n".join(f"  {r}: {shown(value)}" for r, value in enumerate(components) if value is not ABSENT)
     return f"{kind}:{{\n{lines}\n}}"
+
+
+def shown(value: Tree) -> str:
+    """The printed form of a value; of a long one its beginning, and of a big tensor its shape, dtype and device."""
+    is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
+    text = "" if is_tensor and value.numel() > _MANY else f"{value}"
+    if is_tensor and not 0 < len(text) <= _LONG:
+        return f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={str(value.device)!r})"
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+_MANY, _LONG = 1000, 200
 
 
 def _made(value: Tree) -> Tree:

@@ -119,6 +119,9 @@ class DistributedIterator(BatchIterator):
         self._ended = ended
         self._is_over = False
 
+    def __repr__(self) -> str:
+        return f"DistributedIterator({self._splitter})"
+
     @property
     def element_spec(self) -> Tree:
         """What the elements are made of; see `DistributedDataset.element_spec`."""
@@ -302,6 +305,9 @@ class DistributedDataset:
             )
         return len(self._splitter)
 
+    def __repr__(self) -> str:
+        return f"DistributedDataset({self._splitter})"
+
     def __copy__(self) -> DistributedDataset:
         return self._with(vars(self))
 
@@ -319,6 +325,21 @@ class DistributedDataset:
         copied = object.__new__(DistributedDataset)
         vars(copied).update(attributes)
         return copied
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the loader: `len(distributed.dataset)` is the number of rows of an epoch."""
+        return self._splitter.sources[0].of_loader("dataset")
+
+    @property
+    def batch_size(self) -> int | None:
+        """The `batch_size` of the loader, which is that of all replicas together unless a function made the loader."""
+        return self._splitter.sources[0].of_loader("batch_size")  # type: ignore[no-any-return]
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the loader, as for `distributed.sampler.set_epoch(epoch)`."""
+        return self._splitter.sources[0].of_loader("sampler")
 
     @property
     def element_spec(self) -> Tree:

@@ -9,7 +9,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Generic, TypeVar, final
 
 from torch import nn
@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
-from torchstrategy._core.errors import an, unpicklable
+from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves
-from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
+from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -106,6 +106,17 @@ class StrategyBase:
             "optimizer.state_dict(), and make the strategy anew where it is wanted. An object that holds a strategy "
             "has to leave it out of what it is pickled as, in __getstate__.",
         )
+
+    def __repr__(self) -> str:
+        facts = []
+        with suppress(AttributeError, RuntimeError):  # it is being made, or has no devices
+            facts.append(plural(self.num_replicas_in_sync, "replica"))
+            workers = self._extended._workers.count
+            facts[0] += f" on {_listed(self._extended.worker_devices)}" + f" of each of {workers} workers" * (
+                workers > 1
+            )
+            facts.append(f"parameters on {_listed(self._extended.parameter_devices)}")
+        return f"{type(self).__name__}({', '.join(facts)})"
 
     @property
     def extended(self) -> StrategyExtended:
@@ -517,6 +528,10 @@ class StrategyBase:
             )
         self._extended._distribute_optimizer(optimizer)
         return optimizer
+
+
+def _listed(devices: Sequence[Device]) -> str:
+    return ", ".join(dict.fromkeys(map(str, devices)))
 
 
 def _input_options(options: InputOptions | None) -> InputOptions:
