@@ -122,7 +122,8 @@ def test_a_replica_that_was_entered_by_hand_says_that_it_meets_nobody() -> None:
         assert context is not None
         context.all_reduce("sum", torch.ones(1))
 
-    sentence = r"^all_reduce is where replicas synchronize, and replica 0 of 2 of MicroBatches\(2 replicas on cpu:0\) was entered by hand: "
+    of = r"replica 0 of 2 of MicroBatches\(2 replicas on cpu:0\)"
+    sentence = rf"^all_reduce is where replicas synchronize, and {of} was entered by hand: "
     with pytest.raises(RuntimeError, match=sentence):
         MicroBatches(2).run(step)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 from torch.utils.data import Dataset
 
 from torchstrategy._core.context import can_set_strategy, current_strategy, require_cross_replica, set_strategy
+from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import ValueContext
 from torchstrategy._core.tree import map_leaves
@@ -43,6 +45,10 @@ class Strategy(StrategyBase):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy
     """
 
+    @overload
+    def gather(self, value: torch.Tensor | PerReplica[Any], axis: int) -> torch.Tensor: ...
+    @overload
+    def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Tree, axis: int) -> Tree:
         """The components of a value one after the other along `axis`, in replica order, as one tensor.
 

@@ -8,28 +8,37 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar, final, overload
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 from typing_extensions import Self
 
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
+from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
-from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
+from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.cluster_resolver import ClusterResolver
 
 S = TypeVar("S", bound=StrategyLike)
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+_Args: TypeAlias = Sequence[Tree]
+_Kwargs: TypeAlias = "dict[str, Tree] | None"
+_Run: TypeAlias = "RunOptions | None"
+_Container: TypeAlias = "tuple[Any, ...] | list[Any] | dict[Any, Any]"
 
 ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
 
@@ -152,13 +161,18 @@ class StrategyBase:
         """
         return StrategyScope(self)
 
+    # For type checkers: of containers each leaf may become a `PerReplica`, for which there is no type.
+    @overload
     def run(
-        self,
-        fn: ReplicaFn,
-        args: Sequence[Tree] = (),
-        kwargs: dict[str, Tree] | None = None,
-        options: RunOptions | None = None,
-    ) -> Tree:
+        self, fn: Callable[..., _Container], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...
+    ) -> Any: ...
+    @overload
+    def run(self, fn: Callable[..., None], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...) -> None: ...
+    @overload
+    def run(
+        self, fn: Callable[..., T], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...
+    ) -> T | PerReplica[T]: ...
+    def run(self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
         A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return
@@ -233,11 +247,7 @@ class StrategyBase:
             return self._extended._run(*call)
 
     def experimental_run_v2(
-        self,
-        fn: ReplicaFn,
-        args: Sequence[Tree] = (),
-        kwargs: dict[str, Tree] | None = None,
-        options: RunOptions | None = None,
+        self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None
     ) -> Tree:
         """The name that `run` had before TensorFlow 2.2.
 
@@ -325,6 +335,12 @@ class StrategyBase:
         """
         return copy.deepcopy(config_proto)
 
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: int | tuple[int, ...] | None
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any: ...
     def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
         """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
 
@@ -367,7 +383,9 @@ class StrategyBase:
             return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
         return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[T] | Dataset[T], options: InputOptions | None = None
+    ) -> DistributedDataset[T]:
         """Splits each batch of `dataset` among the replicas.
 
         A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
@@ -410,9 +428,11 @@ class StrategyBase:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
-        return self._extended._distribute_dataset(dataset, _input_options(options))
+        return self._extended._distribute_dataset(dataset, _input_options(options))  # type: ignore[no-any-return]
 
-    def distribute_datasets_from_function(self, dataset_fn: DatasetFn, options: InputOptions | None = None) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFn, options: InputOptions | None = None
+    ) -> DistributedDataset[Any]:
         """Gives each replica elements of the dataset that `dataset_fn` returns, as they are.
 
         For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
@@ -457,18 +477,18 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         _require_dataset_fn("dataset_fn", dataset_fn)
-        return self._extended._distribute_from_function(dataset_fn, _input_options(options))
+        return self._extended._distribute_from_function(dataset_fn, _input_options(options))  # type: ignore[no-any-return]
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions | None = None
-    ) -> Any:
+    ) -> DistributedDataset[Any]:
         """The name that `distribute_datasets_from_function` had before TensorFlow 2.4.
 
         Source: https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy#experimental_distribute_datasets_from_function
         """
         return self.distribute_datasets_from_function(dataset_fn, options)
 
-    def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
+    def experimental_local_results(self, value: T | PerReplica[T]) -> tuple[T, ...]:
         """The components of a value, in replica order, of the replicas that are present.
 
         Args:
@@ -486,7 +506,7 @@ class StrategyBase:
         """
         return self._extended._local_results(value)
 
-    def distribute_module(self, module: nn.Module) -> nn.Module:
+    def distribute_module(self, module: M) -> M:
         """Gives this strategy a module that was created outside of its scope. It stays the same object.
 
         Its parameters and buffers are moved to the parameter device. Of several replicas each has a copy. A function
@@ -504,9 +524,10 @@ class StrategyBase:
         require_cross_replica(self, "Strategy.distribute_module")
         if not isinstance(module, nn.Module):
             raise TypeError(f"distribute_module takes a torch.nn.Module; got a {type(module).__name__}.")
-        return self._extended._distribute_module(module)
+        self._extended._distribute_module(module)
+        return module
 
-    def distribute_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def distribute_optimizer(self, optimizer: O) -> O:
         """Gives this strategy an optimizer that was created outside of its scope, so that the step can use it.
 
         Example:
