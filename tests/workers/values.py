@@ -47,6 +47,28 @@ def of_values(replicas: int) -> dict[str, Any]:
     }
 
 
+def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
+    """Losses that are scalars, of uneven batches, and which replica printed. The last has rows for one replica only."""
+    found: list[Any] = []
+    everything = [torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)]
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        context = torchstrategy.get_replica_context()
+        if context.is_first_replica:
+            found.append(context.replica_id_in_sync_group)
+        return rows.mean()
+
+    for batch in strategy.experimental_distribute_dataset(everything):
+        means = strategy.run(step, args=(batch,))
+        found.append(strategy.reduce("mean", means, axis=None, weights=batch).item())
+        found.append(strategy.reduce("mean", means, axis=None, weights=strategy.run(len, args=(batch,))).item())
+    return found
+
+
+def of_weighted_means(replicas: int) -> list[Any]:
+    return weighted_means_of(strategy_of(replicas))
+
+
 def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
     """What variables of every kind come to. The last batches have no rows for some workers."""
     found: dict[str, torch.Tensor] = {}

@@ -38,6 +38,7 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 _Args: TypeAlias = Sequence[Tree]
 _Kwargs: TypeAlias = "dict[str, Tree] | None"
 _Run: TypeAlias = "RunOptions | None"
+_Axis: TypeAlias = "int | tuple[int, ...] | None"
 _Container: TypeAlias = "tuple[Any, ...] | list[Any] | dict[Any, Any]"
 
 ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
@@ -337,22 +338,26 @@ class StrategyBase:
 
     @overload
     def reduce(
-        self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: int | tuple[int, ...] | None
+        self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: _Axis, weights: Any = ...
     ) -> torch.Tensor: ...
     @overload
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any: ...
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: _Axis, weights: Any = ...) -> Any: ...
+    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: _Axis, weights: Tree = None) -> Tree:
         """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
 
         `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all examples, also of an uneven batch.
-        With `axis=None`, `MEAN` is the unweighted mean over the replicas that are present: of per-replica means of an
-        uneven batch it is not the mean over the examples.
+        `reduce(MEAN, loss, axis=None, weights=batch)` of a loss that each replica averaged over its rows is that mean,
+        too. Without `weights`, `axis=None` is the unweighted mean over the replicas that are present, which is another
+        number if the batch is uneven.
 
         Args:
             reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default floating dtype.
             value: What `run` returned; containers are reduced leaf by leaf. A plain tensor counts as the same in every
                 replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
             axis: None, or along which dimension (or dimensions) of each component, whose sizes may differ.
+            weights: How much each replica weighs in a `MEAN` with `axis=None`: the batch of the step, whose rows count;
+                or a number for each replica of this process, which `run` may have returned, such as a count of tokens.
+                None: all weigh the same. The result has no gradient.
 
         Returns:
             Tensors on the parameter device.
@@ -365,21 +370,33 @@ class StrategyBase:
             tensor([3., 5., 7.])
             >>> strategy.reduce("mean", batch, axis=0)
             tensor(2.5000)
+            >>> batch = next(iter(strategy.experimental_distribute_dataset([torch.arange(5.0)])))
+            >>> means = strategy.run(torch.mean, args=(batch,))  # 1.0 of three rows, 3.5 of two
+            >>> strategy.reduce("mean", means, axis=None, weights=batch)
+            tensor(2.)
 
         Differs from tf.distribute:
-            Containers are mapped. The mean of integers is float32, not float64.
+            Containers are mapped. The mean of integers is float32, not float64. `weights` is ours.
 
         Raises:
             ValueError: If shapes do not fit, there is no such axis, the reduction is unknown, or a value that is not
-                distributed is summed over several replicas.
+                distributed is summed over several replicas; if `weights` do not fit, or come with a `SUM` or an `axis`.
             TypeError: If `reduce_op` or `axis` is of the wrong kind.
             RuntimeError: If called in a replica or in another strategy's scope.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
         """
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
-        op = ReduceOp.of(reduce_op)
-        if axis is None or axis == ():
+        op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
+        if weights is not None:
+            if op is not ReduceOp.MEAN or axis is not None:
+                raise ValueError(
+                    f"weights=... weighs the replicas in a mean over them, and this is a {op.value} along axis={axis}, "
+                    'in which every row counts once. Leave weights out, or write reduce("mean", value, axis=None, '
+                    "weights=batch)."
+                )
+            return map_leaves(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
+        if axis is None:
             return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
         return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
