@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -16,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "logging.md"
 class SummaryWriter:
     """Takes the calls that the page makes of TensorBoard's; TensorBoard itself is no dependency of the tests."""
 
-    written: list[tuple[str, float, int]] = []
+    written: ClassVar[list[tuple[str, float, int]]] = []
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

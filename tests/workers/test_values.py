@@ -113,3 +113,9 @@ def test_different_models_are_refused_by_name(what: str, told: str) -> None:
 def test_what_workers_do_differently_is_refused(what: str, told: str) -> None:
     for outcome in cluster(2).outcomes(values.of_different, what):
         assert outcome.error is not None and told in outcome.error, outcome
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_dataclasses_are_gathered_from_all_workers(workers: int, replicas: int) -> None:
+    for found in cluster(workers).run(values.of_dataclasses, replicas):
+        assert found == [([2.0 * row for row in range(9)], 36.0), ([0.0], 0.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -261,3 +262,21 @@ def of_attributes(replicas: int) -> list[str]:
         for _ in range(2):
             strategy.run(lambda x: model(x).detach(), args=(batch,))
     return [str(one.message) for one in caught if one.category is torchstrategy.ReplicaBufferWarning]
+
+
+@dataclass
+class Evaluation:
+    """What a step of an evaluation returns."""
+
+    loss: torch.Tensor
+    scores: torch.Tensor
+
+
+def of_dataclasses(replicas: int) -> list[Any]:
+    strategy = strategy_of(replicas)
+    found = []
+    for batch in strategy.experimental_distribute_dataset([torch.arange(9.0), torch.arange(1.0)]):
+        results = strategy.run(lambda rows: Evaluation(rows.sum().reshape(1), rows * 2), args=(batch,))
+        gathered = strategy.gather(results, axis=0)
+        found.append((gathered.scores.tolist(), strategy.reduce("sum", results, axis=0).loss.item()))
+    return found

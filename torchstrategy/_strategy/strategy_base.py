@@ -22,9 +22,9 @@ from torchstrategy._core.context import Frame, current_frame, is_default, mixing
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
@@ -352,8 +352,8 @@ class StrategyBase:
 
         Args:
             reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default floating dtype.
-            value: What `run` returned; containers are reduced leaf by leaf. A plain tensor counts as the same in every
-                replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
+            value: What `run` returned; containers and dataclasses are reduced leaf by leaf. A plain tensor counts as
+                the same in every replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
             axis: None, or along which dimension (or dimensions) of each component, whose sizes may differ.
             weights: How much each replica weighs in a `MEAN` with `axis=None`: the batch of the step, whose rows count;
                 or a number for each replica of this process, which `run` may have returned, such as a count of tokens.
@@ -395,10 +395,10 @@ class StrategyBase:
                     'in which every row counts once. Leave weights out, or write reduce("mean", value, axis=None, '
                     "weights=batch)."
                 )
-            return map_leaves(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
+            return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
         if axis is None:
-            return map_leaves(lambda leaf: self._extended._reduce(op, leaf), value)
-        return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+            return map_results(lambda leaf: self._extended._reduce(op, leaf), value)
+        return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[T] | Dataset[T], options: InputOptions | None = None
