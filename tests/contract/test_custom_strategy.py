@@ -122,7 +122,8 @@ def test_a_replica_that_was_entered_by_hand_says_that_it_meets_nobody() -> None:
         assert context is not None
         context.all_reduce("sum", torch.ones(1))
 
-    sentence = r"^all_reduce is where replicas synchronize, and replica 0 of 2 of <custom\..*> was entered by hand: "
+    of = r"replica 0 of 2 of MicroBatches\(2 replicas on cpu:0\)"
+    sentence = rf"^all_reduce is where replicas synchronize, and {of} was entered by hand: "
     with pytest.raises(RuntimeError, match=sentence):
         MicroBatches(2).run(step)
 
@@ -188,7 +189,7 @@ def test_an_extended_is_of_the_strategy_that_it_was_made_for_before_that_has_it(
 
 def test_an_extended_is_of_one_strategy() -> None:
     one = Strategy(Alone())
-    said = r"^This `extended` belongs to <torchstrategy\.Strategy .*>\. Two strategies cannot share one\."
+    said = r"^This `extended` belongs to Strategy\(1 replica\)\. Two strategies cannot share one\."
     with pytest.raises(ValueError, match=said):
         Strategy(one.extended)
     assert one.run(torchstrategy.get_strategy) is one

@@ -341,10 +341,10 @@ def test_a_single_replica_gives_containers_back_as_they_are() -> None:
 
 
 def test_a_plain_list_of_numbers_is_a_container_of_scalars(several: Strategy) -> None:
-    with pytest.raises(ValueError, match=r"^There is no axis 0 to reduce along: a value has the shape \(\)\."):
+    with pytest.raises(ValueError, match=r"^value\[0\]: There is no axis 0 to reduce along: "):
         several.reduce("mean", [1.0, 2.0], axis=0)
     assert several.reduce("mean", [1.0, 2.0], axis=None) == [1.0, 2.0]
-    with pytest.raises(ValueError, match=r"^A value that is not distributed, 1\.0, cannot be summed "):
+    with pytest.raises(ValueError, match=r"^value\[0\]: A value that is not distributed, 1\.0, cannot be summed "):
         several.reduce("sum", [1.0, 2.0], axis=None)
 
 

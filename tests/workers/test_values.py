@@ -32,6 +32,17 @@ def test_values_have_the_numbers_of_all_replicas(workers: int, replicas: int) ->
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_a_scalar_loss_is_the_mean_over_the_rows_of_all_workers_and_one_replica_prints(
+    workers: int, replicas: int
+) -> None:
+    alone = values.weighted_means_of(torchstrategy.OneDeviceStrategy("cpu"))
+    everyone = cluster(workers).run(values.of_weighted_means, replicas)
+    assert everyone[0] == pytest.approx(alone, rel=1e-12)
+    for found in everyone[1:]:
+        assert found == pytest.approx([loss for i, loss in enumerate(alone) if i % 3], rel=1e-12)  # and printed nothing
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_variables_are_those_of_replicas_in_one_process(workers: int, replicas: int) -> None:
     alone = values.variables_of(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
     for found in cluster(workers).run(values.of_variables, replicas):
@@ -102,3 +113,9 @@ def test_different_models_are_refused_by_name(what: str, told: str) -> None:
 def test_what_workers_do_differently_is_refused(what: str, told: str) -> None:
     for outcome in cluster(2).outcomes(values.of_different, what):
         assert outcome.error is not None and told in outcome.error, outcome
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_dataclasses_are_gathered_from_all_workers(workers: int, replicas: int) -> None:
+    for found in cluster(workers).run(values.of_dataclasses, replicas):
+        assert found == [([2.0 * row for row in range(9)], 36.0), ([0.0], 0.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,28 @@ def of_values(replicas: int) -> dict[str, Any]:
         "sum": strategy.reduce("sum", returned["own"], axis=None).item(),
         "mean": strategy.reduce("mean", returned["own"], axis=None).item(),
     }
+
+
+def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
+    """Losses that are scalars, of uneven batches, and which replica printed. The last has rows for one replica only."""
+    found: list[Any] = []
+    everything = [torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)]
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        context = torchstrategy.get_replica_context()
+        if context.is_first_replica:
+            found.append(context.replica_id_in_sync_group)
+        return rows.mean()
+
+    for batch in strategy.experimental_distribute_dataset(everything):
+        means = strategy.run(step, args=(batch,))
+        found.append(strategy.reduce("mean", means, axis=None, weights=batch).item())
+        found.append(strategy.reduce("mean", means, axis=None, weights=strategy.run(len, args=(batch,))).item())
+    return found
+
+
+def of_weighted_means(replicas: int) -> list[Any]:
+    return weighted_means_of(strategy_of(replicas))
 
 
 def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
@@ -239,3 +262,21 @@ def of_attributes(replicas: int) -> list[str]:
         for _ in range(2):
             strategy.run(lambda x: model(x).detach(), args=(batch,))
     return [str(one.message) for one in caught if one.category is torchstrategy.ReplicaBufferWarning]
+
+
+@dataclass
+class Evaluation:
+    """What a step of an evaluation returns."""
+
+    loss: torch.Tensor
+    scores: torch.Tensor
+
+
+def of_dataclasses(replicas: int) -> list[Any]:
+    strategy = strategy_of(replicas)
+    found = []
+    for batch in strategy.experimental_distribute_dataset([torch.arange(9.0), torch.arange(1.0)]):
+        results = strategy.run(lambda rows: Evaluation(rows.sum().reshape(1), rows * 2), args=(batch,))
+        gathered = strategy.gather(results, axis=0)
+        found.append((gathered.scores.tolist(), strategy.reduce("sum", results, axis=0).loss.item()))
+    return found

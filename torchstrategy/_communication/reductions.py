@@ -67,7 +67,8 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
     first = tensors[0]
     if first.dim() == 0:
         raise ValueError(
-            "Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the step, and gather along 0."
+            "Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the step, and gather along 0; or write "
+            'strategy.reduce("mean", value, axis=None) for one number.'
         )
     if not -first.dim() <= axis < first.dim():
         raise ValueError(f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions.")

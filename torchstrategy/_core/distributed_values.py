@@ -10,16 +10,20 @@ import copy
 import operator
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Generic, final
 
 import torch
-from typing_extensions import Self
+from typing_extensions import Self, TypeVar
 
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
+from torchstrategy._core.refused_uses import refuse_uses
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import first_unlike, is_container, map_leaves, tree_flatten, uneven_lists, zip_leaves
 from torchstrategy._core.types import Tree
+
+# A value of which nobody says what it holds holds anything.
+T = TypeVar("T", covariant=True, default=Any)
 
 
 @final
@@ -52,12 +56,12 @@ class Unmade:
         return "a piece without rows"
 
 
-class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, which are tensors, can be registered
+class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, which are tensors, can be registered
     """The values of several replicas in one container, which `Strategy.run` returns and takes: a component per replica.
 
-    It is a container, not a tensor: it has no arithmetic, no length and no index. A step that gets one as an argument
-    sees its own replica's component. Outside of replicas, `Strategy.reduce`, `Strategy.gather` and
-    `Strategy.experimental_local_results` read the components.
+    It is a container, not a tensor: it has no arithmetic, no length and no index, and says what to write instead. A
+    step that gets one as an argument sees its own replica's component. Outside of replicas, `Strategy.reduce`,
+    `Strategy.gather` and `Strategy.experimental_local_results` read the components.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -89,7 +93,7 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
         self._components = tuple(components)
 
     @property
-    def values(self) -> tuple[Tree, ...]:
+    def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
         return tuple(_made(value) for value in self._components if value is not ABSENT)
 
@@ -121,8 +125,20 @@ class DistributedValues(metaclass=ABCMeta):  # noqa: B024  so that variables, wh
 
 def listed(kind: str, components: Sequence[Tree]) -> str:
     """The printed form of a value of several replicas: one line for each replica that is present."""
-    lines = ",\n".join(f"  {r}: {value}" for r, value in enumerate(components) if value is not ABSENT)
+    lines = ",\n".join(f"  {r}: {shown(value)}" for r, value in enumerate(components) if value is not ABSENT)
     return f"{kind}:{{\n{lines}\n}}"
+
+
+def shown(value: Tree) -> str:
+    """The printed form of a value; of a long one its beginning, and of a big tensor its shape, dtype and device."""
+    is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
+    text = "" if is_tensor and value.numel() > _MANY else f"{value}"
+    if is_tensor and not 0 < len(text) <= _LONG:
+        return f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={str(value.device)!r})"
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+_MANY, _LONG = 1000, 200
 
 
 def _made(value: Tree) -> Tree:
@@ -130,16 +146,33 @@ def _made(value: Tree) -> Tree:
 
 
 @final
-class PerReplica(DistributedValues):
-    """Components that may differ from replica to replica.
+class PerReplica(DistributedValues[T]):
+    """Components that may differ from replica to replica: a batch that was split, or what a step returned.
 
-    `rows` says how many rows of the global batch each replica got; the distributed dataset that split the batch sets
-    it. The gradients of the replicas are weighted by it, so that they are exact for an uneven batch. None: the value
-    was not split from a batch, and every replica has the same weight. A value that is kept in a module is copied and
-    pickled with the module.
+    Using it as a tensor or a number, as in `loss.item()` or `total + loss`, raises an error that says what to write:
+    `Strategy.reduce`, `Strategy.gather` or `Strategy.experimental_local_results`. `==`, `hash` and `print` work.
 
-    `understudy` is a value of a process whose replicas have no rows or take no part, while those of other processes do.
-    A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
+    Args:
+        components: One for each replica.
+        rows: How many rows of the global batch each replica got; the distributed dataset that split the batch sets it.
+            The gradients of the replicas are weighted by it, so that they are exact for an uneven batch. None: the
+            value was not split from a batch, and every replica has the same weight.
+        understudy: A value of a process whose replicas have no rows or take no part, while those of other processes do.
+            A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
+        is_kept: Whether it is kept in a module. Then it is copied and pickled with the module.
+
+    Example:
+        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        >>> loss = strategy.run(lambda: torch.ones(()) * torchstrategy.get_replica_context().replica_id_in_sync_group)
+        >>> isinstance(loss, torchstrategy.PerReplica), loss.values
+        (True, (tensor(0.), tensor(1.)))
+        >>> strategy.reduce("mean", loss, axis=None).item()
+        0.5
+
+    Differs from tf.distribute:
+        It is public, and says what to write where a tensor is wanted.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
 
     __slots__ = ("is_kept", "rows", "understudy")
@@ -161,12 +194,15 @@ class PerReplica(DistributedValues):
             return super().__reduce_ex__(protocol)
         return (PerReplica, (self._components, self.rows, self.understudy, True))
 
-    def _with(self, components: Sequence[Tree]) -> PerReplica:
+    def _with(self, components: Sequence[Tree]) -> Self:
         return PerReplica(components, self.rows, self.understudy, self.is_kept)
 
     def _in_replica(self, replica: int) -> Tree:
         own = self._components[replica]
         return self.understudy if own is ABSENT and self.understudy is not None else own
+
+
+refuse_uses(PerReplica)
 
 
 @final

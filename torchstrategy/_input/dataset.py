@@ -6,7 +6,9 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, final
+from typing import Any, Generic, final
+
+from typing_extensions import TypeVar
 
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.errors import an, plural, unpicklable, warn
@@ -18,6 +20,8 @@ from torchstrategy._input.sharding import ShardedBatches, can_be_sharded
 from torchstrategy._input.source import Source, is_map_style
 from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps, cut_of
 from torchstrategy._input.worker_reading import InStep
+
+T = TypeVar("T", default=Any)
 
 
 @final
@@ -40,7 +44,7 @@ class OutOfRangeError(EOFError):
 
 
 @final
-class Optional:
+class Optional(Generic[T]):
     """A batch or no batch. `DistributedIterator.get_next_as_optional` returns it.
 
     Example:
@@ -55,14 +59,14 @@ class Optional:
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/experimental/Optional
     """
 
-    def __init__(self, values: tuple[()] | tuple[Tree]) -> None:
+    def __init__(self, values: tuple[()] | tuple[T]) -> None:
         self._values = values
 
     def has_value(self) -> bool:
         """Whether there is a batch."""
         return bool(self._values)
 
-    def get_value(self) -> Tree:
+    def get_value(self) -> T:
         """The batch.
 
         Raises:
@@ -76,10 +80,10 @@ class Optional:
         return f"Optional({self._values[0]!r})" if self._values else "Optional()"
 
 
-class BatchIterator(Iterator[Tree]):
+class BatchIterator(Iterator[T]):
     """An iterator over batches whose next one can be asked for as in TensorFlow, too."""
 
-    def get_next(self) -> Tree:
+    def get_next(self) -> T:
         """The next batch.
 
         Raises:
@@ -92,7 +96,7 @@ class BatchIterator(Iterator[Tree]):
 
 
 @final
-class DistributedIterator(BatchIterator):
+class DistributedIterator(BatchIterator[T]):
     """One iteration over a `DistributedDataset`; `iter(dataset)` returns it.
 
     If it is dropped or closed before its end, it ends the threads and the loader workers that it has started.
@@ -119,16 +123,19 @@ class DistributedIterator(BatchIterator):
         self._ended = ended
         self._is_over = False
 
+    def __repr__(self) -> str:
+        return f"DistributedIterator({self._splitter})"
+
     @property
     def element_spec(self) -> Tree:
         """What the elements are made of; see `DistributedDataset.element_spec`."""
         return self._splitter.spec()
 
-    def __next__(self) -> Tree:
+    def __next__(self) -> T:
         if self._is_over:
             raise StopIteration
         try:
-            return self._reading.next()
+            return self._reading.next()  # type: ignore[no-any-return]
         except StopIteration:
             self._ended()
             self.close()
@@ -144,7 +151,7 @@ class DistributedIterator(BatchIterator):
             "iterates over; where it goes on, give that to a dataset with load_state_dict, and iterate over it.",
         )
 
-    def get_next_as_optional(self) -> Optional:
+    def get_next_as_optional(self) -> Optional[T]:
         """The next batch, if there is one."""
         try:
             return Optional((next(self),))
@@ -158,7 +165,7 @@ class DistributedIterator(BatchIterator):
 
 
 @final
-class InputIterator(BatchIterator):
+class InputIterator(BatchIterator[Any]):
     """An iterator over batches that are split among replicas.
 
     `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It reads nothing before the
@@ -245,7 +252,7 @@ class _Calls:
 
 
 @final
-class DistributedDataset:
+class DistributedDataset(Generic[T]):
     """An iterable of batches that are split among replicas; `Strategy.experimental_distribute_dataset` returns it.
 
     Each iteration starts again, as with the loader. The loader is not read before an iteration begins. The length of
@@ -271,7 +278,7 @@ class DistributedDataset:
         self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
         self._depth = options.experimental_per_replica_buffer_size
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
         sources = self._splitter.sources
         # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
@@ -302,10 +309,13 @@ class DistributedDataset:
             )
         return len(self._splitter)
 
-    def __copy__(self) -> DistributedDataset:
+    def __repr__(self) -> str:
+        return f"DistributedDataset({self._splitter})"
+
+    def __copy__(self) -> DistributedDataset[T]:
         return self._with(vars(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset[T]:
         return self._with(copy.deepcopy(vars(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -315,10 +325,25 @@ class DistributedDataset:
             "goes on, distribute the loader anew, and give it that with load_state_dict.",
         )
 
-    def _with(self, attributes: dict[str, Any]) -> DistributedDataset:
+    def _with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
         copied = object.__new__(DistributedDataset)
         vars(copied).update(attributes)
         return copied
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the loader: `len(distributed.dataset)` is the number of rows of an epoch."""
+        return self._splitter.sources[0].of_loader("dataset")
+
+    @property
+    def batch_size(self) -> int | None:
+        """The `batch_size` of the loader, which is that of all replicas together unless a function made the loader."""
+        return self._splitter.sources[0].of_loader("batch_size")  # type: ignore[no-any-return]
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the loader, as for `distributed.sampler.set_epoch(epoch)`."""
+        return self._splitter.sources[0].of_loader("sampler")
 
     @property
     def element_spec(self) -> Tree:
@@ -396,7 +421,7 @@ class DistributedDataset:
 
 def distributed(
     dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers = LONE
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:
@@ -444,7 +469,7 @@ def distributed(
 
 def distributed_from_function(
     dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers = LONE
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """A dataset whose elements are not split: each goes to one replica.
 
     Raises:

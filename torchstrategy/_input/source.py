@@ -93,6 +93,28 @@ class Source:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def __str__(self) -> str:
+        within = getattr(self._given, "dataset", None)
+        of = (
+            ""
+            if within is None
+            else f" of {an(type(within).__name__)}, batch_size={getattr(self._given, 'batch_size', None)}"
+        )
+        return type(self._given).__name__ + of
+
+    def of_loader(self, name: str) -> Any:
+        """An attribute of the loader that was given.
+
+        Raises:
+            AttributeError: If that has none of this name.
+        """
+        if not hasattr(self._given, name):
+            raise AttributeError(
+                f"A distributed dataset has the {name} of the loader that it splits, and the "
+                f"{type(self._given).__name__} that was given has none. Give a torch.utils.data.DataLoader."
+            )
+        return getattr(self._given, name)
+
     @property
     def has_workers(self) -> bool:
         """Whether worker processes load the elements."""

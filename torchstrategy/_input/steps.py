@@ -234,6 +234,9 @@ class Splitter(ABC):
         self._spec: Tree = None
         self._has_to_be_seen = any(source.shows_each_once for source in sources)
 
+    def __str__(self) -> str:
+        return f"{self.sources[0]}, for {plural(self.replicas, 'replica')}"
+
     def spec(self) -> Tree:
         """What the elements of the distributed dataset are made of."""
         if self._spec is None:

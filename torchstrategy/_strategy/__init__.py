@@ -3,6 +3,7 @@
 `Strategy.run` goes through `strategy_base` to `replicated`, which tells the story of a step: weigh the replicas, begin
 the run, call the step in each replica, put the results together, end the run.
 
+    weighted_mean         the mean of what replicas computed, each weighing its rows
     strategy_extended     `Strategy.extended`, and what a strategy of one's own defines
     strategy_base         the methods that strategies of TensorFlow 1 and 2 have
     strategy              `Strategy`, as TensorFlow 2 has it

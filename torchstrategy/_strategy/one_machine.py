@@ -102,6 +102,10 @@ class OneMachineExtended(StrategyExtended):
             for value, (_, where) in zip(reduced, pairs, strict=True)
         ]
 
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        """The sum or mean of each of several leaves."""
+        return [self._reduce(op, leaf) for leaf in leaves]
+
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         return _sent(tensor, destinations)
 

@@ -77,6 +77,16 @@ class ReplicaContext:
         return self._replica_id
 
     @property
+    def is_first_replica(self) -> bool:
+        """Whether this is the first replica that takes part in the step, of all workers: exactly one is.
+
+        `if context.is_first_replica:` is how a step prints, counts or writes a file once.
+        """
+        if self._group is None:
+            return self._replica_id == 0
+        return self._group.workers.index == 0 and self._group.replica.index == self._group.present[0]
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas the strategy has, those that sit this step out included."""
         return self._strategy.num_replicas_in_sync

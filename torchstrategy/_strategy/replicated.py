@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions
 from torchstrategy._communication.reductions import as_axis, as_tensor, combined, gathered
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame
@@ -251,6 +251,13 @@ class ReplicatedExtended(OneMachineExtended):
             )
         return as_tensor(value).clone()
 
+    def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
+        leaves, spec = tree_flatten(value)
+        if self._workers.count == 1 and len(leaves) > 1 and all(map(_holds_tensors, leaves)):
+            with suppress(TypeError, ValueError):  # the value that does not fit is named below
+                return spec.unflatten(self._reduce_all(op, leaves, USUAL_OPTIONS))
+        return super()._reduce_leaves(op, value)
+
     def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
         if self._workers.count > 1:
             return super()._reduce_all(op, leaves, options)
@@ -290,6 +297,10 @@ class ReplicatedExtended(OneMachineExtended):
             )
         settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
         return ReplicatedExtended(self._storage.like(), *settings)
+
+
+def _holds_tensors(value: Tree) -> bool:
+    return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
 
 
 def _as_mean(op: ReduceOp, value: DistributedValues, reduced: Tree) -> Tree:

@@ -5,13 +5,13 @@ A base class holds the constructor of those that TensorFlow 1 has, too: `compat.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._communication.workers import LONE
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
-from torchstrategy._core.options import ReduceOp
+from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
@@ -20,6 +20,8 @@ from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtend
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
 from torchstrategy._strategy.strategy_base import ONE_DEFAULT, StrategyBase
+
+T = TypeVar("T")
 
 
 @final
@@ -45,6 +47,12 @@ class OneDeviceBase(StrategyBase):
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
         super().__init__(OneDeviceExtended(Storage([one], one)))
+
+    if TYPE_CHECKING:  # one replica's results are what the step returned
+
+        def run(
+            self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Any = None, options: RunOptions | None = None
+        ) -> T: ...
 
 
 @final

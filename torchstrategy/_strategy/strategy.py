@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 from torch.utils.data import Dataset
 
 from torchstrategy._core.context import can_set_strategy, current_strategy, require_cross_replica, set_strategy
+from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import ValueContext
-from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.types import Tree
 from torchstrategy._strategy.strategy_base import StrategyBase
 
@@ -43,12 +45,16 @@ class Strategy(StrategyBase):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy
     """
 
+    @overload
+    def gather(self, value: torch.Tensor | PerReplica[Any], axis: int) -> torch.Tensor: ...
+    @overload
+    def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Tree, axis: int) -> Tree:
         """The components of a value one after the other along `axis`, in replica order, as one tensor.
 
         Args:
-            value: What `run` returned, with components of at least one dimension; containers are gathered leaf by
-                leaf. A value that is not distributed is returned as it is.
+            value: What `run` returned, with components of at least one dimension; containers and dataclasses are
+                gathered leaf by leaf. A value that is not distributed is returned as it is.
             axis: Along which dimension; sizes along it may differ. Negative ones count from the end.
 
         Returns:
@@ -68,7 +74,7 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
         """
         require_cross_replica(self, "Strategy.gather", instead="all_gather()")
-        return map_leaves(lambda leaf: self._extended._gather(leaf, axis), value)
+        return map_results(lambda leaf: self._extended._gather(leaf, axis), value)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
         """A map-style dataset of the rows of arrays, for a `torch.utils.data.DataLoader`. Nothing is copied.

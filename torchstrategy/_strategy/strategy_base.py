@@ -8,29 +8,38 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Generic, TypeAlias, TypeVar, final, overload
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 from typing_extensions import Self
 
-from torchstrategy._communication.options import USUAL_OPTIONS
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
-from torchstrategy._core.errors import an, unpicklable
+from torchstrategy._core.distributed_values import PerReplica
+from torchstrategy._core.errors import an, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
+from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import map_leaves, tree_flatten
-from torchstrategy._core.types import ReplicaFn, StrategyLike, Tree
-from torchstrategy._input.dataset import DistributedIterator, InputIterator, from_input_fn, next_of
+from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
+from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, InputIterator, from_input_fn, next_of
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.cluster_resolver import ClusterResolver
 
 S = TypeVar("S", bound=StrategyLike)
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+_Args: TypeAlias = Sequence[Tree]
+_Kwargs: TypeAlias = "dict[str, Tree] | None"
+_Run: TypeAlias = "RunOptions | None"
+_Axis: TypeAlias = "int | tuple[int, ...] | None"
+_Container: TypeAlias = "tuple[Any, ...] | list[Any] | dict[Any, Any]"
 
 ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
 
@@ -108,6 +117,17 @@ class StrategyBase:
             "has to leave it out of what it is pickled as, in __getstate__.",
         )
 
+    def __repr__(self) -> str:
+        facts = []
+        with suppress(AttributeError, RuntimeError):  # it is being made, or has no devices
+            facts.append(plural(self.num_replicas_in_sync, "replica"))
+            workers = self._extended._workers.count
+            facts[0] += f" on {_listed(self._extended.worker_devices)}" + f" of each of {workers} workers" * (
+                workers > 1
+            )
+            facts.append(f"parameters on {_listed(self._extended.parameter_devices)}")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
     @property
     def extended(self) -> StrategyExtended:
         """What a library that is built on strategies needs, beyond what a training script does."""
@@ -142,13 +162,18 @@ class StrategyBase:
         """
         return StrategyScope(self)
 
+    # For type checkers: of containers each leaf may become a `PerReplica`, for which there is no type.
+    @overload
     def run(
-        self,
-        fn: ReplicaFn,
-        args: Sequence[Tree] = (),
-        kwargs: dict[str, Tree] | None = None,
-        options: RunOptions | None = None,
-    ) -> Tree:
+        self, fn: Callable[..., _Container], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...
+    ) -> Any: ...
+    @overload
+    def run(self, fn: Callable[..., None], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...) -> None: ...
+    @overload
+    def run(
+        self, fn: Callable[..., T], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...
+    ) -> T | PerReplica[T]: ...
+    def run(self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
         A distributed value anywhere in the arguments is, in a replica, its component there. What the replicas return
@@ -223,11 +248,7 @@ class StrategyBase:
             return self._extended._run(*call)
 
     def experimental_run_v2(
-        self,
-        fn: ReplicaFn,
-        args: Sequence[Tree] = (),
-        kwargs: dict[str, Tree] | None = None,
-        options: RunOptions | None = None,
+        self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None
     ) -> Tree:
         """The name that `run` had before TensorFlow 2.2.
 
@@ -315,18 +336,28 @@ class StrategyBase:
         """
         return copy.deepcopy(config_proto)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: _Axis, weights: Any = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: _Axis, weights: Any = ...) -> Any: ...
+    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: _Axis, weights: Tree = None) -> Tree:
         """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
 
         `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all examples, also of an uneven batch.
-        With `axis=None`, `MEAN` is the unweighted mean over the replicas that are present: of per-replica means of an
-        uneven batch it is not the mean over the examples.
+        `reduce(MEAN, loss, axis=None, weights=batch)` of a loss that each replica averaged over its rows is that mean,
+        too. Without `weights`, `axis=None` is the unweighted mean over the replicas that are present, which is another
+        number if the batch is uneven.
 
         Args:
             reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default floating dtype.
-            value: What `run` returned; containers are reduced leaf by leaf. A plain tensor counts as the same in every
-                replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
+            value: What `run` returned; containers and dataclasses are reduced leaf by leaf. A plain tensor counts as
+                the same in every replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
             axis: None, or along which dimension (or dimensions) of each component, whose sizes may differ.
+            weights: How much each replica weighs in a `MEAN` with `axis=None`: the batch of the step, whose rows count;
+                or a number for each replica of this process, which `run` may have returned, such as a count of tokens.
+                None: all weigh the same. The result has no gradient.
 
         Returns:
             Tensors on the parameter device.
@@ -339,26 +370,39 @@ class StrategyBase:
             tensor([3., 5., 7.])
             >>> strategy.reduce("mean", batch, axis=0)
             tensor(2.5000)
+            >>> batch = next(iter(strategy.experimental_distribute_dataset([torch.arange(5.0)])))
+            >>> means = strategy.run(torch.mean, args=(batch,))  # 1.0 of three rows, 3.5 of two
+            >>> strategy.reduce("mean", means, axis=None, weights=batch)
+            tensor(2.)
 
         Differs from tf.distribute:
-            Containers are mapped. The mean of integers is float32, not float64.
+            Containers are mapped. The mean of integers is float32, not float64. `weights` is ours.
 
         Raises:
             ValueError: If shapes do not fit, there is no such axis, the reduction is unknown, or a value that is not
-                distributed is summed over several replicas.
+                distributed is summed over several replicas; if `weights` do not fit, or come with a `SUM` or an `axis`.
             TypeError: If `reduce_op` or `axis` is of the wrong kind.
             RuntimeError: If called in a replica or in another strategy's scope.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
         """
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
-        op = ReduceOp.of(reduce_op)
-        if axis is None or axis == ():
-            leaves, spec = tree_flatten(value)
-            return spec.unflatten(self._extended._reduce_all(op, leaves, USUAL_OPTIONS))
-        return map_leaves(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+        op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
+        if weights is not None:
+            if op is not ReduceOp.MEAN or axis is not None:
+                raise ValueError(
+                    f"weights=... weighs the replicas in a mean over them, and this is a {op.value} along axis={axis}, "
+                    'in which every row counts once. Leave weights out, or write reduce("mean", value, axis=None, '
+                    "weights=batch)."
+                )
+            return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
+        if axis is None:
+            return self._extended._reduce_leaves(op, value)
+        return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[T] | Dataset[T], options: InputOptions | None = None
+    ) -> DistributedDataset[T]:
         """Splits each batch of `dataset` among the replicas.
 
         A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
@@ -401,9 +445,11 @@ class StrategyBase:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
-        return self._extended._distribute_dataset(dataset, _input_options(options))
+        return self._extended._distribute_dataset(dataset, _input_options(options))  # type: ignore[no-any-return]
 
-    def distribute_datasets_from_function(self, dataset_fn: DatasetFn, options: InputOptions | None = None) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFn, options: InputOptions | None = None
+    ) -> DistributedDataset[Any]:
         """Gives each replica elements of the dataset that `dataset_fn` returns, as they are.
 
         For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
@@ -448,18 +494,18 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         _require_dataset_fn("dataset_fn", dataset_fn)
-        return self._extended._distribute_from_function(dataset_fn, _input_options(options))
+        return self._extended._distribute_from_function(dataset_fn, _input_options(options))  # type: ignore[no-any-return]
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions | None = None
-    ) -> Any:
+    ) -> DistributedDataset[Any]:
         """The name that `distribute_datasets_from_function` had before TensorFlow 2.4.
 
         Source: https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy#experimental_distribute_datasets_from_function
         """
         return self.distribute_datasets_from_function(dataset_fn, options)
 
-    def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
+    def experimental_local_results(self, value: T | PerReplica[T]) -> tuple[T, ...]:
         """The components of a value, in replica order, of the replicas that are present.
 
         Args:
@@ -477,7 +523,7 @@ class StrategyBase:
         """
         return self._extended._local_results(value)
 
-    def distribute_module(self, module: nn.Module) -> nn.Module:
+    def distribute_module(self, module: M) -> M:
         """Gives this strategy a module that was created outside of its scope. It stays the same object.
 
         Its parameters and buffers are moved to the parameter device. Of several replicas each has a copy. A function
@@ -495,9 +541,10 @@ class StrategyBase:
         require_cross_replica(self, "Strategy.distribute_module")
         if not isinstance(module, nn.Module):
             raise TypeError(f"distribute_module takes a torch.nn.Module; got a {type(module).__name__}.")
-        return self._extended._distribute_module(module)
+        self._extended._distribute_module(module)
+        return module
 
-    def distribute_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def distribute_optimizer(self, optimizer: O) -> O:
         """Gives this strategy an optimizer that was created outside of its scope, so that the step can use it.
 
         Example:
@@ -519,6 +566,10 @@ class StrategyBase:
             )
         self._extended._distribute_optimizer(optimizer)
         return optimizer
+
+
+def _listed(devices: Sequence[Device]) -> str:
+    return ", ".join(dict.fromkeys(map(str, devices)))
 
 
 def _input_options(options: InputOptions | None) -> InputOptions:

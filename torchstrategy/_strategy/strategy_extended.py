@@ -17,17 +17,19 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
-from torchstrategy._communication.reductions import size_along, summed_along
+from torchstrategy._communication.reductions import as_tensor, size_along, summed_along
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
+from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
+from torchstrategy._strategy.weighted_mean import weighted_parts
 from torchstrategy._variables.kinds import VariablesOfExtended
 from torchstrategy.cluster_resolver import ClusterResolver
 
@@ -415,9 +417,17 @@ class StrategyExtended(VariablesOfExtended):
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._local_results(self._reduce_to(op, value, torch.device("cpu"), USUAL_OPTIONS))[0]
 
-    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
-        """The sum or mean of each of several leaves."""
-        return [self._reduce(op, leaf) for leaf in leaves]
+    def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
+        """What a step returned, with the sum or mean in place of each leaf."""
+        return map_results(lambda leaf: self._reduce(op, leaf), value)
+
+    def _weighted_mean(self, value: Tree, weights: Tree) -> Tree:
+        if not isinstance(value, DistributedValues):
+            return self._reduce(ReduceOp.MEAN, value)
+        products, sizes = weighted_parts(value, weights)
+        mean = self._reduce(ReduceOp.SUM, products) / self._reduce(ReduceOp.SUM, sizes)
+        dtype = as_tensor((value.values or (getattr(value, "understudy", mean),))[0]).dtype
+        return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))

@@ -28,7 +28,7 @@ from torchstrategy._binding.proxies import ShowsLocalGrad
 from torchstrategy._communication.reductions import as_tensor
 from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica
+from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, shown
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
@@ -183,7 +183,7 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def __repr__(self) -> str:  # type: ignore[override]
         named = "" if self._name == _NAMELESS else f"{self._name!r}, "
-        return f"Variable({named}{self.detach()})"
+        return f"Variable({named}{shown(self.detach())})"
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)

@@ -95,9 +95,8 @@ def test_a_per_replica_value_is_a_container_and_not_a_tensor(per_replica: PerRep
         call(per_replica)
 
 
-def test_a_per_replica_value_is_true_and_equal_only_to_itself(per_replica: PerReplica) -> None:
+def test_a_per_replica_value_is_equal_only_to_itself(per_replica: PerReplica) -> None:
     twin = PerReplica(per_replica.values)
-    assert per_replica
     assert per_replica == per_replica
     assert per_replica != twin
     assert {per_replica, twin, per_replica} == {twin, per_replica}

@@ -35,12 +35,14 @@ class Strategy(StrategyBase):
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy
     """
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None = None) -> Tree:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None = None, weights: Tree = None
+    ) -> Tree:
         """What `torchstrategy.Strategy.reduce` is; over the replicas only, unless `axis` is given.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#reduce
         """
-        return super().reduce(reduce_op, value, axis)
+        return super().reduce(reduce_op, value, axis, weights)
 
     def unwrap(self, value: Tree) -> tuple[Tree, ...]:
         """The name that `experimental_local_results` had before TensorFlow 2.0.

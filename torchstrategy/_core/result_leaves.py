@@ -1,0 +1,41 @@
+"""The leaves of what steps return, those in dataclasses and mappings included, each with its path for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchstrategy._core.distributed_values import ABSENT, PerReplica, regroup_in_worker
+from torchstrategy._core.tree import is_container, is_record, leaves_with_names, parts_of, tree_flatten, with_parts
+from torchstrategy._core.types import Tree
+
+
+def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "") -> Tree:
+    """What `run` returned, with `fn(leaf)` in place of each leaf. An error of `fn` names one leaf of several.
+
+    Raises:
+        ValueError: If the records of two replicas have different parts.
+    """
+    if type(value) is PerReplica:
+        components, spare = value._components, value.understudy
+        there = [component for component in components if component is not ABSENT] or [spare]
+        if is_record(there[0]):
+            if any(not is_record(one) or parts_of(one).keys() != parts_of(there[0]).keys() for one in there):
+                raise ValueError(f"value{path}: the {type(there[0]).__name__} of each replica has other parts.")
+
+            def part(name: str, _: Tree) -> Tree:
+                of_each = [ABSENT if one is ABSENT else parts_of(one)[name] for one in components]
+                if is_understudy := there[0] is spare and not value.values:
+                    of_each[0] = parts_of(spare)[name]
+                found = regroup_in_worker(of_each, is_understudy=is_understudy, are_results=True)
+                return map_results(fn, found, path + name)
+
+            return with_parts(there[0], part)
+    elif is_container(value):
+        found = [map_results(fn, leaf, path + name) for name, leaf in leaves_with_names(value)]
+        return tree_flatten(value)[1].unflatten(found)
+    try:
+        return fn(value)
+    except (TypeError, ValueError) as error:
+        if not path:
+            raise
+        raise type(error)(f"value{path}: {error}") from None
