@@ -24,8 +24,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import os
 import warnings
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import final
 
@@ -92,7 +94,26 @@ def warn(message: str, kind: type[Warning]) -> None:
 
 # torch's `Module.__call__` calls a DataParallel, and `contextlib` calls some functions of this package; so frames of
 # these files are not the user's, either.
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), contextlib.__file__, inspect.getfile(nn.Module))
+_NOT_THE_USERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__, inspect.getfile(nn.Module))
+
+
+def hide_frames(error: BaseException) -> None:
+    """Takes this package's frames above the user's last one out of the traceback of an error.
+
+    Where Python is 3.11 or newer, a bare `raise` that follows adds no frame for the function that it stands in.
+    """
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    of_users = [not frame.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS[0]) for frame in frames]
+    if not any(of_users) or os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") not in ("", "0"):
+        return  # an error of this package is told with all its frames
+    # Those below the user's last frame stay: they say what became of the user's call.
+    kept = [frame for i, frame in enumerate(frames) if of_users[i] or not any(of_users[i:])]
+    for above, below in pairwise(kept):
+        above.tb_next = below
+    error.__traceback__ = kept[0]
 
 
 def plural(count: int, noun: str) -> str:

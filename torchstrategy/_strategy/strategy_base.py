@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.errors import an, plural, unpicklable
+from torchstrategy._core.errors import an, hide_frames, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.torch_internals import is_profiling
@@ -202,6 +202,9 @@ class StrategyBase:
         updated, as in plain PyTorch. A write of the step on a parameter is refused only afterwards: the value stays
         changed.
 
+        The traceback has the call of `run` and then the lines of the step. With `TORCHSTRATEGY_FULL_TRACEBACK=1` in the
+        environment, what is between them is shown, too.
+
         Args:
             fn: The step.
             args: Its positional arguments: a tuple or list.
@@ -242,10 +245,15 @@ class StrategyBase:
             raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
         require_cross_replica(self, "Strategy.run")
         call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS
-        if not is_profiling():
-            return self._extended._run(*call)
-        with traced("run {}", fn):
-            return self._extended._run(*call)
+        try:
+            if not is_profiling():
+                return self._extended._run(*call)
+            with traced("run {}", fn):
+                return self._extended._run(*call)
+        except BaseException as error:
+            __tracebackhide__ = True  # pytest knows this name
+            hide_frames(error)
+            raise
 
     def experimental_run_v2(
         self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None

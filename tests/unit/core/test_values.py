@@ -644,6 +644,6 @@ def test_a_mirrored_value_has_no_attribute_that_its_tensor_has_not(mirrored: Any
         _ = mirrored.weight
 
 
-def test_the_public_name_is_that_of_the_base() -> None:
+def test_the_public_names_are_those_of_the_classes() -> None:
     assert torchstrategy.DistributedValues is DistributedValues
-    assert not hasattr(torchstrategy, "PerReplica")
+    assert torchstrategy.PerReplica is PerReplica and issubclass(PerReplica, torchstrategy.DistributedValues)
