@@ -33,7 +33,7 @@ OF_LISTS: list[Callable[[Any], Any]] = [
     v1.MirroredStrategy,
 ]
 EVERYWHERE = RunOptions(run_empty_replicas=True)
-NO_AXIS = r"^Scalars cannot be gathered: they have no axis\."
+NO_AXIS = r"Scalars cannot be gathered: they have no axis\."
 
 
 @pytest.fixture(params=ALONE)
@@ -202,7 +202,7 @@ def test_a_container_is_gathered_leaf_by_leaf(anyone: Strategy, container: str) 
 
 def test_a_list_of_numbers_is_a_container_that_has_no_axis(anyone: Strategy) -> None:
     """TensorFlow takes it for a tensor of one dimension."""
-    with pytest.raises(ValueError, match=r"^There is no axis 0 to reduce along: a value has the shape \(\)\."):
+    with pytest.raises(ValueError, match=r"There is no axis 0 to reduce along: a value has the shape \(\)\."):
         anyone.reduce("sum", [1.0, 2.0], axis=0)
     torch.testing.assert_close(anyone.reduce("mean", [1.0, 2.0], axis=None), [1.0, 2.0])
 
