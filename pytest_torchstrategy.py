@@ -6,6 +6,7 @@ before anything else, and torch takes seconds to import and reads its environmen
     --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
+    @pytest.mark.ranks(N)                a test runs in N ranks of a distributed program; it may take the fixture `rank`
     simulated_devices                    the simulated devices; the test is skipped where there are none
     no_leaks and its parts               fail the test that leaves threads, scopes or settings of torch behind
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _REAL: pytest.StashKey[list[torch.device]] = pytest.StashKey()
 _MARK = "strategies"
+_RANKS = "ranks"
 _OPTIONS_OF_MARK = ("replicas", "places")
 _WHERE_FROM = {
     "sim": "there are no simulated devices: run pytest with --simulate-devices=4",
@@ -67,6 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         f"{_MARK}(*names, replicas=[1, 2, 3], places=['cpu', 'sim', 'real']): run the test, which takes the fixture "
         "`strategy`, once under each of these strategies, with each number of replicas, in each place",
+    )
+    config.addinivalue_line(
+        "markers",
+        f"{_RANKS}(n): run the test in n ranks of a distributed program, which are threads of this process; the "
+        "fixture `rank` is the rank, an int from 0",
     )
     if _REAL not in config.stash:  # a conftest file has loaded this plugin
         _find_devices(config, config.option)
@@ -194,6 +201,47 @@ def simulated_devices() -> list[torch.device]:
     from torchstrategy import testing
 
     return testing.simulated_devices() or pytest.skip(_why_not_simulated())
+
+
+# Ranks
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> int:
+    """The rank of a test that is marked with `ranks(n)`: the test is called once in each, at the same time."""
+    if request.node.get_closest_marker(_RANKS) is None:
+        pytest.fail(
+            f"{request.node.nodeid} takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it.",
+            pytrace=False,
+        )
+    return 0  # `pytest_pyfunc_call` replaces it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker(_RANKS)
+    if mark is None:
+        return None
+    from torchstrategy.testing import run_ranks
+
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+
+    def main(rank: int) -> None:
+        pyfuncitem.obj(**arguments | ({"rank": rank} if "rank" in arguments else {}))
+
+    run_ranks(main, *_number_of_ranks(pyfuncitem, mark))
+    return True
+
+
+def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> tuple[int]:
+    if len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], int):
+        given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
+        pytest.fail(
+            f"{test.nodeid} is marked with `{_RANKS}({given})`: give the number of ranks, as in @pytest.mark.ranks(4).",
+            pytrace=False,
+        )
+    return (mark.args[0],)
 
 
 # Leaks

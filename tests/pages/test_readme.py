@@ -143,7 +143,7 @@ def test_the_reference_names_all_that_tests_can_use() -> None:
     options = re.findall(r'addoption\(\s*"(--[\w-]+)"', plugin)
     fixtures = re.findall(r"^@pytest.fixture\ndef (\w+)", plugin, re.MULTILINE)
     assert options and fixtures
-    public = {*torchstrategy.testing.__all__, *options, *fixtures, "@pytest.mark.strategies"}
+    public = {*torchstrategy.testing.__all__, *options, *fixtures, "@pytest.mark.ranks", "@pytest.mark.strategies"}
     assert names_in_reference() == public
 
 
