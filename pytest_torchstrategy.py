@@ -4,6 +4,7 @@ It stands outside of the package, and imports it only where a test or an option 
 before anything else, and torch takes seconds to import and reads its environment when it is.
 
     --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
+    --cuda-alias                         makes "cuda" mean the simulated devices, from before test modules are imported
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
     @pytest.mark.ranks(N)                a test runs in N ranks of a distributed program; it may take the fixture `rank`
@@ -47,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="simulate N devices, sim:0 to sim:<N-1>, and run tests that take the fixture `strategy` on them, too",
     )
     group.addoption(
+        "--cuda-alias",
+        action="store_true",
+        help='let "cuda" mean the simulated devices, in all tests and while test modules are imported',
+    )
+    group.addoption(
         "--real-devices",
         action="store_true",
         help="run tests that take the fixture `strategy` on the accelerators of this machine, too",
@@ -83,6 +89,22 @@ def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
     config.stash[_REAL] = _real_devices() if options.real_devices else []  # before simulated ones take their place
     if options.simulate_devices is not None:
         _simulate(options.simulate_devices, config.stash[_REAL])
+    if options.cuda_alias:
+        _alias(config, options.simulate_devices)
+
+
+def _alias(config: pytest.Config, count: int | None) -> None:
+    """Enters the block of `cuda_alias` until pytest ends."""
+    if count is None:
+        raise pytest.UsageError(
+            '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add --simulate-devices=4.'
+        )
+    from torchstrategy.testing import cuda_alias, simulated_devices
+
+    if simulated_devices():  # where this torch cannot simulate any, the tests that need them are skipped
+        alias = cuda_alias()
+        alias.__enter__()
+        config.add_cleanup(lambda: alias.__exit__(None, None, None))
 
 
 def _real_devices() -> list[torch.device]:
@@ -110,7 +132,7 @@ def _simulate(count: int, real: list[torch.device]) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     parts = []
     if config.getoption("simulate_devices") is not None:
-        parts.append(_simulated_in_words())
+        parts.append(_simulated_in_words() + (', which "cuda" means' if config.getoption("cuda_alias") else ""))
     if config.getoption("real_devices"):
         parts.append(f"real devices: {_named(config.stash[_REAL])}")
     return f"torchstrategy: {'; '.join(parts)}" if parts else None

@@ -60,6 +60,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"memory"},
         {"storages"},
         {"kernels", "module", "tensors"},
+        {"cuda_names"},
         {"accelerator", "backend", "cuda_alias"},
         {"autocast", "creation", "layers", "sparse"},
     ],

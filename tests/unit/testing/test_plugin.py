@@ -436,6 +436,34 @@ def test_each_strategy_has_one_name_and_its_replicas_go_round_the_devices(
 
 
 @pytest.mark.slow
+def test_cuda_means_simulated_devices_before_a_test_module_is_imported(tmp_path: Path) -> None:
+    project(
+        tmp_path,
+        conftest="""
+            import torch
+            EARLY = torch.ones(1, device="cuda:1")
+        """,
+        test_it="""
+            import pytest, torch
+            from conftest import EARLY
+
+            GPUS = torch.cuda.device_count()
+            WEIGHT = torch.ones(2).cuda()
+
+            @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+            @pytest.mark.parametrize("index", range(GPUS))
+            def test_on_each(index):
+                assert torch.ones(2, device=f"cuda:{index}").get_device() == index
+                assert (WEIGHT.to("cuda:1") + EARLY).get_device() == 1
+        """,
+    )
+    output = pytest_on(tmp_path, "-v", "--simulate-devices=2", "--cuda-alias")
+    assert outcomes(output) == {"test_on_each[0]": "passed", "test_on_each[1]": "passed"}
+    assert header(output) == ['torchstrategy: 2 simulated devices (sim:0 to sim:1), which "cuda" means']
+    output = pytest_on(tmp_path, "--cuda-alias")
+    assert '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add' in output
+
+
 def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
     project(
         tmp_path,
