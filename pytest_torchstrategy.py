@@ -4,8 +4,10 @@ It stands outside of the package, and imports it only where a test or an option 
 before anything else, and torch takes seconds to import and reads its environment when it is.
 
     --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
+    --cuda-alias                         makes "cuda" mean the simulated devices, from before test modules are imported
     --real-devices                       runs on the machine's accelerators, too
     strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
+    @pytest.mark.ranks(N)                a test runs in N ranks of a distributed program; it may take the fixture `rank`
     simulated_devices                    the simulated devices; the test is skipped where there are none
     virtual_time, @pytest.mark.virtual_time(...)
                                          the test runs in virtual time, and may not go beyond limits
@@ -34,6 +36,7 @@ _REAL: pytest.StashKey[list[torch.device]] = pytest.StashKey()
 _TRACE: pytest.StashKey[VirtualTrace] = pytest.StashKey()
 _MARK = "strategies"
 _TIME_MARK = "virtual_time"
+_RANKS_MARK = "ranks"
 _OPTIONS_OF_MARK = ("replicas", "places")
 _WHERE_FROM = {
     "sim": "there are no simulated devices: run pytest with --simulate-devices=4",
@@ -51,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_count,
         metavar="N",
         help="simulate N devices, sim:0 to sim:<N-1>, and run tests that take the fixture `strategy` on them, too",
+    )
+    group.addoption(
+        "--cuda-alias",
+        action="store_true",
+        help='let "cuda" mean the simulated devices, in all tests and while test modules are imported',
     )
     group.addoption(
         "--real-devices",
@@ -86,6 +94,11 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{_TIME_MARK}(profile, *, max_seconds=None, max_syncs=None, min_overlap=None, max_bytes=None, "
         "shapes_only=False): run the test in virtual time, and fail it if it goes beyond a limit",
     )
+    config.addinivalue_line(
+        "markers",
+        f"{_RANKS_MARK}(n): run the test in n ranks of a distributed program, which are threads of this process; the "
+        "fixture `rank` is the rank, an int from 0",
+    )
     if _REAL not in config.stash:  # a conftest file has loaded this plugin
         _find_devices(config, config.option)
 
@@ -94,6 +107,22 @@ def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
     config.stash[_REAL] = _real_devices() if options.real_devices else []  # before simulated ones take their place
     if options.simulate_devices is not None:
         _simulate(options.simulate_devices, config.stash[_REAL])
+    if options.cuda_alias:
+        _alias(config, options.simulate_devices)
+
+
+def _alias(config: pytest.Config, count: int | None) -> None:
+    """Enters the block of `cuda_alias` until pytest ends."""
+    if count is None:
+        raise pytest.UsageError(
+            '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add --simulate-devices=4.'
+        )
+    from torchstrategy.testing import cuda_alias, simulated_devices
+
+    if simulated_devices():  # where this torch cannot simulate any, the tests that need them are skipped
+        alias = cuda_alias()
+        alias.__enter__()
+        config.add_cleanup(lambda: alias.__exit__(None, None, None))
 
 
 def _real_devices() -> list[torch.device]:
@@ -121,7 +150,7 @@ def _simulate(count: int, real: list[torch.device]) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     parts = []
     if config.getoption("simulate_devices") is not None:
-        parts.append(_simulated_in_words())
+        parts.append(_simulated_in_words() + (', which "cuda" means' if config.getoption("cuda_alias") else ""))
     if config.getoption("real_devices"):
         parts.append(f"real devices: {_named(config.stash[_REAL])}")
     return f"torchstrategy: {'; '.join(parts)}" if parts else None
@@ -286,6 +315,48 @@ def _draw(item: pytest.Item, trace: VirtualTrace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     trace.save(path)
     item.add_report_section("call", "timeline", f"What happened is drawn in {path}.")
+
+
+# Ranks
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> int:
+    """The rank of a test that is marked with `ranks(n)`: the test is called once in each, at the same time."""
+    if request.node.get_closest_marker(_RANKS_MARK) is None:
+        pytest.fail(
+            f"{request.node.nodeid} takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it.",
+            pytrace=False,
+        )
+    return 0  # `pytest_pyfunc_call` replaces it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker(_RANKS_MARK)
+    if mark is None:
+        return None
+    from torchstrategy.testing import run_ranks
+
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+
+    def main(rank: int) -> None:
+        pyfuncitem.obj(**arguments | ({"rank": rank} if "rank" in arguments else {}))
+
+    run_ranks(main, *_number_of_ranks(pyfuncitem, mark))
+    return True
+
+
+def _number_of_ranks(test: pytest.Function, mark: pytest.Mark) -> tuple[int]:
+    if len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], int):
+        given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
+        pytest.fail(
+            f"{test.nodeid} is marked with `{_RANKS_MARK}({given})`: give the number of ranks, as in "
+            "@pytest.mark.ranks(4).",
+            pytrace=False,
+        )
+    return (mark.args[0],)
 
 
 # Leaks

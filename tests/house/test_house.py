@@ -47,8 +47,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("nn",): [{"_losses", "_sync_batch_norm"}],
     ("testing",): [
-        {"_instruments", "_refusals", "_simulation"},
-        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_topologies"},
+        {"_injection", "_instruments", "_refusals", "_simulation"},
+        {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_ranks", "_topologies"},
         {"_same_as_plain", "_virtual_time", "_worker_drift"},
     ],
     ("testing", "_simulation"): [
@@ -67,6 +67,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"memory"},
         {"storages"},
         {"kernels", "module", "tensors"},
+        {"cuda_names"},
         {"accelerator", "backend", "cuda_alias", "parallel"},
         {"attention", "autocast", "batch_norm", "creation", "layers", "sparse"},
     ],
@@ -77,6 +78,15 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"perfetto", "picture"},
         {"trace"},
         {"limits", "virtual_time"},
+    ],
+    ("testing", "_ranks"): [
+        {"record", "torch_internals", "turns"},
+        {"lines", "tensors"},
+        {"exchanges"},
+        {"world"},
+        {"store"},
+        {"belongings", "faults", "groups"},
+        {"run_ranks"},
     ],
     ("testing", "_same_as_plain"): [
         {"device_errors", "held", "record"},
@@ -189,7 +199,11 @@ def private_torch_names(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-OF_PRIVATE_NAMES = {("_core", "torch_internals"), ("testing", "_simulation", "torch_internals")}
+OF_PRIVATE_NAMES = {
+    ("_core", "torch_internals"),
+    ("testing", "_ranks", "torch_internals"),
+    ("testing", "_simulation", "torch_internals"),
+}
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if parts_of(path) not in OF_PRIVATE_NAMES], ids=name_of)

@@ -147,7 +147,7 @@ def test_the_reference_names_all_that_tests_can_use() -> None:
     fixtures = re.findall(r"^@pytest.fixture\ndef (\w+)", plugin, re.MULTILINE)
     assert options and fixtures
     marks = [f"@pytest.mark.{name}" for name in re.findall(r'^_\w*MARK = "(\w+)"', plugin, re.MULTILINE)]
-    assert len(marks) == 2
+    assert len(marks) == 3
     public = {*torchstrategy.testing.__all__, *options, *fixtures, *marks}
     assert names_in_reference() == public
 

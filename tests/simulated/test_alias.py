@@ -193,3 +193,40 @@ def test_a_device_beyond_the_last_is_refused() -> None:
         ):
             with pytest.raises(RuntimeError, match="ordinal 7"):
                 make()
+
+
+def test_a_thread_that_outlives_the_block_is_no_longer_in_it() -> None:
+    inside, ended, seen = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        seen.append(torch.ones(1, device="cuda").device.type)
+        inside.set()
+        ended.wait()
+        seen.append(_says_cuda())
+
+    with cuda_alias():
+        thread = threading.Thread(target=work)
+        thread.start()
+        inside.wait()
+    ended.set()
+    thread.join()
+    assert seen == ["sim", False]
+
+
+def test_a_thread_that_was_started_outside_is_not_in_the_block() -> None:
+    entered, seen = threading.Event(), []
+
+    def work() -> None:
+        entered.wait()
+        seen.append(_says_cuda())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with cuda_alias():
+        entered.set()
+        thread.join()
+    assert seen == [False]
+
+
+def _says_cuda() -> bool:
+    return torch.device("cuda", 0).type == "sim"

@@ -5,14 +5,18 @@ from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
 from torchstrategy.testing._lockstep import Lockstep
+from torchstrategy.testing._ranks import Collective, RankRecord, RanksStopped, fail_in_rank, run_ranks
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices, simulated_devices
 from torchstrategy.testing._virtual_time import DeviceProfile, VirtualTrace, virtual_time
 from torchstrategy.testing._worker_drift import assert_workers_agree
 
 __all__ = [
+    "Collective",
     "DeviceProfile",
     "Lockstep",
+    "RankRecord",
+    "RanksStopped",
     "Traffic",
     "VirtualTrace",
     "assert_replicas_agree",
@@ -20,12 +24,14 @@ __all__ = [
     "assert_workers_agree",
     "count_traffic",
     "cuda_alias",
+    "fail_in_rank",
     "fail_in_replica",
     "no_leaks",
     "no_scope_leaks",
     "no_thread_leaks",
     "no_torch_state_leaks",
     "record_streams",
+    "run_ranks",
     "simulate_devices",
     "simulated_devices",
     "slow_replica",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 from torch.overrides import TorchFunctionMode
 
 from torchstrategy._core.context import current_frame
-from torchstrategy._core.errors import plural
 from torchstrategy._execution.instruments import START, Instrument, Turns
+from torchstrategy.testing._injection import Injection
 from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
 
@@ -58,10 +57,12 @@ def fail_in_replica(
         RuntimeError: If it is entered in a replica.
     """
     refuse_in_replica("fail_in_replica")
-    fault = _Fault(replica, at, error, times, skip)
+    refuse_bad_replica("fail_in_replica", replica)
+    injection = Injection("fail_in_replica", "replica", replica, at, error, times, skip)
+    fault = _Fault(injection)
     with in_force(fault), _Calls(fault):
         yield
-    fault.check_happened()
+    injection.check_happened()
 
 
 @contextmanager
@@ -113,72 +114,23 @@ class _Slow(Instrument):
 
 @final
 class _Fault(Instrument):
-    """Which replica fails, where, and how often it still has to. Used on that replica's thread."""
+    """Lets a replica come to where it fails."""
 
-    def __init__(
-        self, replica: int, at: str, error: BaseException | type[BaseException] | None, times: int, skip: int
-    ) -> None:
-        self._replica, self._at, self._times, self._skip = replica, at, times, skip
-        refuse_bad_replica("fail_in_replica", replica)
-        if not isinstance(at, str) or not at:
-            raise TypeError(f"{self!r}: `at` is the name of where the replica fails; got {at!r}.")
-        for name, count, least in (("times", times, 1), ("skip", skip, 0)):
-            if not isinstance(count, int) or isinstance(count, bool):
-                raise TypeError(f"{self!r}: `{name}` is an int; got {count!r}.")
-            if count < least:
-                raise ValueError(f"{self!r}: `{name}` is {least} or more; got {count}.")
-        self._make_error = self._maker_of(error)
-        self._passed: Counter[str] = Counter()
-        self._arrivals = 0
-        self._failures = 0
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
 
-    def check_happened(self) -> None:
-        """Refuses that a test passes whose fault did not happen.
-
-        Raises:
-            AssertionError: If the replica has not failed as often as it should.
-        """
-        if self._failures < self._times:
-            came_to = ", ".join(f"{where} ({n} times)" if n > 1 else where for where, n in self._passed.items())
-            raise AssertionError(
-                f"The block of {self!r} has ended, and the replica has failed {plural(self._failures, 'time')} instead "
-                f"of {self._times}. Replica {self._replica} came to: {came_to or 'nothing: it was in no run'}."
-            )
-
-    def came_to(self, replica: int, where: str, matches: bool) -> None:
-        """A replica has come to somewhere, and fails if this is where it has to."""
-        if replica != self._replica:
-            return
-        self._passed[where] += 1
-        self._arrivals += matches
-        if matches and self._arrivals > self._skip and self._failures < self._times:
-            self._failures += 1
-            raise self._make_error()
+    def __repr__(self) -> str:
+        return repr(self._injection)
 
     def called(self, replica: int, function: str) -> None:
         """A replica is about to call a function of torch."""
-        self.came_to(replica, function, function == self._at)
-
-    def __repr__(self) -> str:
-        return f"fail_in_replica({self._replica!r}, at={self._at!r}, times={self._times!r}, skip={self._skip!r})"
+        self._injection.came_to(replica, function, function == self._injection.at)
 
     def _begins(self, num_replicas: int) -> None:
-        refuse_unknown_replica(repr(self), self._replica, num_replicas)
+        refuse_unknown_replica(repr(self), self._injection.index, num_replicas)
 
     def _reached(self, replica: int, where: str) -> None:
-        self.came_to(replica, where, self._at in (where, where.partition("(")[0].rstrip()))
-
-    def _maker_of(self, error: BaseException | type[BaseException] | None) -> Callable[[], BaseException]:
-        if error is None:
-            return lambda: RuntimeError(
-                f"This failure was injected: {self!r}, and replica {self._replica} has come to {self._at!r}."
-            )
-        if isinstance(error, BaseException):
-            return lambda: error
-        if isinstance(error, type) and issubclass(error, BaseException):
-            error()  # one that needs arguments is refused here, and not in the step
-            return error
-        raise TypeError(f"{self!r}: `error` is an exception or a class of exceptions; got {error!r}.")
+        self._injection.came_to(replica, where, self._injection.at in (where, where.partition("(")[0].rstrip()))
 
 
 @final

@@ -436,6 +436,84 @@ def test_each_strategy_has_one_name_and_its_replicas_go_round_the_devices(
 
 
 @pytest.mark.slow
+def test_cuda_means_simulated_devices_before_a_test_module_is_imported(tmp_path: Path) -> None:
+    project(
+        tmp_path,
+        conftest="""
+            import torch
+            EARLY = torch.ones(1, device="cuda:1")
+        """,
+        test_it="""
+            import pytest, torch
+            from conftest import EARLY
+
+            GPUS = torch.cuda.device_count()
+            WEIGHT = torch.ones(2).cuda()
+
+            @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+            @pytest.mark.parametrize("index", range(GPUS))
+            def test_on_each(index):
+                assert torch.ones(2, device=f"cuda:{index}").get_device() == index
+                assert (WEIGHT.to("cuda:1") + EARLY).get_device() == 1
+        """,
+    )
+    output = pytest_on(tmp_path, "-v", "--simulate-devices=2", "--cuda-alias")
+    assert outcomes(output) == {"test_on_each[0]": "passed", "test_on_each[1]": "passed"}
+    assert header(output) == ['torchstrategy: 2 simulated devices (sim:0 to sim:1), which "cuda" means']
+    output = pytest_on(tmp_path, "--cuda-alias")
+    assert '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add' in output
+
+
+def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
+    project(
+        tmp_path,
+        test_it="""
+            import pytest, torch
+            import torch.distributed as dist
+
+            met = []
+
+            @pytest.mark.ranks(3)
+            @pytest.mark.parametrize("start", [1, 10])
+            def test_a_sum(rank, start, tmp_path):
+                dist.init_process_group("nccl")
+                total = torch.tensor([start + rank])
+                dist.all_reduce(total)
+                met.append(rank)
+                assert total.item() == 3 * start + 3 and tmp_path.exists()
+
+            def test_all_of_them_ran():
+                assert sorted(met) == [0, 0, 1, 1, 2, 2]
+
+            @pytest.mark.ranks(2)
+            def test_without_the_rank():
+                assert dist.is_available()
+
+            @pytest.mark.ranks(2)
+            def test_that_fails_in_one(rank):
+                assert rank == 0
+
+            def test_without_the_mark(rank): ...
+
+            @pytest.mark.ranks("many")
+            def test_with_a_word(rank): ...
+        """,
+    )
+    output = pytest_on(tmp_path, "-v")
+    assert outcomes(output) == {
+        "test_a_sum[1]": "passed",
+        "test_a_sum[10]": "passed",
+        "test_all_of_them_ran": "passed",
+        "test_without_the_rank": "passed",
+        "test_that_fails_in_one": "failed",
+        "test_without_the_mark": "error",
+        "test_with_a_word": "failed",
+    }
+    assert "raised in rank 1 of 2" in output
+    assert "takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it." in output
+    assert "is marked with `ranks('many')`: give the number of ranks" in output
+
+
 def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -> None:
     project(
         tmp_path,

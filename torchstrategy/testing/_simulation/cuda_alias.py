@@ -1,4 +1,10 @@
-"""Lets code that says `"cuda"` run on simulated devices."""
+"""Lets code that says `"cuda"` run on simulated devices.
+
+Most of it is a `TorchFunctionMode`, which sees every call of a torch function that names a device. torch takes a mode
+off while it handles a call, and a thread has modes of its own. So two kinds of code would not be in the mode, though
+they are in the block: what backward calls (hooks, checkpoints, functions of one's own), and threads that the block
+starts. `_Engine` and `_starts` put them in.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +16,10 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._core.torch_internals import function_modes
+from torchstrategy._core.torch_internals import function_modes, pop_function_mode, push_function_mode
+from torchstrategy.testing._simulation.cuda_names import names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
-from torchstrategy.testing._simulation.torch_internals import tensor_cuda
-
-# The functions of `torch.cuda` that are replaced for the length of a block.
-_FUNCTIONS = (
-    "Event",
-    "Stream",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "device_of",
-    "empty_cache",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "get_rng_state_all",
-    "init",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_reserved",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
-)
+from torchstrategy.testing._simulation.torch_internals import ENGINE, tensor_cuda
 
 # Functions that take the name of a device type, and that no `TorchFunctionMode` sees.
 _TOLD_A_NAME = ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype"))
@@ -62,8 +35,11 @@ class cuda_alias(TorchFunctionMode):
 
     `device="cuda:1"`, `.to("cuda")`, `.cuda(1)`, `torch.cuda.set_device(1)`, `torch.autocast("cuda")` and their like act
     on `sim:1`, and checkpoints name `cuda:1`. Tensors go on reporting `sim`, and `tensor.is_cuda` stays False: code that
-    asks them that sees the difference. It holds for the thread that entered it and for the replicas that it runs;
-    `torch.cuda`'s functions and `torch.autocast` are exchanged for all.
+    asks them that sees the difference. It holds for the thread that entered it, for threads that are started in the
+    block, and for the replicas that it runs; `torch.cuda`'s functions and `torch.autocast` are exchanged for all.
+
+    Memory queries say what the devices hold, and `torch.cuda.nvtx` marks nothing. CUDA graphs raise an error, and so does
+    `torch.compile` with inductor: backends `eager` and `aot_eager` work.
 
     Raises:
         RuntimeError: On entering, if no devices are simulated.
@@ -75,6 +51,14 @@ class cuda_alias(TorchFunctionMode):
         RuntimeError: cuda_alias() gives "cuda" the meaning of simulated devices, and there are none: call torchstrategy.testing.simulate_devices(n) first.
     """  # noqa: E501
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered = 0  # how often, on all threads
+
+    def is_open(self) -> bool:
+        """Whether a thread is in the block. Threads that the block has started may live longer than it."""
+        return self._entered > 0
+
     def __enter__(self) -> cuda_alias:
         if not device_count():
             raise RuntimeError(
@@ -83,6 +67,7 @@ class cuda_alias(TorchFunctionMode):
             )
         with _lock:
             _open_one()
+            self._entered += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -90,9 +75,18 @@ class cuda_alias(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         with _lock:
             _close_one()
+            self._entered -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if not self.is_open():
+            return func(*args, **(kwargs or {}))
+        _calls.modes.append(self)
+        try:
+            return self._call(func, args, kwargs or {})
+        finally:
+            _calls.modes.pop()
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in (tensor_cuda, torch.Tensor.cuda):
             return _cuda(*args, **kwargs)
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
@@ -104,16 +98,18 @@ class cuda_alias(TorchFunctionMode):
 def _open_one() -> None:
     global _open
     if not _before:
-        module = torch.get_device_module(NAME)
-        for name in _FUNCTIONS:
-            _exchange(torch.cuda, name, getattr(module, name))
+        for owner, name, value in names_of_cuda(_translated):
+            _exchange(owner, name, value)
         for owner, name in _TOLD_A_NAME:
             _exchange(owner, name, _told(getattr(owner, name)))
+        _exchange(*ENGINE, _Engine(getattr(*ENGINE)))
+        _exchange(threading.Thread, "start", _starts(threading.Thread.start))
+        _exchange(torch, "compile", _compiles(torch.compile))
     _open += 1
 
 
 def _exchange(owner: Any, name: str, value: Any) -> None:
-    _before.append((owner, name, getattr(owner, name)))
+    _before.append((owner, name, getattr(owner, name, _MISSING)))
     setattr(owner, name, value)
 
 
@@ -121,7 +117,85 @@ def _close_one() -> None:
     global _open
     _open -= 1
     while _before and not _open:
-        setattr(*_before.pop())
+        owner, name, value = _before.pop()
+        if value is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+_MISSING = object()
+
+
+@final
+class _Engine:
+    """Runs backward in the mode in which it was called: what backward calls is the program's code, too."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        mode = _mode_of_the_call()
+        if mode is None:
+            return self._engine.run_backward(*args, **kwargs)
+        push_function_mode(mode)
+        try:
+            return self._engine.run_backward(*args, **kwargs)
+        finally:
+            pop_function_mode()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@final
+class _Calls(threading.local):
+    """The modes that handle a call of this thread now, and that torch has therefore taken off it."""
+
+    def __init__(self) -> None:
+        self.modes: list[cuda_alias] = []
+
+
+_calls = _Calls()
+
+
+def _mode_of_the_call() -> cuda_alias | None:
+    return _calls.modes[-1] if _calls.modes and not _is_on() else None
+
+
+def _starts(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """Makes a replacement for `Thread.start`: a thread that is started in a block is in it."""
+
+    @functools.wraps(start)
+    def started(thread: threading.Thread) -> None:
+        if _is_on() or _calls.modes:
+            run, alias = thread.run, _calls.modes[-1] if _calls.modes else _innermost()
+
+            def aliased() -> None:
+                push_function_mode(alias)  # without entering it: the thread may go on when the block has ended
+                run()
+
+            thread.run = aliased  # type: ignore[method-assign]
+        start(thread)
+
+    return started
+
+
+def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a replacement for `torch.compile`, which refuses to make kernels for a GPU."""
+
+    @functools.wraps(compile)
+    def compiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend", "inductor")
+        if backend == "inductor":
+            raise NotImplementedError(
+                "torch.compile with the backend 'inductor' writes kernels for a GPU, and there is none: \"cuda\" means "
+                "simulated devices here. Give it backend='eager' or 'aot_eager', which trace the same and run each "
+                "operator."
+            )
+        return compile(model, *args, **kwargs)
+
+    return compiled
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +214,13 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_on() -> bool:
-    return any(isinstance(mode, cuda_alias) for mode in function_modes())
+    return _innermost() is not None
+
+
+def _innermost() -> cuda_alias | None:
+    """The block that this thread is in, and that has not ended."""
+    modes = (mode for mode in reversed(function_modes()) if isinstance(mode, cuda_alias) and mode.is_open())
+    return next(modes, None)
 
 
 def install() -> None:

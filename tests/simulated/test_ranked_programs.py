@@ -1,0 +1,45 @@
+"""Programs of several ranks, each rank on a simulated device of its own: the numbers are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ranked_programs import EVERYWHERE, Place, run_ranks, synchronized_batch_norm, zero_redundancy
+from torchstrategy.testing import RankRecord
+
+# Of torch's SyncBatchNorm, and of TorchScript, in which ZeroRedundancyOptimizer is written.
+without_kernels = pytest.mark.skipif(
+    importlib.util.find_spec("torchstrategy.testing._simulation.batch_norm") is None,
+    reason="these simulated devices have no kernels for it",
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=[without_kernels] if p is zero_redundancy else []) for p in EVERYWHERE],
+    ids=[p.__name__ for p in EVERYWHERE],
+)
+def test_a_program_of_four_ranks_is_right(program: Callable[[Place], RankRecord]) -> None:
+    program(lambda rank: torch.device("sim", rank))
+
+
+@without_kernels
+def test_torchs_synchronized_batch_norm_is_right() -> None:
+    synchronized_batch_norm(lambda rank: torch.device("sim", rank))
+
+
+def test_a_rank_begins_with_a_device_of_its_own() -> None:
+    def main(rank: int) -> tuple[int, torch.Tensor]:
+        torch.manual_seed(rank)
+        return torch.accelerator.current_device_index(), torch.rand(2, device="sim").cpu()
+
+    results, _ = run_ranks(main, 7)
+    assert [index for index, _ in results] == [0, 1, 2, 3, 4, 0, 1]
+    for rank, (_, drawn) in enumerate(results):
+        torch.manual_seed(rank)
+        assert torch.equal(torch.rand(2, device=f"sim:{rank % 5}").cpu(), drawn)

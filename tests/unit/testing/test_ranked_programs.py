@@ -1,0 +1,41 @@
+"""Programs of several ranks, on the CPU: the numbers are those of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ranked_programs import EVERYWHERE, RANKS, Place
+from torchstrategy.testing import RankRecord, run_ranks
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
+@pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
+def test_a_program_of_four_ranks_is_right(program: Callable[[Place], RankRecord]) -> None:
+    program(lambda rank: torch.device("cpu"))
+
+
+def test_a_hundred_runs_have_one_record() -> None:
+    def main(rank: int) -> None:
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        model(torch.ones(2, 3)).sum().backward()
+        odd = dist.new_group([1, 3])
+        if rank % 2:
+            dist.all_gather_object([None, None], model, group=odd)
+        if rank:
+            dist.recv(torch.empty(1))
+        works = [dist.isend(torch.ones(1), other) for other in range(rank + 1, RANKS)] if rank < 2 else []
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        for _ in range(max(0, rank - 1) and 1):
+            dist.recv(torch.empty(1))
+
+    records = [run_ranks(main, RANKS)[1] for _ in range(100)]
+    assert records[0].counts["send"] == 5 and records[0].counts["all_reduce"] == 1
+    assert all(record == records[0] for record in records)

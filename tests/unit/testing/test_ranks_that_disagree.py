@@ -1,0 +1,361 @@
+"""Faults that hang on a cluster: each raises at once, and names ranks, collective, sizes and line."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torchstrategy.testing import RanksStopped, run_ranks
+
+Program = Callable[[int], object]
+FILE = Path(__file__).name
+FAULTS: list[tuple[Program, int, str]] = []
+
+
+def fault(n: int, message: str) -> Callable[[Program], Program]:
+    """A program of `n` ranks, and the error that it has to end with. `@` stands for a line of this file."""
+
+    def add(program: Program) -> Program:
+        FAULTS.append((program, n, re.escape(message).replace("@", rf"{FILE}:\d+").replace("\\.\\.\\.", "(.|\n)*")))
+        return program
+
+    return add
+
+
+def begin() -> None:
+    dist.init_process_group("nccl")
+
+
+def wrapped(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(3, 2))
+
+
+@fault(
+    3,
+    "No rank can go on:\n"
+    "  rank 0 waits in all_reduce #8 of 8 float32, sum (@) for rank 1\n"
+    "  rank 1 has ended\n"
+    "  rank 2 waits in all_reduce #8 of 8 float32, sum (@) for rank 1",
+)
+def one_step_less(rank: int) -> None:
+    begin()
+    model = wrapped(rank)
+    for _ in range(2 if rank == 1 else 3):
+        model(torch.ones(2, 3)).sum().backward()
+
+
+@fault(
+    2,
+    "Ranks 0 and 1 have called what does not fit together; their sizes differ:\n"
+    "  rank 0: all_reduce #1 of 4 float32, sum (@)\n"
+    "  rank 1: all_reduce #1 of 5 float32, sum (@)\n",
+)
+def other_sizes(rank: int) -> None:
+    begin()
+    dist.all_reduce(torch.ones(4 + rank))
+
+
+@fault(
+    2, "sizes differ:\n  rank 0: all_reduce #1 of 2x3 float32, sum (@)\n  rank 1: all_reduce #1 of 3x2 float32, sum (@)"
+)
+def transposed(rank: int) -> None:
+    begin()
+    dist.all_reduce(torch.ones(3, 2) if rank else torch.ones(2, 3))
+
+
+@fault(
+    2, "dtypes differ:\n  rank 0: all_reduce #1 of 4 float32, sum (@)\n  rank 1: all_reduce #1 of 4 float64, sum (@)"
+)
+def other_dtype(rank: int) -> None:
+    begin()
+    dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))
+
+
+@fault(
+    2, "root or operation differs:\n  rank 0: broadcast #1 of 4 float32, from rank 0 (@)\n  rank 1: broadcast #1 of 4"
+)
+def other_root(rank: int) -> None:
+    begin()
+    dist.broadcast(torch.ones(4), src=rank)
+
+
+@fault(
+    2,
+    "root or operation differs:\n"
+    "  rank 0: all_reduce #1 of 1 float32, max (@)\n"
+    "  rank 1: all_reduce #1 of 1 float32, min",
+)
+def other_operation(rank: int) -> None:
+    begin()
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MIN if rank else dist.ReduceOp.MAX)
+
+
+@fault(
+    2,
+    "collective differs:\n"
+    "  rank 0: broadcast #1 of 4 float32, from rank 0 (@)\n"
+    "  rank 1: all_reduce #1 of 4 float32, sum",
+)
+def other_order(rank: int) -> None:
+    begin()
+    for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0))[:: 1 if rank else -1]:
+        collective(torch.ones(4))  # type: ignore[operator]
+
+
+@fault(
+    2,
+    "No rank can go on:\n  rank 0 waits in barrier #1 (@) for rank 1\n  rank 1 has ended",
+)
+def only_the_first_rank(rank: int) -> None:
+    begin()
+    if rank == 0:
+        dist.barrier()
+
+
+@fault(
+    4,
+    "  rank 0 waits in all_reduce #1 in group 1 (ranks 0, 1) of 1 float32, sum (@) for rank 1\n"
+    "  rank 1 waits in all_reduce #1 of 1 float32, sum (@) for ranks 0, 2 and 3\n"
+    "  rank 2 has ended\n"
+    "  rank 3 has ended",
+)
+def the_group_of_all(rank: int) -> None:
+    begin()
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(torch.ones(1), group=None if rank == 1 else group)
+
+
+@fault(
+    2,
+    "  rank 0 waits in barrier #1 in group 1 (ranks 0, 1) (@) for rank 1\n"
+    "  rank 1 waits in barrier #1 in group 2 (ranks 0, 1) (@) for rank 0",
+)
+def groups_in_another_order(rank: int) -> None:
+    begin()
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in groups[:: -1 if rank else 1]:
+        dist.barrier(group=group)
+
+
+@fault(2, "  rank 0 waits in all_reduce #4 of 6 float32, sum (@) for rank 1\n  rank 1 has ended")
+def a_parameter_that_one_rank_does_not_use(rank: int) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.first(x)
+            return y + self.second(x) if rank == 0 else y
+
+    begin()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Branches(), bucket_cap_mb=1e-6)  # type: ignore[arg-type]
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@fault(2, "  rank 0 waits in send of 2 float32, to rank 1 (@) for rank 1\n  rank 1 has ended")
+def a_message_that_nobody_receives(rank: int) -> None:
+    begin()
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+
+
+@fault(
+    3,
+    "  rank 0 waits in send of 2 float32, to rank 1 (@) for rank 1\n"
+    "  rank 1 waits in recv of 2 float32, from rank 2 (@) for rank 2\n"
+    "  rank 2 has ended",
+)
+def a_message_of_another_rank(rank: int) -> None:
+    begin()
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    elif rank == 1:
+        dist.recv(torch.ones(2), 2)
+
+
+@fault(
+    2,
+    "  rank 0 waits in send of 2 float32, to rank 1 (@) for rank 1\n"
+    "  rank 1 waits in send of 2 float32, to rank 0 (@) for rank 0",
+)
+def both_send_first(rank: int) -> None:
+    begin()
+    dist.send(torch.ones(2), 1 - rank)
+    dist.recv(torch.ones(2), 1 - rank)
+
+
+@fault(
+    2,
+    "  rank 0 waits in send of 2 float32, to rank 1, tag 3 (@) for rank 1\n"
+    "  rank 1 waits in recv of 2 float32, from rank 0, tag 4 (@) for rank 0",
+)
+def another_tag(rank: int) -> None:
+    begin()
+    if rank == 0:
+        dist.send(torch.ones(2), 1, tag=3)
+    else:
+        dist.recv(torch.ones(2), 0, tag=4)
+
+
+@fault(2, "sizes differ:\n  rank 0: send of 2 float32, to rank 1 (@)\n  rank 1: recv of 3 float32, from rank 0 (@)")
+def a_message_of_another_size(rank: int) -> None:
+    begin()
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(torch.ones(3), 0)
+
+
+@fault(2, "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@): its tensors hold nothing of use")
+def a_forgotten_wait(rank: int) -> None:
+    begin()
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    if rank == 1:
+        work.wait()
+
+
+@fault(
+    2,
+    "Rank 0 has room for 2 float32 in all_gather #1 of 2 float32 (@), and 3 float32 are sent to it:\n"
+    "  rank 0: all_gather #1 of 2 float32 (@)\n"
+    "  rank 1: all_gather #1 of 3 float32 (@)",
+)
+def too_little_room(rank: int) -> None:
+    begin()
+    dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2 + rank))
+
+
+@fault(
+    2,
+    "sizes differ:\n"
+    "  rank 0: reduce_scatter #1 of 2 float32, sum (@)\n"
+    "  rank 1: reduce_scatter #1 of 3 float32, sum (@)",
+)
+def scattered_by_other_sizes(rank: int) -> None:
+    begin()
+    dist.reduce_scatter_tensor(torch.empty(2 + rank), torch.ones(4 + 2 * rank))
+
+
+@fault(2, "Rank 0 has room for 1 float32 in all_to_all #1 of 2 float32 (@), and 2 float32 are sent to it")
+def splits_that_do_not_fit(rank: int) -> None:
+    begin()
+    dist.all_to_all_single(torch.empty(2), torch.ones(3 if rank else 2), [1, 1], [2, 1] if rank else [1, 1])
+
+
+@fault(2, "  rank 0 waits for 'default_pg/...answer' in the store of torch.distributed\n  rank 1 has ended")
+def a_note_that_nobody_leaves(rank: int) -> None:
+    begin()
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().get("answer")
+
+
+@fault(2, "  rank 0 waits in barrier #1 (@) for rank 1\n  rank 1 has ended")
+def a_question_without_end(rank: int) -> None:
+    begin()
+    if rank == 0:
+        work = dist.barrier(async_op=True)
+        while not work.is_completed():  # type: ignore[union-attr]
+            pass
+
+
+@fault(2, "  rank 0 waits in all_gather #... of ... float32 (@) for rank 1\n  rank 1 has ended")
+def a_whole_tensor_on_the_first_rank_only(rank: int) -> None:
+    begin()
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    if rank == 0:
+        model.weight.full_tensor()  # type: ignore[attr-defined]
+
+
+@fault(2, "rank 0 called a collective on thread 'mine', which it started")
+def a_thread_of_its_own(rank: int) -> None:
+    begin()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            dist.barrier()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="mine")
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
+@pytest.mark.parametrize(("program", "n", "message"), FAULTS, ids=[program.__name__ for program, _, _ in FAULTS])
+def test_a_fault_is_named_at_once(program: Program, n: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(program, n)
+
+
+def test_there_are_more_than_twenty_faults() -> None:
+    assert len(FAULTS) > 20
+
+
+def test_what_a_rank_raises_comes_out_and_the_others_are_told() -> None:
+    told: dict[int, str] = {}
+
+    def main(rank: int) -> None:
+        begin()
+        if rank == 1:
+            raise ZeroDivisionError("rank 1 divides")
+        try:
+            dist.barrier()
+        except RanksStopped as error:
+            told[rank] = str(error)
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="rank 1 divides") as caught:
+        run_ranks(main, 3)
+    assert caught.value.__notes__ == ["raised in rank 1 of 3"]
+    assert set(told) == {0, 2} and told[0] == told[2]
+    assert "  rank 1 has failed: ZeroDivisionError: rank 1 divides" in told[0]
+
+
+def test_an_exit_status_is_an_error_of_its_rank_and_none_is_an_end() -> None:
+    def main(rank: int) -> None:
+        raise SystemExit(rank)
+
+    with pytest.raises(SystemExit) as caught:
+        run_ranks(main, 2)
+    assert caught.value.code == 1
+    assert run_ranks(lambda rank: (_ for _ in ()).throw(SystemExit(0)), 2)[0] == [None, None]
+
+
+def test_torch_finds_models_that_differ_between_ranks() -> None:
+    def main(rank: int) -> None:
+        begin()
+        DistributedDataParallel(nn.Linear(2 + rank, 2))
+
+    with pytest.raises(RuntimeError, match="appears not to match"):
+        run_ranks(main, 2)
+
+
+def test_an_asynchronous_result_holds_nothing_of_use_before_it_is_waited_for() -> None:
+    def main(rank: int) -> tuple[bool, int, float, int]:
+        begin()
+        x, count = torch.ones(1), torch.ones(1, dtype=torch.int64)
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(count, async_op=True)]
+        early = bool(x.isnan()), int(count)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        return *early, x.item(), int(count)
+
+    assert run_ranks(main, 2)[0] == [(True, torch.iinfo(torch.int64).min, 2.0, 2)] * 2

@@ -1,0 +1,22 @@
+"""The ranks of a distributed program, as threads of one process.
+
+torch_internals  the private names of torch that this needs
+turns            one rank runs at a time, until it waits
+record           what ranks have told each other
+lines            at which line of the user's program something happened
+tensors          numbers taken from tensors, and brought to them
+exchanges        what ranks bring to a collective, and what they get
+world            the ranks of a run, and what they exchange
+store            the store of `torch.distributed`
+groups           the process group
+belongings       what each rank has for itself, as a process has
+faults           ranks that fail where the test says
+run_ranks        runs the ranks
+"""
+
+from torchstrategy.testing._ranks.faults import fail_in_rank
+from torchstrategy.testing._ranks.record import Collective, RankRecord
+from torchstrategy.testing._ranks.run_ranks import run_ranks
+from torchstrategy.testing._ranks.turns import RanksStopped
+
+__all__ = ["Collective", "RankRecord", "RanksStopped", "fail_in_rank", "run_ranks"]

@@ -1,0 +1,62 @@
+"""What a process has for itself, and ranks on threads would share: each rank puts on its own when its turn begins."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from torchstrategy.testing._ranks.torch_internals import (
+    forget_fake_results,
+    put_variables,
+    take_variables,
+    variables_of_a_new_process,
+)
+from torchstrategy.testing._simulation.generators import default_generators
+
+
+@final
+class Belongings:
+    """The environment variables, random numbers, default dtype and process groups of one process.
+
+    Args:
+        environment: Variables that it has, besides those of this process.
+    """
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self._take()
+        if environment is not None:
+            self._environment |= environment
+            self._variables = variables_of_a_new_process()
+
+    def put_on(self) -> None:
+        """Makes them those of this process."""
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        for name, value in self._environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        torch.set_rng_state(self._torch)
+        for generator, state in zip(default_generators(), self._devices, strict=True):
+            generator.set_state(state)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_default_dtype(self._dtype)
+        put_variables(self._variables)
+        forget_fake_results()
+
+    def take_off(self) -> None:
+        """Keeps what this process has now."""
+        self._take()
+
+    def _take(self) -> None:
+        self._environment = dict(os.environ)
+        self._torch = torch.get_rng_state()
+        self._devices = [generator.get_state() for generator in default_generators()]
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._dtype = torch.get_default_dtype()
+        self._variables = take_variables()

@@ -1,0 +1,191 @@
+"""What ranks bring to a collective, what they get from it, and what is wrong if they do not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from torchstrategy.testing._ranks.lines import is_called_by_torch
+from torchstrategy.testing._ranks.record import Collective
+from torchstrategy.testing._ranks.tensors import bring, in_words, spoil, taken
+from torchstrategy.testing._ranks.turns import Wait
+
+Values = list[torch.Tensor]
+Settle = Callable[[list[Values]], list[Values]]
+
+
+@final
+class Call:
+    """A collective as one rank has called it.
+
+    Args:
+        kind: Which collective.
+        shown: The tensors whose sizes messages show.
+        gives: The tensors whose numbers others get. They are read now.
+        gets: The tensors that are written, when the rank waits.
+        settle: Makes, of what the ranks give, what each gets.
+        detail: The reduction or the root.
+        size: The bytes of the whole, as `Collective.bytes` counts them.
+        same_sizes: Whether all ranks have to show tensors of one size.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        shown: Sequence[torch.Tensor],
+        gives: Sequence[torch.Tensor],
+        gets: Sequence[torch.Tensor],
+        settle: Settle,
+        *,
+        detail: str = "",
+        size: int | None = None,
+        same_sizes: bool = True,
+    ) -> None:
+        self.kind, self.detail, self.settle = kind, detail, settle
+        self.sizes = in_words(shown)
+        self.size = sum(tensor.nbytes for tensor in shown) if size is None else size
+        self.given = [taken(tensor) for tensor in gives]
+        self.gets = list(gets)
+        for tensor in self.gets:
+            spoil(tensor)
+        # What has to be the same on all ranks, by the word for it.
+        self.terms: dict[str, object] = {"collective": kind}
+        if kind not in ("send", "recv"):
+            self.terms["root or operation"] = detail
+        if same_sizes:
+            self.terms["sizes"] = tuple(tensor.shape for tensor in shown)
+        self.terms["dtypes"] = tuple(tensor.dtype for tensor in shown)
+
+    def __str__(self) -> str:
+        words = f"{self.kind} of {self.sizes}" if self.sizes else self.kind
+        return f"{words}, {self.detail}" if self.detail else words
+
+
+@final
+class Exchange:
+    """The calls of all ranks that belong together.
+
+    Args:
+        ranks: Who has to come, as ranks of the whole run.
+        name: How messages name it after its kind: `#3`, or `#3 in group 1 (ranks 0, 2)`.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        self.ranks, self.name = tuple(ranks), name
+        self.calls: dict[int, Call] = {}
+        self.lines: dict[int, str] = {}
+        self.results: dict[int, Values] | None = None
+
+    def join(self, rank: int, call: Call, line: str) -> None:
+        """Adds the call of one rank. With the last of them, what each gets is computed.
+
+        Raises:
+            UnlikeCalls: If it does not fit to a call of another rank.
+        """
+        for other, theirs in self.calls.items():
+            _compare(self, (other, theirs, self.lines[other]), (rank, call, line))
+        self.calls[rank], self.lines[rank] = call, line
+        if len(self.calls) == len(self.ranks):
+            self._settle()
+
+    def collective(self) -> Collective:
+        """What the record keeps of it."""
+        first = self.calls[self.ranks[0]]
+        lines = tuple(self.lines[rank] for rank in self.ranks)
+        return Collective(first.kind, self.ranks, first.detail, first.sizes, first.size, lines)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in self.ranks if rank not in self.calls]
+
+    def at(self, rank: int) -> str:
+        """What a rank has called, and where: `all_reduce #3 of 4 float32, sum (train.py:31)`."""
+        return _at(self, self.calls[rank], self.lines[rank])
+
+    def _settle(self) -> None:
+        calls = [self.calls[rank] for rank in self.ranks]
+        with torch.no_grad():
+            results = calls[0].settle([call.given for call in calls])
+        for rank, call, values in zip(self.ranks, calls, results, strict=True):
+            for tensor, value in zip(call.gets, values, strict=bool(call.gets)):
+                if tensor.numel() != value.numel() or tensor.dtype != value.dtype:
+                    raise UnlikeCalls(
+                        f"Rank {rank} has room for {in_words([tensor])} in {self.at(rank)}, and {in_words([value])} "
+                        f"are sent to it:\n{self._all_calls()}"
+                    )
+        self.results = dict(zip(self.ranks, results, strict=True))
+
+    def _all_calls(self) -> str:
+        return "\n".join(f"  rank {rank}: {self.at(rank)}" for rank in self.ranks)
+
+
+class UnlikeCalls(Exception):
+    """Ranks have called what does not fit together. The message names them."""
+
+
+def _compare(exchange: Exchange, theirs: tuple[int, Call, str], ours: tuple[int, Call, str]) -> None:
+    (other, their_call, their_line), (rank, call, line) = theirs, ours
+    differing = [term for term in call.terms if call.terms[term] != their_call.terms.get(term)]
+    if {call.kind, their_call.kind} == {"send", "recv"}:
+        differing = [term for term in differing if term != "collective"]
+    if not differing:
+        return
+    term = differing[0]
+    raise UnlikeCalls(
+        f"Ranks {other} and {rank} have called what does not fit together; their {term} differ"
+        f"{'' if term.endswith('s') else 's'}:\n"
+        f"  rank {other}: {_at(exchange, their_call, their_line)}\n"
+        f"  rank {rank}: {_at(exchange, call, line)}\n{_ADVICE[term]}"
+    )
+
+
+_ADVICE = {
+    "collective": "All ranks of a group have to call the same collectives in the same order.",
+    "root or operation": "Give all ranks of the group the same `src`, `dst` or `op`.",
+    "sizes": "Give all ranks tensors of the same sizes: pad them, or exchange the sizes first.",
+    "dtypes": "Give all ranks tensors of the same dtype.",
+}
+
+
+def _at(exchange: Exchange, call: Call, line: str) -> str:
+    kind, of, rest = str(call).partition(" of ")
+    return f"{kind} {exchange.name}{of}{rest} ({line})" if exchange.name else f"{call} ({line})"
+
+
+@final
+class Part(Wait):
+    """The part of one rank in an exchange: what it waits for."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self._rank = exchange, rank
+        # torch knows what it does: `Join` never waits for some of its collectives.
+        self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and not is_called_by_torch()
+        self.is_delivered = False
+        self.idle_questions = 0  # how often the rank has asked for it, and nobody else could go on
+
+    def is_over(self) -> bool:
+        return self._exchange.results is not None
+
+    def describe(self) -> str:
+        missing = self._exchange.missing()
+        for_whom = " and ".join([", ".join(map(str, missing[:-1])), str(missing[-1])]).removeprefix(" and ")
+        return f"waits in {self} for {'rank' if len(missing) == 1 else 'ranks'} {for_whom}"
+
+    def deliver(self) -> list[torch.Tensor]:
+        """Writes what the rank gets on its tensors, once, and returns them."""
+        call = self._exchange.calls[self._rank]
+        if not self.is_delivered and self._exchange.results is not None:
+            self.is_delivered = True
+            with torch.no_grad():
+                for tensor, value in zip(call.gets, self._exchange.results.pop(self._rank), strict=False):
+                    bring(value, tensor)
+        return call.gets
+
+    def sender(self) -> int:
+        """The rank that sent a message."""
+        return self._exchange.ranks[0]
+
+    def __str__(self) -> str:
+        return self._exchange.at(self._rank)

@@ -1,0 +1,284 @@
+"""The process group that ranks on threads have. torch's own C++ and Python work on it: reducer, FSDP, DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
+from torchstrategy.testing._ranks.store import RankStore
+from torchstrategy.testing._ranks.tensors import name_of, reduced
+from torchstrategy.testing._ranks.world import World
+
+_Work: Any = dist.Work
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+@final
+class RankWork(_Work):  # type: ignore[misc]
+    """What an asynchronous collective returns. Until it is waited for, the tensors that it writes are spoiled."""
+
+    def __init__(self, world: World, rank: int, part: Part) -> None:
+        super().__init__()
+        self._world, self._rank, self._part = world, rank, part
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._world.finish(self._rank, self._part)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._world.is_there(self._rank, self._part)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._part.deliver()
+
+    def get_future(self) -> Any:
+        # C++ that waits for a future cannot hand over to another rank: so this waits, and the future is complete.
+        future: Any = Future()
+        future.set_result(self.result())
+        return future
+
+    def _source_rank(self) -> int:
+        return self._part.sender()
+
+
+@final
+class RankGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group, as one of its ranks has it.
+
+    Its methods are those that torch calls, by torch's names, with torch's arguments; ranks in them count in the group.
+
+    Args:
+        world: The run.
+        rank: The rank whose group it is, in the whole run.
+        ranks: Who is in it, in order.
+        name: The name that torch gave it.
+        is_whole: Whether it is the group of all ranks, which programs need not name.
+    """
+
+    def __init__(self, world: World, rank: int, ranks: Sequence[int], name: str, is_whole: bool) -> None:
+        super().__init__(ranks.index(rank), len(ranks))
+        self._world, self._me, self._ranks, self._name = world, rank, list(ranks), name
+        self._key = name, tuple(ranks)
+        self._calls = 0
+        self._in_words = "" if is_whole else f" in group {name} (ranks {', '.join(map(str, ranks))})"
+        self._store = RankStore(world, rank)
+
+    def getBackendName(self) -> str:
+        return "torchstrategy_ranks"
+
+    def name(self) -> str:
+        return self.getBackendName()
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def get_group_store(self) -> RankStore:
+        return self._store
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""
+
+    abort = shutdown
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Collectives in a coalescing block are held one by one: each is checked, and each is in the record."""
+
+    def _end_coalescing(self, device: Any) -> None:
+        """They have been held; what they return is waited for one by one."""
+
+    # Collectives
+
+    def allreduce(self, tensors: Values, opts: Any = None) -> RankWork:
+        operation = _operation(opts)
+
+        def settle(given: list[Values]) -> list[Values]:
+            return [[reduced(those, operation) for those in zip(*given, strict=True)]] * len(given)
+
+        return self._meet("all_reduce", tensors, tensors, tensors, settle, detail=name_of(operation))
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Values, opts: Any = None) -> RankWork:
+        root = _root(opts)
+        is_root = root == self.rank()
+        return self._meet(
+            "broadcast",
+            tensors,
+            tensors if is_root else [],
+            [] if is_root else tensors,
+            lambda given: [given[root]] * len(given),
+            detail=f"from rank {self._ranks[root]}",
+        )
+
+    def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+        return self._all_gather(inputs, [piece for pieces in outputs for piece in pieces], same_sizes=False)
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
+        return self._all_gather([given], self._pieces(output))
+
+    def all_gather_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+        return self._all_gather(inputs, [piece for output in outputs for piece in self._pieces(output)])
+
+    # Before torch 2.13 the same methods have these names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather(self, inputs: Values, pieces: Values, same_sizes: bool = True) -> RankWork:
+        def settle(given: list[Values]) -> list[Values]:
+            return [[theirs[index] for index in range(len(inputs)) for theirs in given]] * len(given)
+
+        size = sum(piece.nbytes for piece in pieces)
+        return self._meet("all_gather", inputs, inputs, pieces, settle, size=size, same_sizes=same_sizes)
+
+    def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
+        return self._reduce_scatter(outputs, [piece for pieces in inputs for piece in pieces], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
+        return self._reduce_scatter([output], self._pieces(given), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+        return self._reduce_scatter(outputs, [piece for given in inputs for piece in self._pieces(given)], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs: Values, pieces: Values, opts: Any) -> RankWork:
+        operation, n = _operation(opts), len(self._ranks)
+
+        def settle(given: list[Values]) -> list[Values]:
+            return [
+                [reduced([theirs[i * n + rank] for theirs in given], operation) for i in range(len(outputs))]
+                for rank in range(n)
+            ]
+
+        size = sum(piece.nbytes for piece in pieces)
+        return self._meet("reduce_scatter", outputs, pieces, outputs, settle, detail=name_of(operation), size=size)
+
+    def reduce(self, tensors: Values, opts: Any = None) -> RankWork:
+        root, operation = _root(opts), _operation(opts)
+
+        def settle(given: list[Values]) -> list[Values]:
+            return [[reduced(those, operation) for those in zip(*given, strict=True)]] * len(given)
+
+        gets = tensors if root == self.rank() else []
+        detail = f"{name_of(operation)} to rank {self._ranks[root]}"
+        return self._meet("reduce", tensors, tensors, gets, settle, detail=detail)
+
+    def gather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+        root = _root(opts)
+        gets = outputs[0] if root == self.rank() else []
+        return self._meet(
+            "gather",
+            inputs,
+            inputs,
+            gets,
+            lambda given: [[theirs[0] for theirs in given]] * len(given),
+            detail=f"to rank {self._ranks[root]}",
+            size=inputs[0].nbytes * len(self._ranks),
+        )
+
+    def scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
+        root = _root(opts)
+        return self._meet(
+            "scatter",
+            outputs,
+            inputs[0] if root == self.rank() else [],
+            outputs,
+            lambda given: [[piece] for piece in given[root]],
+            detail=f"from rank {self._ranks[root]}",
+            size=outputs[0].nbytes * len(self._ranks),
+        )
+
+    def alltoall(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+        return self._all_to_all(inputs, inputs, outputs)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, to_get: Sequence[int], to_give: Sequence[int], opts: Any = None
+    ) -> RankWork:
+        return self._all_to_all([given], self._pieces(given, to_give), self._pieces(output, to_get))
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(self, shown: Values, gives: Values, gets: Values) -> RankWork:
+        def settle(given: list[Values]) -> list[Values]:
+            return [list(values) for values in zip(*given, strict=True)]
+
+        return self._meet("all_to_all", shown, gives, gets, settle, same_sizes=False)
+
+    def barrier(self, opts: Any = None) -> RankWork:
+        return self._meet("barrier", [], [], [], lambda given: [[]] * len(given))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait()
+
+    # Messages
+
+    def send(self, tensors: Values, target: int, tag: int = 0) -> RankWork:
+        self._world.came_to(self._me, "send")
+        call = Call("send", tensors, tensors, [], _message, detail=f"to rank {self._ranks[target]}{_tagged(tag)}")
+        return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call))
+
+    def recv(self, tensors: Values, source: int, tag: int = 0) -> RankWork:
+        return self._receive(tensors, self._ranks[source], tag, f"from rank {self._ranks[source]}")
+
+    def recv_anysource(self, tensors: Values, tag: int = 0) -> RankWork:
+        return self._receive(tensors, None, tag, "from any rank")
+
+    def _receive(self, tensors: Values, source: int | None, tag: int, detail: str) -> RankWork:
+        self._world.came_to(self._me, "recv")
+        call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag))
+        return self._work(self._world.receive(self._me, source, (self._key, tag), call))
+
+    # Of all of them
+
+    def _meet(self, kind: str, shown: Values, gives: Values, gets: Values, settle: Settle, **options: Any) -> RankWork:
+        self._world.came_to(self._me, kind)
+        self._calls += 1
+        name = f"#{self._calls}{self._in_words}"
+        call = Call(kind, shown, gives, gets, settle, **options)
+        return self._work(self._world.meet(self._me, (self._key, self._calls), self._ranks, name, call))
+
+    def _work(self, part: Part) -> RankWork:
+        return RankWork(self._world, self._me, part)
+
+    def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] = ()) -> Values:
+        """The piece of a tensor that belongs to each rank: equal ones, or `rows` of each."""
+        tensor = tensor.detach()
+        if rows:
+            return list(tensor.split(list(rows)))
+        return list(tensor.reshape(len(self._ranks), -1).unbind())
+
+
+def _message(given: list[Values]) -> list[Values]:
+    return [[], given[0]]
+
+
+def _tagged(tag: int) -> str:
+    return f", tag {tag}" if tag else ""
+
+
+def _operation(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)

@@ -1,0 +1,208 @@
+"""Runs the ranks of a distributed program as threads of this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+
+from torchstrategy._core.errors import add_note, described, plural
+from torchstrategy.testing._ranks.belongings import Belongings
+from torchstrategy.testing._ranks.faults import Visits
+from torchstrategy.testing._ranks.groups import RankGroup
+from torchstrategy.testing._ranks.record import RankRecord
+from torchstrategy.testing._ranks.store import RankStore
+from torchstrategy.testing._ranks.torch_internals import groups_made_by, isolate_threads
+from torchstrategy.testing._ranks.turns import RanksStopped, Turns
+from torchstrategy.testing._ranks.world import World, current_rank, current_world, settle_here
+from torchstrategy.testing._simulation.ordinals import device_count, set_device
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    main: Callable[..., T], n: int, *, args: Sequence[Any] = (), order: Sequence[int] | None = None
+) -> tuple[list[T], RankRecord]:
+    """Runs a distributed program in this process: calls `main(rank, *args)` on a thread for each of `n` ranks.
+
+    `main` is written as for `torchrun` or `torch.multiprocessing.spawn`: it calls `init_process_group`, with any
+    backend, and uses `torch.distributed`, `DistributedDataParallel`, FSDP2, DTensor, pipelines, distributed
+    checkpoints. These are torch's own; only the process group below them is another one.
+
+    One rank runs at a time, until it has to wait for another. So a run is the same each time, nothing waits for a
+    timeout, and what would hang on a cluster raises an error at once. The error says which rank waits in which
+    collective, at which line, for whom: if sizes, dtypes, roots, operations or the order of collectives differ, or if a
+    rank ends early or fails.
+
+    Each rank has what a process has: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and
+    `MASTER_PORT` in `os.environ`, random numbers (seeded as this process is now), a default dtype, process groups. If
+    devices are simulated, rank r begins with device r as its current one, and starts again at the first where there are
+    fewer. Ranks do share modules and their global variables.
+
+    What a collective writes holds NaN, or the lowest integer, until it is waited for. Messages are received before
+    `send` returns, as large ones are on GPUs.
+
+    Args:
+        main: The program. It is called with the rank, an int from 0.
+        n: How many ranks there are.
+        args: What else it is called with.
+        order: All ranks: of those that can go on, the first in this list does. None: the lowest.
+
+    Returns:
+        What `main` returned in each rank, in order, and the record of the collectives.
+
+    Raises:
+        RanksStopped: A `RuntimeError`, if no rank can go on, or if ranks call collectives that do not fit together.
+        RuntimeError: If a rank does not wait for what a collective writes, or if this is called in a rank.
+        BaseException: What a rank raised first, as the same object. A note says which rank it was.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If `n` is below 1, or `order` does not list each rank once.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> def main(rank):
+        ...     dist.init_process_group("nccl")
+        ...     total = torch.tensor([rank])
+        ...     dist.all_reduce(total)
+        ...     return total.item()
+        >>> results, record = torchstrategy.testing.run_ranks(main, 4)
+        >>> results, record.counts["all_reduce"]
+        ([6, 6, 6, 6], 1)
+    """
+    order = _checked(n, order)
+    if current_world() is not None:
+        raise RuntimeError(
+            f"run_ranks was called in rank {current_rank()} of another run_ranks. Call it around the program, once."
+        )
+    run = _Run(main, n, args, order)
+    run.go()
+    return run.results, run.world.record
+
+
+def _checked(n: int, order: Sequence[int] | None) -> Sequence[int]:
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"run_ranks takes a number of ranks; got {n!r}, a {type(n).__name__}.")
+    if n < 1:
+        raise ValueError(f"run_ranks({n}): a run has 1 rank or more.")
+    if order is None:
+        return range(n)
+    if sorted(order) != list(range(n)):
+        raise ValueError(
+            f"run_ranks: `order` lists each of the {plural(n, 'rank')}, 0 to {n - 1}, once; got {order!r}."
+        )
+    return order
+
+
+@final
+class _Run:
+    def __init__(self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Sequence[int]) -> None:
+        self._main, self._n, self._args = main, n, args
+        self._visits = Visits(n)
+        self._turns = Turns(order, self._enter, self._leave)
+        self.world = World(n, self._turns, self._visits.came_to)
+        # torch's C++ does not keep a store of Python alive.
+        self._stores = [RankStore(self.world, rank) for rank in range(n)]
+        self._belongings = [Belongings(_environment(rank, n)) for rank in range(n)]
+        self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
+        self.results: list[Any] = [None] * n
+
+    def go(self) -> None:
+        """Runs all ranks to their ends, and raises what one of them raised."""
+        mine, hook = Belongings(), sys.excepthook
+        threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(self._n)]
+        isolate_threads(True)
+        try:
+            with groups_made_by(self._make_group, self._make_store, self._rank_and_size):
+                for thread in threads:
+                    thread.start()
+                self._turns.start()
+                try:
+                    _join(threads)
+                except BaseException as error:
+                    self._turns.stop(f"The run was ended by {described(error)}")
+                    _join(threads)
+                    raise
+        finally:
+            isolate_threads(False)
+            mine.put_on()
+            sys.excepthook = hook  # `init_process_group` sets one that prints the rank
+        self._raise()
+
+    def _run(self, rank: int) -> None:
+        settle_here(self.world, rank)
+        torch.autograd.set_multithreading_enabled(False)  # backward, with its collectives, belongs to this thread
+        self._turns.begin(rank)
+        how = "has ended"
+        try:
+            if device_count():
+                set_device(rank % device_count())
+            with self._visits.of(rank):
+                self.results[rank] = self._main(rank, *self._args)
+            self._check_waits(rank)
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                self._errors[rank] = error
+                how = f"has failed: {described(error)}"
+        finally:
+            self._turns.end(rank, how)
+
+    def _check_waits(self, rank: int) -> None:
+        if forgotten := self.world.never_waited_for(rank):
+            raise RuntimeError(
+                f"rank {rank} has ended, and never waited for {forgotten[0]}: its tensors hold nothing of use. Call "
+                "`wait()` on what the asynchronous collective returned."
+            )
+
+    def _raise(self) -> None:
+        own = {rank: error for rank, error in self._errors.items() if not isinstance(error, RanksStopped)}
+        for rank, error in (own or self._errors).items():
+            if own:
+                add_note(error, f"raised in rank {rank} of {self._n}")
+            raise error
+
+    def _enter(self, rank: int) -> None:
+        self._belongings[rank].put_on()
+
+    def _leave(self, rank: int) -> None:
+        self._belongings[rank].take_off()
+
+    def _make_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = RankGroup(
+            self.world, current_rank(), ranks or range(self._n), name, is_whole=not ranks
+        )
+        return group
+
+    def _make_store(self) -> RankStore:
+        return self._stores[current_rank()]
+
+    def _rank_and_size(self, rank: int, size: int) -> tuple[int, int]:
+        mine = current_rank()
+        if rank not in (-1, mine) or size not in (-1, self._n):
+            raise ValueError(
+                f"init_process_group(rank={rank}, world_size={size}) was called in rank {mine} of {self._n}. "
+                "Leave both away, or give it the rank with which run_ranks calls the program, and the number of ranks."
+            )
+        return mine, self._n
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
+def _environment(rank: int, n: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "run_ranks",
+    }

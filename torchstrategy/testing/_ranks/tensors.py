@@ -1,0 +1,96 @@
+"""The numbers of tensors that ranks exchange: taken when a collective is called, and brought when it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchstrategy.testing._ranks.torch_internals import factor_of
+from torchstrategy.testing._simulation.memory import on_cpu
+from torchstrategy.testing._simulation.ordinals import is_simulated
+
+
+def _seen_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU that has the memory of `tensor`. `data` keeps writes out of autograd's count of versions."""
+    return on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.data
+
+
+def taken(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that a tensor has now. They are no tensor of its device, whose memory a network does not take."""
+    return _seen_here(tensor).clone()
+
+
+def bring(values: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Writes numbers on a tensor."""
+    here = _seen_here(tensor)
+    here.copy_(values if values.is_sparse else values.reshape(here.shape))
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Makes what is read before it was brought visible: NaN, and the lowest integer."""
+    if tensor.is_sparse or tensor.dtype is torch.bool:
+        return
+    here = _seen_here(tensor)
+    if tensor.is_floating_point() or tensor.is_complex():
+        here.fill_(float("nan"))
+    else:
+        here.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def in_words(tensors: Sequence[torch.Tensor]) -> str:
+    """The sizes and dtypes: `3x4 float32, 7 int64`; those of many tensors in short."""
+    shown = ", ".join(_in_words(tensor) for tensor in tensors[:_SHOWN])
+    more = len(tensors) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+_SHOWN = 4
+
+
+def _in_words(tensor: torch.Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape)) or '1'} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def name_of(operation: Any) -> str:
+    """The name of a reduction, `sum`."""
+    kind = getattr(operation, "op", operation)
+    return str(kind).rpartition(".")[2].lower()
+
+
+def reduced(tensors: Sequence[torch.Tensor], operation: Any) -> torch.Tensor:
+    """One tensor of several of the same sizes, in the order of the ranks.
+
+    Raises:
+        NotImplementedError: If there is no such reduction.
+    """
+    name = name_of(operation)
+    if name == "premul_sum":
+        tensors = [tensor * factor_of(operation) for tensor in tensors]
+    pair = _PAIRS.get(name)
+    if pair is None:
+        raise NotImplementedError(f"run_ranks does not reduce with {name!r}: use one of {', '.join(_PAIRS)}.")
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = pair(total, tensor)
+    if name == "avg":
+        total = torch.div(total, len(tensors), rounding_mode=None if _has_fractions(total) else "floor")
+    return total.to(tensors[0].dtype)
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+_PAIRS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}

@@ -1,0 +1,172 @@
+"""One rank runs at a time, and hands over only where it has to wait: a run is the same each time."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import final
+
+
+class Wait(ABC):
+    """What a rank waits for."""
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the rank can go on."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What it waits for, for a message: `waits in all_reduce #8 ... for rank 2`."""
+
+
+@final
+class RanksStopped(RuntimeError):
+    """The ranks of `run_ranks` cannot go on: the message says which rank waits where, and for whom.
+
+    All ranks that wait raise it, so that their `finally` blocks run. `run_ranks` raises it if no rank raised an error
+    of its own.
+
+    Example:
+        >>> def main(rank):
+        ...     torch.distributed.init_process_group("gloo")
+        ...     if rank == 0:
+        ...         torch.distributed.barrier()
+        >>> try:
+        ...     torchstrategy.testing.run_ranks(main, 2)
+        ... except torchstrategy.testing.RanksStopped as error:
+        ...     print(str(error).splitlines()[0])
+        No rank can go on:
+    """
+
+
+@final
+class _Rank:
+    """The state of one rank, as the others see it."""
+
+    def __init__(self) -> None:
+        self.may_run = threading.Semaphore(0)
+        self.thread: int | None = None
+        self.wait: Wait | None = None
+        self.is_polling = False
+        self.ended: str | None = None
+
+
+@final
+class Turns:
+    """Whose turn it is.
+
+    Args:
+        order: All ranks; of those that can go on, the first of the order does.
+        enter: Called on a rank's thread when its turn begins.
+        leave: Called there when it ends.
+    """
+
+    def __init__(self, order: Sequence[int], enter: Callable[[int], None], leave: Callable[[int], None]) -> None:
+        self._order = order
+        self._ranks = {rank: _Rank() for rank in sorted(order)}
+        self._enter, self._leave = enter, leave
+        self._why_stopped: str | None = None
+
+    def start(self) -> None:
+        """Gives the first rank its turn."""
+        self._pass_on()
+
+    def begin(self, rank: int) -> None:
+        """Waits for the first turn of a rank, on its thread."""
+        self._ranks[rank].thread = threading.get_ident()
+        self._ranks[rank].may_run.acquire()
+        self._enter(rank)
+
+    def end(self, rank: int, how: str) -> None:
+        """Passes the turn on for good.
+
+        Args:
+            rank: The rank that has it.
+            how: How it ended, for messages: `has ended`.
+        """
+        self._leave(rank)
+        self._ranks[rank].ended = how
+        self._pass_on()
+
+    def wait(self, rank: int, wait: Wait) -> None:
+        """Lets others run until what a rank waits for is there.
+
+        Raises:
+            RanksStopped: If it cannot come any more.
+        """
+        self.check(rank)
+        if wait.is_over():
+            return
+        self._ranks[rank].wait = wait
+        self._hand_over(rank)
+        self._ranks[rank].wait = None
+        if not wait.is_over():
+            self.check(rank)
+
+    def poll(self, rank: int) -> None:
+        """Lets others run as far as they can, for a rank that asks again and again whether something is there."""
+        self.check(rank)
+        self._ranks[rank].is_polling = True
+        self._hand_over(rank)
+        self._ranks[rank].is_polling = False
+        self.check(rank)
+
+    def check(self, rank: int) -> None:
+        """Refuses to go on in a run that was stopped.
+
+        Raises:
+            RanksStopped: If it was stopped.
+            RuntimeError: On another thread than the rank's.
+        """
+        if self._ranks[rank].thread != threading.get_ident():
+            raise RuntimeError(
+                f"rank {rank} called a collective on thread {threading.current_thread().name!r}, which it started. In "
+                "run_ranks each rank is one thread, and collectives belong there: nobody could say in which order "
+                "those of two threads come."
+            )
+        if self._why_stopped is not None:
+            raise RanksStopped(self._why_stopped)
+
+    def stop(self, why: str) -> None:
+        """Lets all ranks that wait raise an error when their turn comes, and all others when they next wait."""
+        if self._why_stopped is None:
+            self._why_stopped = why
+
+    def has_others(self, rank: int) -> bool:
+        """Whether another rank than this one can go on."""
+        return any(other != rank and self._can_go_on(other) for other in self._order)
+
+    def situation(self) -> str:
+        """Where each rank is, a line for each."""
+        return "\n".join(f"  rank {rank} {self._where(rank)}" for rank in self._ranks)
+
+    def _where(self, rank: int) -> str:
+        state = self._ranks[rank]
+        if state.ended is not None:
+            return state.ended
+        return state.wait.describe() if state.wait is not None else "runs"
+
+    def _hand_over(self, rank: int) -> None:
+        self._leave(rank)
+        self._pass_on()
+        self._ranks[rank].may_run.acquire()
+        self._enter(rank)
+
+    def _pass_on(self) -> None:
+        following = self._choose()
+        if following is None and any(state.ended is None for state in self._ranks.values()):
+            self.stop(f"No rank can go on:\n{self.situation()}")
+            following = self._choose()
+        if following is not None:
+            self._ranks[following].may_run.release()
+
+    def _choose(self) -> int | None:
+        able = [rank for rank in self._order if self._can_go_on(rank)]
+        return min(able, key=lambda rank: self._ranks[rank].is_polling, default=None)
+
+    def _can_go_on(self, rank: int) -> bool:
+        state = self._ranks[rank]
+        if state.ended is not None:
+            return False
+        return self._why_stopped is not None or state.wait is None or state.wait.is_over()

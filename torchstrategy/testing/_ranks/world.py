@@ -1,0 +1,139 @@
+"""The ranks of a run, and what they exchange."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import final
+
+from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls
+from torchstrategy.testing._ranks.lines import line_of_the_user
+from torchstrategy.testing._ranks.record import RankRecord
+from torchstrategy.testing._ranks.turns import RanksStopped, Turns
+
+
+@final
+class World:
+    """One run of `run_ranks`.
+
+    Args:
+        size: How many ranks it has.
+        turns: Whose turn it is.
+        came_to: Called with a rank and the kind of collective that it comes to, for faults.
+    """
+
+    def __init__(self, size: int, turns: Turns, came_to: Callable[[int, str], None]) -> None:
+        self.size, self.turns, self.came_to = size, turns, came_to
+        self.record = RankRecord()
+        self.stored: dict[str, bytes] = {}  # what the ranks keep in `torch.distributed`'s store
+        self._open: dict[Hashable, Exchange] = {}
+        self._posted: dict[Hashable, deque[Exchange]] = {}  # messages without a receiver, by its address
+        self._parts: dict[int, list[Part]] = {rank: [] for rank in range(size)}
+
+    def meet(self, rank: int, key: Hashable, ranks: Sequence[int], name: str, call: Call) -> Part:
+        """A rank calls a collective, which the other ranks call with the same `key`.
+
+        Raises:
+            RanksStopped: If its call does not fit to that of another rank.
+        """
+        exchange = self._open.setdefault(key, Exchange(ranks, name))
+        part = self._join(exchange, rank, call)
+        if not exchange.missing():
+            del self._open[key]
+        return part
+
+    def send(self, rank: int, target: int, address: tuple[Hashable, int], call: Call) -> Part:
+        """A rank sends a message, which is under way until it is received."""
+        group, tag = address
+        for wanted in ((group, tag, rank, target), (group, tag, None, target)):
+            if waiting := self._posted.get(("receivers", *wanted)):
+                exchange = waiting.popleft()
+                exchange.ranks = (rank, target)
+                return self._join(exchange, rank, call)
+        exchange = Exchange((rank, target), "")
+        self._posted.setdefault((group, tag, target), deque()).append(exchange)
+        return self._join(exchange, rank, call)
+
+    def receive(self, rank: int, source: int | None, address: tuple[Hashable, int], call: Call) -> Part:
+        """A rank receives a message: of one rank, or, with None, of any."""
+        group, tag = address
+        posted = self._posted.get((group, tag, rank), deque())
+        for exchange in posted:
+            if source in (None, exchange.ranks[0]):
+                posted.remove(exchange)
+                return self._join(exchange, rank, call)
+        others = [source] if source is not None else [other for other in range(self.size) if other != rank]
+        exchange = Exchange((*others, rank), "")
+        self._posted.setdefault(("receivers", group, tag, source, rank), deque()).append(exchange)
+        return self._join(exchange, rank, call)
+
+    def finish(self, rank: int, part: Part) -> None:
+        """Waits until a rank has what it gets.
+
+        Raises:
+            RanksStopped: If it cannot get it any more.
+        """
+        self.turns.wait(rank, part)
+        part.deliver()
+        self._parts[rank] = [other for other in self._parts[rank] if other is not part]
+
+    def is_there(self, rank: int, part: Part) -> bool:
+        """Whether a rank has what it gets; lets others run before the answer is no.
+
+        Raises:
+            RanksStopped: If it has asked without end, and no other rank can go on.
+        """
+        if not part.is_over():
+            if not self.turns.has_others(rank):
+                part.idle_questions += 1
+                if part.idle_questions > _MOST_IDLE_QUESTIONS:
+                    self.finish(rank, part)
+            self.turns.poll(rank)
+        if part.is_over():
+            self.finish(rank, part)
+        return part.is_delivered
+
+    def never_waited_for(self, rank: int) -> list[Part]:
+        """The collectives whose results a rank never asked for."""
+        return [part for part in self._parts[rank] if part.has_to_be_waited_for]
+
+    def _join(self, exchange: Exchange, rank: int, call: Call) -> Part:
+        self.turns.check(rank)
+        try:
+            exchange.join(rank, call, line_of_the_user())
+        except UnlikeCalls as error:
+            self.turns.stop(str(error))
+            raise RanksStopped(str(error)) from None
+        if exchange.results is not None:
+            self.record.collectives.append(exchange.collective())
+        part = Part(exchange, rank)
+        self._parts[rank].append(part)
+        return part
+
+
+_MOST_IDLE_QUESTIONS = 1000
+
+
+@final
+class _Here(threading.local):
+    world: World | None = None
+    rank = -1
+
+
+_here = _Here()
+
+
+def settle_here(world: World | None, rank: int = -1) -> None:
+    """Makes this thread a rank of a run, or, with None, of none."""
+    _here.world, _here.rank = world, rank
+
+
+def current_world() -> World | None:
+    """The run of which this thread is a rank; None if it is none."""
+    return _here.world
+
+
+def current_rank() -> int:
+    """The rank that this thread is."""
+    return _here.rank

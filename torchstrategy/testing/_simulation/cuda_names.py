@@ -1,0 +1,234 @@
+"""What the names of `torch.cuda` stand for in a block of `cuda_alias`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, final
+
+import torch
+
+from torchstrategy.testing._simulation import accounts as _accounts
+from torchstrategy.testing._simulation.generators import default_generators
+from torchstrategy.testing._simulation.module import get_device_properties, manual_seed_all
+from torchstrategy.testing._simulation.ordinals import NAME, current_device, ordinal
+
+# What `torch.sim` has under the same name.
+_SAME = (
+    "Event",
+    "Stream",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+    "reset_peak_memory_stats",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+)
+
+
+def names_of_cuda(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
+    """The attributes that are replaced: the module, the name, and what it is in the block.
+
+    Args:
+        translated: Makes, of what a program says for a device, what simulated devices are called.
+    """
+    module = torch.get_device_module(NAME)
+    for name in _SAME:
+        yield torch.cuda, name, _of_its_own(getattr(module, name))
+    for name, function in _more(translated).items():
+        yield torch.cuda, name, function
+    # Parts of the module are modules, and have the functions, too.
+    for part, names in ((torch.cuda.memory, _OF_MEMORY), (torch.cuda.random, _OF_RANDOM)):
+        for name in names:
+            yield part, name, _of_its_own(getattr(module, name, None) or _more(translated)[name])
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+        yield torch.cuda.nvtx, name, _marks_nothing
+    for name, dtype in _LEGACY.items():
+        yield torch.cuda, name, _legacy(name, dtype)
+    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
+        yield torch.cuda, name, _refused(f"torch.cuda.{name}")
+
+
+_OF_MEMORY = (
+    "empty_cache",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "reset_peak_memory_stats",
+)
+_OF_RANDOM = (
+    "get_rng_state",
+    "get_rng_state_all",
+    "manual_seed",
+    "manual_seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+)
+_LEGACY = {
+    "BFloat16Tensor": torch.bfloat16,
+    "BoolTensor": torch.bool,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "ShortTensor": torch.int16,
+}
+
+
+def _of_its_own(thing: Any) -> Any:
+    """Another object that does the same: dynamo's tables refuse one function under two names."""
+    if inspect.isclass(thing):
+        return thing
+
+    @functools.wraps(thing)
+    def same(*args: Any, **kwargs: Any) -> Any:
+        return thing(*args, **kwargs)
+
+    return same
+
+
+def _statistics(now: int, peak: int) -> dict[str, int]:
+    """What `torch.cuda.memory_stats` counts, of the bytes that are held now, and were at most."""
+    counts = {"num_alloc_retries": 0, "num_ooms": 0, "num_device_alloc": 0, "num_device_free": 0}
+    for kind in ("allocated", "active", "reserved", "requested"):
+        for pool in ("all", "small_pool", "large_pool"):
+            is_counted = pool != "small_pool"
+            counts[f"{kind}_bytes.{pool}.current"] = now * is_counted
+            counts[f"{kind}_bytes.{pool}.peak"] = peak * is_counted
+    return dict(sorted(counts.items()))
+
+
+def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
+    """What `torch.cuda` has, and `torch.sim` has not."""
+
+    def index(device: Any) -> int:
+        return ordinal(translated(device))
+
+    def held(device: Any = None) -> int:
+        return _accounts.held(index(device))
+
+    def stats(device: Any = None) -> dict[str, Any]:
+        return _statistics(held(device), _accounts.peak(index(device)))
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        total = get_device_properties(index(device)).total_memory
+        return max(total - held(device), 0), total
+
+    def summary(device: Any = None, abbreviated: bool = False) -> str:
+        return (
+            f"simulated device {index(device)}: {held(device):,} bytes are held, at most "
+            f"{_accounts.peak(index(device)):,} were"
+        )
+
+    def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+        return index(device) != index(peer_device)
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        properties = get_device_properties(index(device))
+        return properties.major, properties.minor
+
+    def seed_all() -> None:
+        manual_seed_all(torch.seed())
+
+    return {
+        "can_device_access_peer": can_device_access_peer,
+        "comm": torch.nn.parallel.comm,
+        "current_blas_handle": lambda: 0,
+        "default_generators": tuple(default_generators()),
+        "get_arch_list": list,
+        "get_device_capability": capability,
+        "initial_seed": lambda: default_generators()[current_device()].initial_seed(),
+        "ipc_collect": _does_nothing,
+        "is_current_stream_capturing": lambda: False,
+        "list_gpu_processes": lambda device=None: f"GPU:{index(device)}\nno processes are running",
+        "max_memory_cached": lambda device=None: _accounts.peak(index(device)),
+        "mem_get_info": mem_get_info,
+        "memory_cached": held,
+        "memory_stats": stats,
+        "memory_summary": summary,
+        "reset_accumulated_memory_stats": _does_nothing,
+        "reset_max_memory_allocated": lambda device=None: _accounts.reset_peak(index(device)),
+        "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(index(device)),
+        "seed": seed_all,
+        "seed_all": seed_all,
+        "set_per_process_memory_fraction": _does_nothing,
+        "utilization": lambda device=None: 0,
+    }
+
+
+def _does_nothing(*args: Any, **kwargs: Any) -> None:
+    """For functions that tell a driver what no simulated device has."""
+
+
+def _marks_nothing(*args: Any, **kwargs: Any) -> int:
+    """For marks in a profile that nobody takes."""
+    return 0
+
+
+def _legacy(name: str, dtype: torch.dtype) -> Any:
+    """Makes a stand-in for `torch.cuda.FloatTensor` and its like, which are types and constructors at once."""
+
+    class Kind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, torch.Tensor) and value.device.type == NAME and value.dtype == dtype
+
+        def __call__(cls, *args: Any) -> torch.Tensor:
+            if args and not isinstance(args[0], int):
+                return torch.tensor(args[0], dtype=dtype, device=NAME)
+            return torch.empty(*args or (0,), dtype=dtype, device=NAME)
+
+    return Kind(name, (), {"__module__": "torch.cuda", "dtype": dtype})
+
+
+def _refused(name: str) -> Any:
+    """Makes a stand-in for what no simulated device can do."""
+
+    @final
+    class Refused:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            refuse_graphs(name)
+
+    return Refused
+
+
+def refuse_graphs(name: str) -> NoReturn:
+    """Refuses to record kernels of a GPU.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        f"{name} records kernels of a GPU, to launch them again, and simulated devices have none: they run each "
+        "operator on the CPU when it is called. Where torch.cuda.get_device_name() begins with 'simulated', run this "
+        "part of the program without graphs."
+    )
