@@ -64,7 +64,7 @@ def no_scope_leaks() -> Iterator[None]:
         >>> with torchstrategy.testing.no_scope_leaks():  # doctest: +ELLIPSIS
         ...     torchstrategy.experimental_set_strategy(torchstrategy.OneDeviceStrategy("cpu"))
         Traceback (most recent call last):
-        AssertionError: This thread was outside of every scope, and is in the scope of <...OneDevice...>.
+        AssertionError: This thread was outside of every scope, and is in the scope of OneDeviceStrategy(...).
         >>> torchstrategy.experimental_set_strategy(None)
     """
     with _nothing_left(_scope()):
