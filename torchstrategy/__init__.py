@@ -65,7 +65,7 @@ from torchstrategy._core.context import has_strategy, in_cross_replica_context, 
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
-from torchstrategy._data_parallel.data_parallel import DataParallel
+from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
 from torchstrategy._execution.replica import ALONE
 from torchstrategy._input.batch_types import register_batch_type
 from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
@@ -118,6 +118,7 @@ __all__ = [
     "WorkerError",
     "cluster_resolver",
     "compat",
+    "data_parallel",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",
@@ -128,7 +129,7 @@ __all__ = [
     "register_batch_type",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place that says it
 
 # The one fact that looks up: what `_core/context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()

@@ -94,7 +94,7 @@ def imports() -> Counter[Arrow]:
     counts: Counter[Arrow] = Counter()
     for path in package().rglob("*.py"):
         room = path.relative_to(package()).parts[0]
-        if room != "__init__.py":
+        if room not in ("__init__.py", "__main__.py"):
             for other, *_ in set(modules_imported_by(path)):
                 if other not in (room, "__init__"):
                     counts[Arrow(room, other)] += 1

@@ -153,6 +153,13 @@ def test_the_reference_names_all_that_tests_can_use() -> None:
 
 
 def test_the_newest_release_in_the_changelog_is_this_version() -> None:
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     releases = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert version and releases[0] == version[1] == torchstrategy.__version__
+    assert releases[0] == torchstrategy.__version__
+
+
+def test_the_version_is_said_in_one_place() -> None:
+    said = [path for path in ROOT.glob("torchstrategy/**/*.py") if torchstrategy.__version__ in path.read_text()]
+    assert said == [ROOT / "torchstrategy" / "__init__.py"]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and "torchstrategy.__version__" in project
+    assert torchstrategy.__version__ not in project

@@ -143,12 +143,7 @@ class DataParallel(nn.Module):
             inputs: The positional arguments of the module.
             kwargs: The keyword arguments of the module.
         """
-        if is_in_replica():
-            raise RuntimeError(
-                "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, "
-                "or in a module that is in a DataParallel itself, use the module that it wraps, `.module`: the batch "
-                "is split already."
-            )
+        _refuse_in_replica()
         devices = self._devices
         if len(devices) > 1:
             return self._in_replicas(inputs, kwargs)
@@ -175,6 +170,59 @@ class DataParallel(nn.Module):
 # A compiler that traced a DataParallel would trace its threads and locks, and not the forward that they run.
 hide_from_compiler(DataParallel.forward)
 
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Calls a module in several replicas, as `DataParallel` does: for modules that split a part of their forward.
+
+    The replicas are kept until the module is gone, or is called with other devices.
+
+    Args:
+        module: The module to call, which is on the first device.
+        inputs: Its positional arguments: a tuple, or the only one. None: there are none.
+        device_ids: The device of each replica; see `DataParallel`.
+        output_device: The device on which outputs are gathered. None: the first device.
+        dim: The dimension of rows in inputs and outputs.
+        module_kwargs: Its keyword arguments.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> inputs = torch.ones(5, 2)
+        >>> torch.equal(torchstrategy.data_parallel(layer, inputs, device_ids=["cpu", "cpu"]), layer(inputs))
+        True
+
+    Differs from torch.nn.parallel.data_parallel:
+        What `DataParallel` says of itself.
+
+    Raises:
+        TypeError: As `DataParallel` does.
+        ValueError: As `DataParallel` does.
+        RuntimeError: As `DataParallel` does.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.data_parallel.html
+    """
+    _refuse_in_replica()
+    called = DataParallel(module, device_ids, output_device, dim)
+    kept = _of_calls.get(module)
+    if kept is not None and kept.extended.worker_devices != called._devices:
+        del kept, _of_calls[module]  # a module belongs to one strategy
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    try:
+        return called(*inputs, **(module_kwargs or {}))
+    finally:
+        if called._strategy is not None:
+            _of_calls[module] = called._strategy
+
+
+# The strategies of modules that `data_parallel` has called: without them, each call would make replicas anew.
+_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy] = weakref.WeakKeyDictionary()
 _strategies: weakref.WeakSet[CentralStorageStrategy] = weakref.WeakSet()
 _lock = threading.Lock()
 
@@ -218,6 +266,15 @@ def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
     if isinstance(device_ids, (str, int, torch.device)):
         raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
     return tuple(devices_of_replicas("device_ids", device_ids))
+
+
+def _refuse_in_replica() -> None:
+    if is_in_replica():
+        raise RuntimeError(
+            "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, or "
+            "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is split "
+            "already."
+        )
 
 
 def _require_module(module: Any, is_copied: bool) -> None:
