@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,8 @@ def test_mypy_sees_the_types(place: Path) -> None:
 @pytest.mark.slow
 def test_pyright_sees_the_types(place: Path) -> None:
     pytest.importorskip("pyright", reason="pip install -e '.[pyright]'")
+    if shutil.which("node") is None:
+        pytest.skip("pyright runs in node, which is not here")
     # pyright looks for packages where the interpreter has them, and in the folder of the configuration.
     (place / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(place)]}))
     said = json.loads(check("pyright", "--outputjson", "--pythonpath", sys.executable, "-p", place, folder=place))

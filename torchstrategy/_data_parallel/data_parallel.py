@@ -272,8 +272,8 @@ def _refuse_in_replica() -> None:
     if is_in_replica():
         raise RuntimeError(
             "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, or "
-            "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is split "
-            "already."
+            "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is "
+            "split already."
         )
 
 
