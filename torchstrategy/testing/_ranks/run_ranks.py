@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -73,14 +74,22 @@ def run_ranks(
         >>> results, record.counts["all_reduce"]
         ([6, 6, 6, 6], 1)
     """
+    record = RankRecord()
+    return run_recorded(main, n, record, args, order), record
+
+
+def run_recorded(
+    main: Callable[..., T], n: int, record: RankRecord, args: Sequence[Any] = (), order: Sequence[int] | None = None
+) -> list[T]:
+    """`run_ranks`, with a record that the caller has: it is of use, too, if the run ends with an error."""
     order = _checked(n, order)
     if current_world() is not None:
         raise RuntimeError(
             f"run_ranks was called in rank {current_rank()} of another run_ranks. Call it around the program, once."
         )
-    run = _Run(main, n, args, order)
+    run = _Run(main, n, args, order, record)
     run.go()
-    return run.results, run.world.record
+    return run.results
 
 
 def _checked(n: int, order: Sequence[int] | None) -> Sequence[int]:
@@ -99,11 +108,13 @@ def _checked(n: int, order: Sequence[int] | None) -> Sequence[int]:
 
 @final
 class _Run:
-    def __init__(self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Sequence[int]) -> None:
+    def __init__(
+        self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Sequence[int], record: RankRecord
+    ) -> None:
         self._main, self._n, self._args = main, n, args
         self._visits = Visits(n)
         self._turns = Turns(order, self._enter, self._leave)
-        self.world = World(n, self._turns, self._visits.came_to)
+        self.world = World(n, self._turns, self._visits.came_to, record)
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
         self._belongings = [Belongings(_environment(rank, n)) for rank in range(n)]
@@ -124,6 +135,7 @@ class _Run:
                     _join(threads)
                 except BaseException as error:
                     self._turns.stop(f"The run was ended by {described(error)}")
+                    _interrupt(threads)
                     _join(threads)
                     raise
         finally:
@@ -187,6 +199,13 @@ class _Run:
                 "Leave both away, or give it the rank with which run_ranks calls the program, and the number of ranks."
             )
         return mine, self._n
+
+
+def _interrupt(threads: Sequence[threading.Thread]) -> None:
+    """Raises an error in threads of ranks, of which one may never come to a collective."""
+    for thread in threads:
+        if thread.ident is not None and thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RanksStopped))
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
