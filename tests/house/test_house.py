@@ -50,7 +50,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing",): [
         {"_injection", "_instruments", "_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_ranks", "_topologies"},
-        {"_same_as_plain", "_worker_drift"},
+        {"_runner", "_same_as_plain", "_worker_drift"},
+        {"run"},
     ],
     ("testing", "_simulation"): [
         {"torch_internals"},
@@ -72,6 +73,11 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"store"},
         {"belongings", "faults", "groups"},
         {"run_ranks"},
+    ],
+    ("testing", "_runner"): [
+        {"deep_alias", "observer", "programs"},
+        {"report"},
+        {"command"},
     ],
     ("testing", "_same_as_plain"): [
         {"device_errors", "held", "record"},

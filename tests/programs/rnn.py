@@ -40,7 +40,8 @@ def main():
     criterion, bptt, lr = nn.CrossEntropyLoss().cuda(), 10, 1.0
     hidden, total, start = model.init_hidden(10), torch.cuda.FloatTensor([0.0]), time.time()
     model.train()
-    for batch, i in enumerate(range(0, data.size(0) - 1, bptt)):
+    batch = 0
+    for batch, i in enumerate(range(0, data.size(0) - 1, bptt)):  # noqa: B007
         length = min(bptt, len(data) - 1 - i)
         source, targets = data[i : i + length], data[i + 1 : i + 1 + length].reshape(-1)
         model.zero_grad()

@@ -1,6 +1,6 @@
 """Evaluates lines that programs for CUDA say, one by one; prints those that do not hold.
 
-    says_cuda.py FILE
+says_cuda.py FILE
 """
 
 import io
@@ -17,7 +17,9 @@ def saved():
     return file
 
 
-for line in open(sys.argv[1]):
+with open(sys.argv[1]) as file:
+    lines = file.readlines()
+for line in lines:
     try:
         if not eval(line):
             print(f"{line.strip()} is false")

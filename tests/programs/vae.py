@@ -42,7 +42,7 @@ def loss_function(recon_x, x, mu, logvar):
 
 
 parser = argparse.ArgumentParser(description="VAE")
-parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--no-cuda", action="store_true", default=False)
 args = parser.parse_args()
 args.cuda = not args.no_cuda and torch.cuda.is_available()
@@ -51,7 +51,7 @@ device = torch.device("cuda" if args.cuda else "cpu")
 kwargs = {"num_workers": 0, "pin_memory": True} if args.cuda else {}
 loader = torch.utils.data.DataLoader(torch.rand(32, 1, 8, 8), batch_size=16, shuffle=True, **kwargs)
 model = VAE().to(device)
-optimizer = optim.Adam(model.parameters(), lr=1e-3)
+optimizer = optim.Adam(model.parameters(), lr=1e-2)
 losses = []
 for epoch in range(1, args.epochs + 1):
     train_loss = 0

@@ -135,8 +135,7 @@ class _Run:
                     _join(threads)
                 except BaseException as error:
                     self._turns.stop(f"The run was ended by {described(error)}")
-                    _interrupt(threads)
-                    _join(threads)
+                    self._end(threads)
                     raise
         finally:
             isolate_threads(False)
@@ -150,6 +149,7 @@ class _Run:
         self._turns.begin(rank)
         how = "has ended"
         try:
+            self._turns.check(rank)
             if device_count():
                 set_device(rank % device_count())
             with self._visits.of(rank):
@@ -161,6 +161,18 @@ class _Run:
                 how = f"has failed: {described(error)}"
         finally:
             self._turns.end(rank, how)
+
+    def _end(self, threads: Sequence[threading.Thread]) -> None:
+        """Raises an error in the rank whose turn it is, which may never come to a collective, until all have ended."""
+        while any(thread.is_alive() for thread in threads):
+            rank = self._turns.running
+            thread = threads[rank]
+            if not thread.is_alive():
+                self._turns.give_up(rank)
+            elif thread.ident is not None:
+                # C++ may lose the error: then another one follows.
+                _raise_in_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(RanksStopped))
+            thread.join(0.1)
 
     def _check_waits(self, rank: int) -> None:
         if forgotten := self.world.never_waited_for(rank):
@@ -201,16 +213,12 @@ class _Run:
         return mine, self._n
 
 
-def _interrupt(threads: Sequence[threading.Thread]) -> None:
-    """Raises an error in threads of ranks, of which one may never come to a collective."""
-    for thread in threads:
-        if thread.ident is not None and thread.is_alive():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RanksStopped))
-
-
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         thread.join()
+
+
+_raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 def _environment(rank: int, n: int) -> dict[str, str]:

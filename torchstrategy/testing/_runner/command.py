@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         find = module if options.module else script
         program = find(options.program, options.arguments)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
-        print(f"torchstrategy.testing.run: {error}", file=sys.stderr)
+    except (FileNotFoundError, ModuleNotFoundError, SyntaxError) as error:
+        print(f"torchstrategy.testing.run: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     run = _Run(program, options)
     status = run.go()
