@@ -118,6 +118,8 @@ class _Run:
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
         self._belongings = [Belongings(_environment(rank, n)) for rank in range(n)]
+        self._gone: set[int] = set()
+        self._one_gone = threading.Semaphore(0)
         self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
         self.results: list[Any] = [None] * n
 
@@ -132,18 +134,28 @@ class _Run:
                     thread.start()
                 self._turns.start()
                 try:
-                    _join(threads)
+                    self._wait()
                 except BaseException as error:
                     self._turns.stop(f"The run was ended by {described(error)}")
                     self._end(threads)
                     raise
         finally:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
             isolate_threads(False)
             mine.put_on()
             sys.excepthook = hook  # `init_process_group` sets one that prints the rank
         self._raise()
 
     def _run(self, rank: int) -> None:
+        try:
+            self._run_here(rank)
+        finally:
+            self._gone.add(rank)
+            self._one_gone.release()
+
+    def _run_here(self, rank: int) -> None:
         settle_here(self.world, rank)
         torch.autograd.set_multithreading_enabled(False)  # backward, with its collectives, belongs to this thread
         self._turns.begin(rank)
@@ -162,17 +174,21 @@ class _Run:
         finally:
             self._turns.end(rank, how)
 
+    def _wait(self) -> None:
+        """Waits for all ranks. After a Ctrl-C, `Thread.join` of Python 3.11 takes threads that run for ended ones."""
+        while len(self._gone) < self._n:
+            self._one_gone.acquire()
+
     def _end(self, threads: Sequence[threading.Thread]) -> None:
         """Raises an error in the rank whose turn it is, which may never come to a collective, until all have ended."""
-        while any(thread.is_alive() for thread in threads):
+        while len(self._gone) < self._n:
             rank = self._turns.running
-            thread = threads[rank]
-            if not thread.is_alive():
+            if rank in self._gone:
                 self._turns.give_up(rank)
-            elif thread.ident is not None:
+            elif (ident := threads[rank].ident) is not None:
                 # C++ may lose the error: then another one follows.
-                _raise_in_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(RanksStopped))
-            thread.join(0.1)
+                _raise_in_thread(ctypes.c_ulong(ident), ctypes.py_object(RanksStopped))
+            self._one_gone.acquire(timeout=0.1)
 
     def _check_waits(self, rank: int) -> None:
         if forgotten := self.world.never_waited_for(rank):
@@ -211,11 +227,6 @@ class _Run:
                 "Leave both away, or give it the rank with which run_ranks calls the program, and the number of ranks."
             )
         return mine, self._n
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
 
 
 _raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
