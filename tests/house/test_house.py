@@ -49,7 +49,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing",): [
         {"_injection", "_instruments", "_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_ranks", "_topologies"},
-        {"_machine", "_same_as_plain", "_virtual_time", "_worker_drift"},
+        {"_machine", "_runner", "_same_as_plain", "_virtual_time", "_worker_drift"},
+        {"run"},
     ],
     ("testing", "_simulation"): [
         {"torch_internals"},
@@ -87,6 +88,11 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"store"},
         {"belongings", "faults", "groups"},
         {"run_ranks"},
+    ],
+    ("testing", "_runner"): [
+        {"deep_alias", "observer", "programs"},
+        {"report"},
+        {"command"},
     ],
     ("testing", "_same_as_plain"): [
         {"device_errors", "held", "record"},

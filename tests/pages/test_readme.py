@@ -99,12 +99,11 @@ def printed_by(command: str, folder: Path) -> str:
 def printed_sooner_by(command: str, folder: Path) -> str:
     """The same, without a shell, and in a process that has imported torch already."""
     program, *arguments = shlex.split(command)
-    if program == "python":
-        done = python(*arguments, folder=folder, **HERE)
-        return done.stdout + done.stderr
-    found = shutil.which(program, path=HERE["PATH"])
-    assert found, f"there is no {program} here"
-    done = python(found, *arguments, folder=folder, **HERE)
+    if program != "python":
+        found = shutil.which(program, path=HERE["PATH"])
+        assert found, f"there is no {program} here"
+        arguments = [found, *arguments]
+    done = python(*arguments, folder=folder, **HERE)
     return done.stdout + done.stderr
 
 

@@ -188,6 +188,10 @@ def test_the_old_constructors_are_types_too() -> None:
     x = torch.cuda.FloatTensor([1, 2])
     assert x.dtype == torch.float32 and x.get_device() == 0
     assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x.cpu(), torch.cuda.FloatTensor)
+    for kind in ("torch.cuda.HalfTensor", torch.cuda.HalfTensor):
+        half = torch.ones(2).type(kind)
+        assert half.get_device() == 0 and half.dtype == torch.float16
+    assert torch.ones(2).type("torch.DoubleTensor").device.type == "cpu"
     assert torch.cuda.LongTensor(2, 3).shape == (2, 3) and torch.cuda.HalfTensor().numel() == 0
 
 

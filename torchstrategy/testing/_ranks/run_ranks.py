@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -73,14 +74,22 @@ def run_ranks(
         >>> results, record.counts["all_reduce"]
         ([6, 6, 6, 6], 1)
     """
+    record = RankRecord()
+    return run_recorded(main, n, record, args, order), record
+
+
+def run_recorded(
+    main: Callable[..., T], n: int, record: RankRecord, args: Sequence[Any] = (), order: Sequence[int] | None = None
+) -> list[T]:
+    """`run_ranks`, with a record that the caller has: it is of use, too, if the run ends with an error."""
     order = _checked(n, order)
     if current_world() is not None:
         raise RuntimeError(
             f"run_ranks was called in rank {current_rank()} of another run_ranks. Call it around the program, once."
         )
-    run = _Run(main, n, args, order)
+    run = _Run(main, n, args, order, record)
     run.go()
-    return run.results, run.world.record
+    return run.results
 
 
 def _checked(n: int, order: Sequence[int] | None) -> Sequence[int]:
@@ -99,14 +108,18 @@ def _checked(n: int, order: Sequence[int] | None) -> Sequence[int]:
 
 @final
 class _Run:
-    def __init__(self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Sequence[int]) -> None:
+    def __init__(
+        self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Sequence[int], record: RankRecord
+    ) -> None:
         self._main, self._n, self._args = main, n, args
         self._visits = Visits(n)
         self._turns = Turns(order, self._enter, self._leave)
-        self.world = World(n, self._turns, self._visits.came_to)
+        self.world = World(n, self._turns, self._visits.came_to, record)
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
         self._belongings = [Belongings(_environment(rank, n)) for rank in range(n)]
+        self._gone: set[int] = set()
+        self._one_gone = threading.Semaphore(0)
         self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
         self.results: list[Any] = [None] * n
 
@@ -121,23 +134,34 @@ class _Run:
                     thread.start()
                 self._turns.start()
                 try:
-                    _join(threads)
+                    self._wait()
                 except BaseException as error:
                     self._turns.stop(f"The run was ended by {described(error)}")
-                    _join(threads)
+                    self._end(threads)
                     raise
         finally:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
             isolate_threads(False)
             mine.put_on()
             sys.excepthook = hook  # `init_process_group` sets one that prints the rank
         self._raise()
 
     def _run(self, rank: int) -> None:
+        try:
+            self._run_here(rank)
+        finally:
+            self._gone.add(rank)
+            self._one_gone.release()
+
+    def _run_here(self, rank: int) -> None:
         settle_here(self.world, rank)
         torch.autograd.set_multithreading_enabled(False)  # backward, with its collectives, belongs to this thread
         self._turns.begin(rank)
         how = "has ended"
         try:
+            self._turns.check(rank)
             if device_count():
                 set_device(rank % device_count())
             with self._visits.of(rank):
@@ -149,6 +173,22 @@ class _Run:
                 how = f"has failed: {described(error)}"
         finally:
             self._turns.end(rank, how)
+
+    def _wait(self) -> None:
+        """Waits for all ranks. After a Ctrl-C, `Thread.join` of Python 3.11 takes threads that run for ended ones."""
+        while len(self._gone) < self._n:
+            self._one_gone.acquire()
+
+    def _end(self, threads: Sequence[threading.Thread]) -> None:
+        """Raises an error in the rank whose turn it is, which may never come to a collective, until all have ended."""
+        while len(self._gone) < self._n:
+            rank = self._turns.running
+            if rank in self._gone:
+                self._turns.give_up(rank)
+            elif (ident := threads[rank].ident) is not None:
+                # C++ may lose the error: then another one follows.
+                _raise_in_thread(ctypes.c_ulong(ident), ctypes.py_object(RanksStopped))
+            self._one_gone.acquire(timeout=0.1)
 
     def _check_waits(self, rank: int) -> None:
         if forgotten := self.world.never_waited_for(rank):
@@ -189,9 +229,7 @@ class _Run:
         return mine, self._n
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
+_raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 def _environment(rank: int, n: int) -> dict[str, str]:

@@ -67,6 +67,7 @@ class Turns:
         self._ranks = {rank: _Rank() for rank in sorted(order)}
         self._enter, self._leave = enter, leave
         self._why_stopped: str | None = None
+        self.running = order[0]  # the rank whose turn it is, or was last
 
     def start(self) -> None:
         """Gives the first rank its turn."""
@@ -88,6 +89,12 @@ class Turns:
         self._leave(rank)
         self._ranks[rank].ended = how
         self._pass_on()
+
+    def give_up(self, rank: int) -> None:
+        """Passes the turn on in place of a rank whose thread was ended in its turn."""
+        if self._ranks[rank].ended is None and self.running == rank:
+            self._ranks[rank].ended = "has been ended"
+            self._pass_on()
 
     def wait(self, rank: int, wait: Wait) -> None:
         """Lets others run until what a rank waits for is there.
@@ -159,6 +166,7 @@ class Turns:
             self.stop(f"No rank can go on:\n{self.situation()}")
             following = self._choose()
         if following is not None:
+            self.running = following
             self._ranks[following].may_run.release()
 
     def _choose(self) -> int | None:

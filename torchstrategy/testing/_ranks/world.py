@@ -21,11 +21,12 @@ class World:
         size: How many ranks it has.
         turns: Whose turn it is.
         came_to: Called with a rank and the kind of collective that it comes to, for faults.
+        record: Gets the collectives.
     """
 
-    def __init__(self, size: int, turns: Turns, came_to: Callable[[int, str], None]) -> None:
+    def __init__(self, size: int, turns: Turns, came_to: Callable[[int, str], None], record: RankRecord) -> None:
         self.size, self.turns, self.came_to = size, turns, came_to
-        self.record = RankRecord()
+        self.record = record
         self.stored: dict[str, bytes] = {}  # what the ranks keep in `torch.distributed`'s store
         self._open: dict[Hashable, Exchange] = {}
         self._posted: dict[Hashable, deque[Exchange]] = {}  # messages without a receiver, by its address

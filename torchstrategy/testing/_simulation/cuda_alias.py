@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchstrategy._core.torch_internals import function_modes, pop_function_mode, push_function_mode
-from torchstrategy.testing._simulation.cuda_names import names_of_cuda
+from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, ordinal
 from torchstrategy.testing._simulation.torch_internals import ENGINE, tensor_cuda
 
@@ -89,6 +89,8 @@ class cuda_alias(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in (tensor_cuda, torch.Tensor.cuda):
             return _cuda(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) > 1 and (dtype := dtype_of_legacy(args[1])) is not None:
+            return args[0].to(device=NAME, dtype=dtype)
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is torch.device and args[:1] == ("cuda",):
             return torch.device(NAME, *args[1:], **kwargs)

@@ -105,6 +105,13 @@ _LEGACY = {
 }
 
 
+def dtype_of_legacy(kind: Any) -> torch.dtype | None:
+    """The dtype of `torch.cuda.FloatTensor` or its like, or of its name; None if it is something else."""
+    name = kind if isinstance(kind, str) else f"torch.cuda.{getattr(kind, '__name__', '')}"
+    module, _, name = name.rpartition(".")
+    return _LEGACY.get(name) if module == "torch.cuda" else None
+
+
 def _of_its_own(thing: Any) -> Any:
     """Another object that does the same: dynamo's tables refuse one function under two names."""
     if inspect.isclass(thing):

@@ -1,0 +1,262 @@
+"""`python -m torchstrategy.testing.run`: public programs run untouched, and the report says what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import LEAN, NO_ACCELERATOR, python
+from torchstrategy.testing import RankRecord
+from torchstrategy.testing._runner.observer import Observations
+from torchstrategy.testing._runner.report import Report
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = ROOT / "tests" / "programs"
+RUN = ("-W", "ignore", "-m", "torchstrategy.testing.run")
+
+
+def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Runs a program; returns what it printed, and the numbers of the report."""
+    file = folder / "report.json"
+    done = python(*RUN, "--json", str(file), *arguments, folder=folder, **NO_ACCELERATOR)
+    return done, json.loads(file.read_text()) if file.exists() else {}
+
+
+# Programs: what they are called with, a line that they print, and what the report says
+
+UNTOUCHED: dict[str, tuple[list[str], list[str], str, dict[str, Any]]] = {
+    "one_epoch.py": ([], [], r"Test set: Average loss", {"steps": 4}),
+    "data_parallel.py": ([], [], "=> using DataParallel on 4 GPUs", {"steps": 4}),
+    "mixed_precision.py": ([], [], r"loss \d.* MB", {"steps": 4}),
+    "gan.py": ([], ["--ngpu", "2"], "Loss_D", {"steps": 3}),
+    "rnn.py": ([], [], "ppl", {"steps": 0}),
+    "vae.py": ([], [], "Epoch: 4 Average loss", {"steps": 8}),
+    "prefetcher.py": (["--strict"], [], "ms on simulated device 1", {"steps": 4, "races": []}),
+    "spawned_ddp.py": ([], ["."], "rank 3 of 4 is on cuda:3", {"steps": 1}),
+    "own_data_parallel.py": (["--ranks", "4"], [], "Rank  3 , epoch  1", {"steps": 4}),
+    "torchrun_ddp.py": (["--ranks", "4"], ["2", "1"], "Epoch 1 | Training snapshot", {"steps": 4}),
+    "tensor_parallel.py": (["--ranks", "4"], [], "iter 2 completed", {"steps": 3}),
+    "fsdp_checkpoints.py": (["--ranks", "4"], ["--folder", "dcp"], "step 1: ", {"steps": 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_a_public_program_runs_untouched(name: str, tmp_path: Path) -> None:
+    options, arguments, printed, reported = UNTOUCHED[name]
+    done, report = run(tmp_path, "--devices", "4", "--as-cuda", *options, str(PROGRAMS / name), *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(printed.replace("|", r"\|"), done.stdout), done.stdout
+    assert {key: report[key] for key in reported} == reported
+    assert f"{name}: " in done.stderr and "exit status 0" in done.stderr
+
+
+def test_a_program_in_a_package_runs_with_m_and_stops_where_it_is_told(tmp_path: Path) -> None:
+    options = ("--as-cuda", "--stop-after", "2", "-m", "tests.programs.packaged", "5")
+    done, report = run(ROOT, "--json", str(tmp_path / "report.json"), *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"] == 2 and done.stdout.count("step ") == 1
+    assert {"from": "cuda:0", "to": "cuda:1", "copies": 2, "bytes": 1024} in report["routes"]
+
+
+def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
+    lines = PROGRAMS / "cudaisms.txt"
+    done, _ = run(tmp_path, "--devices", "4", "--as-cuda", str(PROGRAMS / "says_cuda.py"), str(lines))
+    wrong = done.stdout.splitlines()
+    assert len(lines.read_text().splitlines()) == 84
+    assert done.returncode == 0 and len(wrong) <= 4, done.stdout
+
+
+# What is changed, and when
+
+
+def test_the_type_of_devices_is_touched_by_the_runner_alone() -> None:
+    program = """
+        import torch
+        before, shown = dict(torch.device.__dict__), repr(torch.device("cuda:1"))
+        import torchstrategy.testing
+        import torchstrategy.testing.run
+        assert dict(torch.device.__dict__) == before
+
+        from torchstrategy.testing._runner.deep_alias import deep_alias
+        torchstrategy.testing.simulate_devices(2)
+        device, constructor, is_cuda = torch.device("sim:1"), torch.device, torch.Tensor.is_cuda
+        for _ in range(2):
+            with deep_alias():
+                assert (device.type, str(device), repr(device)) == ("cuda", "cuda:1", "device(type='cuda', index=1)")
+                x = torch.ones(1, device="cuda")
+                assert x.is_cuda and x.device == torch.device("cuda", 0) and isinstance(x.device, torch.device)
+                assert f"{torch.device('cpu')} {torch.device('meta').type}" == "cpu meta"
+            assert (device.type, str(device), repr(device)) == ("sim", "sim:1", "device(type='sim', index=1)")
+            assert dict(torch.device.__dict__) == before and torch.device is constructor
+            assert torch.Tensor.is_cuda is is_cuda and not x.is_cuda
+        assert repr(torch.device("cuda:1")) == shown
+    """
+    done = python("-W", "ignore", "-c", textwrap.dedent(program), **NO_ACCELERATOR)
+    assert done.returncode == 0, done.stderr
+
+
+# Exit status, and what ends a program
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "printed"),
+    [
+        ("raise SystemExit(7)", 7, "exit status 7"),
+        ("raise SystemExit('no GPU is fast enough')", 1, "no GPU is fast enough"),
+        (
+            "import torch\ntorch.ones(1).cuda() + torch.ones(1).cuda(1)",
+            1,
+            "Expected all tensors to be on the same device",
+        ),
+        ("def f(:", 2, "SyntaxError"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_program(program: str, status: int, printed: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    done, _ = run(tmp_path, "program.py")
+    assert done.returncode == status, done.stderr
+    assert printed in done.stderr
+
+
+def test_a_race_is_an_exit_status_if_it_is_asked_for(tmp_path: Path) -> None:
+    program = str(PROGRAMS / "prefetcher.py")
+    done, report = run(tmp_path, program, "--forget")
+    assert done.returncode == 0 and report["races"]
+    done, _ = run(tmp_path, "--strict", program, "--forget")
+    assert done.returncode == 1 and "does not wait for it" in done.stderr
+
+
+def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\ntorch.ones(3).cuda()\nprint('now', flush=True)\nwhile True:\n    torch.ones(1)\n"
+    )
+    command = [sys.executable, *RUN, "--ranks", "2", "program.py"]
+    environment = {**os.environ, **LEAN, **NO_ACCELERATOR, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, printed = process.communicate(timeout=50)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "program.py: 0 steps" in printed and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
+
+
+def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
+        "if os.environ['RANK'] == '0':\n    dist.barrier()\n"
+    )
+    done, report = run(tmp_path, "--ranks", "2", "program.py")
+    assert done.returncode == 1
+    assert "rank 0 waits in barrier #1 (program.py:5) for rank 1" in done.stderr
+    assert report["collectives"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "No such file or directory: 'missing.py'"),
+        (["-m", "a_module_that_is_missing"], "No module named 'a_module_that_is_missing' that could be run"),
+        (["--devices", "0", "program.py"], "'0' is not 1 or more"),
+    ],
+)
+def test_what_cannot_be_run_is_a_usage_error(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done, report = run(tmp_path, *arguments)
+    assert done.returncode == 2 and message in done.stderr and not report
+
+
+# The report
+
+
+def test_the_report_and_its_json_have_the_same_numbers() -> None:
+    seen = Observations(
+        steps=2,
+        bytes_by_route=Counter({("cpu", "sim:0"): 20_000_000, ("sim:0", "cpu"): 8}),
+        copies_by_route=Counter({("cpu", "sim:0"): 3, ("sim:0", "cpu"): 1}),
+        blocking_copies=Counter({f"train.py:{line}": line for line in range(1, 8)}),
+        pageable_copies=Counter({"train.py:7": 2, "train.py:8": 0}),
+        synchronizations=Counter({("a number is read", "train.py:9"): 5}),
+    )
+    report = Report("train.py", 0, seen, [123, 9_999_999], ["one race"], RankRecord(), "cuda")
+    assert str(report) == (
+        "train.py: 2 steps on 2 simulated devices, exit status 0\n"
+        "Copies\n"
+        "  cpu -> cuda:0  19.07 MiB in 3 tensors\n"
+        "  cuda:0 -> cpu  8 bytes in 1 tensor\n"
+        "  28 block the program: train.py:7 (7), train.py:6 (6), train.py:5 (5), train.py:4 (4), train.py:3 (3),"
+        "  and 2 more lines\n"
+        "  2 are from or to pageable memory: train.py:7 (2)\n"
+        "Waits of the program for a device: 5, 2.5 a step\n"
+        "      5  a number is read  train.py:9\n"
+        "Peak memory\n"
+        "  cuda:0  123 bytes\n"
+        "  cuda:1  9.54 MiB\n"
+        "Collectives of all ranks\n"
+        "Races: 1\n"
+        "  one race"
+    )
+    assert report.as_json() == {
+        "program": "train.py",
+        "status": 0,
+        "devices": 2,
+        "steps": 2,
+        "routes": [
+            {"from": "cpu", "to": "cuda:0", "copies": 3, "bytes": 20_000_000},
+            {"from": "cuda:0", "to": "cpu", "copies": 1, "bytes": 8},
+        ],
+        "blocking_copies": {f"train.py:{line}": line for line in range(7, 0, -1)},
+        "pageable_copies": {"train.py:7": 2},
+        "synchronizations": [{"why": "a number is read", "line": "train.py:9", "times": 5}],
+        "peak_bytes": {"cuda:0": 123, "cuda:1": 9_999_999},
+        "races": ["one race"],
+        "collectives": {},
+    }
+
+
+def test_what_is_counted_is_what_the_program_does(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch\n"
+        "x = torch.ones(100).cuda()\n"
+        "y = torch.ones(50).pin_memory().cuda(non_blocking=True)\n"
+        "z = torch.ones(10).cuda(non_blocking=True)\n"
+        "w = x.to('cuda:1')\n"
+        "x.sum().item()\n"
+        "bool(y[0] > 0)\n"
+        "w.cpu()\n"
+        "x.nonzero()\n"
+        "torch.cuda.synchronize()\n"
+        "torch.cuda.current_stream().synchronize()\n"
+    )
+    done, report = run(tmp_path, "program.py")
+    assert done.returncode == 0, done.stderr
+    assert report["routes"] == [
+        {"from": "cpu", "to": "cuda:0", "copies": 3, "bytes": 640},
+        {"from": "cuda:0", "to": "cuda:1", "copies": 1, "bytes": 400},
+        {"from": "cuda:1", "to": "cpu", "copies": 1, "bytes": 400},
+    ]
+    assert report["blocking_copies"] == {"program.py:2": 1, "program.py:4": 1, "program.py:8": 1}
+    assert report["pageable_copies"] == {"program.py:2": 1, "program.py:4": 1, "program.py:8": 1}
+    assert {(wait["line"], wait["why"]) for wait in report["synchronizations"]} == {
+        ("program.py:6", "a number is read"),
+        ("program.py:7", "a number is read"),
+        ("program.py:9", "the size of a result is read"),
+        ("program.py:10", "synchronize()"),
+        ("program.py:11", "stream.synchronize()"),
+    }
+    assert report["peak_bytes"]["cuda:1"] == 400

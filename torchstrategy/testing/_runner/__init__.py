@@ -1,0 +1,12 @@
+"""Runs a program for GPUs on simulated devices, and reports what it did.
+
+observer     copies between devices, and where the program waits for one
+deep_alias   "cuda" also in what devices and tensors say of themselves
+programs     a script or a module, run as Python runs it
+report       what is printed at the end
+command      the command line
+"""
+
+from torchstrategy.testing._runner.command import main
+
+__all__ = ["main"]

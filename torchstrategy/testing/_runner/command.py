@@ -1,0 +1,148 @@
+"""The command line: `python -m torchstrategy.testing.run --devices 4 train.py ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch.multiprocessing as mp
+
+from torchstrategy.testing._ranks.record import RankRecord
+from torchstrategy.testing._ranks.run_ranks import run_recorded
+from torchstrategy.testing._runner.deep_alias import deep_alias
+from torchstrategy.testing._runner.observer import Observer, observing
+from torchstrategy.testing._runner.programs import Program, module, script
+from torchstrategy.testing._runner.report import Report
+from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices
+from torchstrategy.testing._simulation import module as devices
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a program as the command line says; returns its exit status."""
+    options = _parsed(arguments)
+    count = options.devices or max(options.ranks or 0, 2)
+    simulate_devices(count)
+    try:
+        find = module if options.module else script
+        program = find(options.program, options.arguments)
+    except (FileNotFoundError, ModuleNotFoundError, SyntaxError) as error:
+        print(f"torchstrategy.testing.run: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    run = _Run(program, options)
+    status = run.go()
+    report = Report(
+        program=Path(options.program).name,
+        status=status,
+        seen=run.observer.seen,
+        peaks=[devices.max_memory_allocated(index) for index in range(count)],
+        races=run.races,
+        collectives=run.record if run.has_ranks else None,
+        device="cuda",
+    )
+    print(f"\n{report}", file=sys.stderr)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return 1 if options.strict and run.races and not status else status
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchstrategy.testing.run",
+        description="Run a program for GPUs on simulated devices of the CPU, and report what it did. In the program, "
+        '"cuda" means these devices.',
+    )
+    parser.add_argument("--devices", type=_positive, metavar="N", help="how many devices; default: 2, or one a rank")
+    parser.add_argument(
+        "--as-cuda",
+        action="store_true",
+        help='devices and tensors also say that they are CUDA\'s: device.type == "cuda", tensor.is_cuda',
+    )
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="run it as torchrun does, in N ranks")
+    parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
+    parser.add_argument("program", help="a script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)
+
+
+@final
+class _Run:
+    def __init__(self, program: Program, options: argparse.Namespace) -> None:
+        self._program, self._options = program, options
+        self.observer = Observer(options.stop_after, _progress)
+        self.record = RankRecord()
+        self.has_ranks = options.ranks is not None
+        self.races: list[str] = []
+
+    def go(self) -> int:
+        """Runs the program; returns its exit status."""
+        with ExitStack() as block:
+            block.enter_context(self._program.at_home())
+            streams = block.enter_context(record_streams(check=False))
+            block.enter_context(observing(self.observer))
+            block.enter_context(_spawning(self._spawn))
+            block.enter_context(deep_alias() if self._options.as_cuda else cuda_alias())
+            status = self._status_of(self._run)
+        self.races = list(streams.races)
+        return status
+
+    def _run(self) -> None:
+        if self._options.ranks is None:
+            with self.observer:
+                self._program.run()
+        else:
+            self._ranks(lambda rank: self._program.run(), self._options.ranks)
+
+    def _ranks(self, main: Callable[..., Any], n: int, *args: Any) -> None:
+        run_recorded(main, n, self.record, args)
+
+    def _spawn(
+        self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **options: Any
+    ) -> None:
+        self.has_ranks = True
+        self._ranks(function, nprocs, *args)
+
+    def _status_of(self, run: Callable[[], None]) -> int:
+        try:
+            run()
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        except KeyboardInterrupt:
+            return 130  # as a shell says it
+        except BaseException:
+            traceback.print_exc()
+            return 1
+        return 0
+
+
+def _progress(steps: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rstep {steps}", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
+    """A block in which `torch.multiprocessing.spawn` runs ranks: processes would not share simulated devices."""
+    processes: Any = mp
+    before = processes.spawn, processes.start_processes
+    processes.spawn = processes.start_processes = spawn
+    try:
+        yield
+    finally:
+        processes.spawn, processes.start_processes = before

@@ -1,0 +1,149 @@
+"""Sees the copies of a program, and where it waits for a device."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchstrategy._core.torch_internals import TorchDispatchMode, push_dispatch_mode
+from torchstrategy.testing._ranks.lines import line_of_the_user
+from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
+
+_aten = torch.ops.aten
+_WAITING = {
+    _aten._local_scalar_dense.default: "a number is read",
+    _aten.nonzero.default: "the size of a result is read",
+    _aten.masked_select.default: "the size of a result is read",
+    _aten._unique2.default: "the size of a result is read",
+}
+
+
+@final
+@dataclass
+class Observations:
+    """What was seen so far. Lines are those of the program: `train.py:31`."""
+
+    steps: int = 0
+    bytes_by_route: Counter[tuple[str, str]] = field(default_factory=Counter)
+    copies_by_route: Counter[tuple[str, str]] = field(default_factory=Counter)
+    blocking_copies: Counter[str] = field(default_factory=Counter)
+    pageable_copies: Counter[str] = field(default_factory=Counter)
+    synchronizations: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+@final
+class _Stopped(SystemExit):
+    """Ends a program that has made enough steps."""
+
+
+@final
+class Observer(TorchDispatchMode):
+    """Sees the operators of a thread that is in it, and of the threads which that thread starts."""
+
+    def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = Observations()
+        self._most_steps, self._progress = most_steps, progress
+        self._steps_of: Counter[tuple[int, int]] = Counter()  # by thread and optimizer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if func is _aten.copy_.default:
+            waits = not (args[2] if len(args) > 2 else options.get("non_blocking", False))
+            self._copied(args[1], args[0], waits)
+        elif func is _aten._to_copy.default:
+            self._copied(args[0], result, not options.get("non_blocking", False))
+        elif func is _aten._foreach_copy_.default:
+            waits = not (args[2] if len(args) > 2 else options.get("non_blocking", False))
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copied(source, target, waits)
+        elif func in _WAITING and is_simulated(args[0]):
+            self.waited(_WAITING[func])
+        return result
+
+    def waited(self, why: str) -> None:
+        """Counts a place where the program waits for a device."""
+        self.seen.synchronizations[why, line_of_the_user()] += 1
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Counts the steps of the optimizer that made most, and ends the program after enough of them."""
+        key = threading.get_ident(), id(optimizer)
+        self._steps_of[key] += 1
+        if self._steps_of[key] > self.seen.steps:
+            self.seen.steps = self._steps_of[key]
+            self._progress(self.seen.steps)
+        if self._steps_of[key] == self._most_steps:
+            raise _Stopped(0)
+
+    def _copied(self, source: torch.Tensor, target: torch.Tensor, waits: bool) -> None:
+        if source.device == target.device:
+            return
+        route = str(source.device), str(target.device)
+        self.seen.copies_by_route[route] += 1
+        self.seen.bytes_by_route[route] += source.nbytes
+        on_cpu = [tensor for tensor in (source, target) if not is_simulated(tensor)]
+        if on_cpu:
+            line, is_pageable = line_of_the_user(), not on_cpu[0].is_pinned()
+            self.seen.pageable_copies[line] += is_pageable
+            if waits or is_pageable:  # a copy that is not to block does, without pinned memory
+                self.seen.blocking_copies[line] += 1
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """A block in which threads that are started are observed, and waits and steps of the whole process are counted."""
+    module = torch.get_device_module(NAME)
+    accelerator: Any = torch.accelerator
+    places: list[tuple[Any, str, str]] = [
+        (module, "synchronize", "synchronize()"),
+        (accelerator, "synchronize", "synchronize()"),
+        (module.Stream, "synchronize", "stream.synchronize()"),
+        (module.Event, "synchronize", "event.synchronize()"),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    for owner, name, why in places:
+        setattr(owner, name, _counted(getattr(owner, name), observer, why))
+    threads: Any = threading.Thread
+    start = threads.start
+    threads.start = _observed(start, observer)
+    hook = register_optimizer_step_post_hook(observer.stepped)
+    try:
+        yield
+    finally:
+        hook.remove()
+        threads.start = start
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _counted(wait: Callable[..., Any], observer: Observer, why: str) -> Callable[..., Any]:
+    @functools.wraps(wait)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        observer.waited(why)
+        return wait(*args, **kwargs)
+
+    return counted
+
+
+def _observed(start: Callable[[threading.Thread], None], observer: Observer) -> Callable[[threading.Thread], None]:
+    @functools.wraps(start)
+    def started(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def observed() -> None:
+            push_dispatch_mode(observer)  # for as long as the thread lives
+            run()
+
+        thread.run = observed  # type: ignore[method-assign]
+        start(thread)
+
+    return started

@@ -1,0 +1,139 @@
+"""What a program did, in words and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torchstrategy._core.errors import plural
+from torchstrategy.testing._ranks.record import RankRecord
+from torchstrategy.testing._runner.observer import Observations
+
+_LINES_SHOWN = 5
+
+
+@final
+@dataclass
+class Report:
+    """What a program did.
+
+    Attributes:
+        program: Its name.
+        status: What it exited with.
+        seen: What was observed.
+        peaks: The most bytes that each device held, in order.
+        races: The races that were found, in words.
+        collectives: What ranks have told each other; None if it had no ranks.
+        device: What devices are called: `cuda` or `sim`.
+    """
+
+    program: str
+    status: int
+    seen: Observations
+    peaks: Sequence[int]
+    races: Sequence[str]
+    collectives: RankRecord | None
+    device: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers of the report, for other programs."""
+        seen = self.seen
+        routes = sorted(seen.bytes_by_route)
+        return {
+            "program": self.program,
+            "status": self.status,
+            "devices": len(self.peaks),
+            "steps": seen.steps,
+            "routes": [
+                {
+                    "from": self._named(source),
+                    "to": self._named(target),
+                    "copies": seen.copies_by_route[source, target],
+                    "bytes": seen.bytes_by_route[source, target],
+                }
+                for source, target in routes
+            ],
+            "blocking_copies": dict(seen.blocking_copies.most_common()),
+            "pageable_copies": dict((+seen.pageable_copies).most_common()),
+            "synchronizations": [
+                {"why": why, "line": line, "times": times} for (why, line), times in seen.synchronizations.most_common()
+            ],
+            "peak_bytes": {f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)},
+            "races": list(self.races),
+            "collectives": None if self.collectives is None else _collectives(self.collectives),
+        }
+
+    def __str__(self) -> str:
+        seen = self.seen
+        head = (
+            f"{self.program}: {plural(seen.steps, 'step')} on {plural(len(self.peaks), 'simulated device')}, "
+            f"exit status {self.status}"
+        )
+        return "\n".join(
+            [
+                head,
+                "Copies",
+                *self._routes(),
+                f"  {_places('block the program', seen.blocking_copies)}",
+                f"  {_places('are from or to pageable memory', +seen.pageable_copies)}",
+                *self._waits(),
+                "Peak memory",
+                *[f"  {self.device}:{index}  {_bytes(peak)}" for index, peak in enumerate(self.peaks)],
+                *self._told(),
+                f"Races: {len(self.races) or 'none'}",
+                *[f"  {race}" for race in self.races],
+            ]
+        )
+
+    def _named(self, device: str) -> str:
+        return device.replace("sim", self.device)
+
+    def _routes(self) -> list[str]:
+        return [
+            f"  {self._named(source)} -> {self._named(target)}  {_bytes(size)} in "
+            f"{plural(self.seen.copies_by_route[source, target], 'tensor')}"
+            for (source, target), size in sorted(self.seen.bytes_by_route.items())
+        ]
+
+    def _waits(self) -> list[str]:
+        waits = self.seen.synchronizations
+        total = sum(waits.values())
+        a_step = f", {total / self.seen.steps:.1f} a step" if self.seen.steps else ""
+        rows = [f"  {times:5}  {why}  {line}" for (why, line), times in waits.most_common(_LINES_SHOWN)]
+        return [f"Waits of the program for a device: {total}{a_step}", *rows, *_more(len(waits))]
+
+    def _told(self) -> list[str]:
+        if self.collectives is None:
+            return []
+        rows = [
+            f"  {kind}  {count}{f' with {_bytes(size)}' if size else ''}"
+            for kind, (count, size) in _counted(self.collectives).items()
+        ]
+        return ["Collectives of all ranks", *rows]
+
+
+def _counted(record: RankRecord) -> Mapping[str, tuple[int, int]]:
+    sizes = record.bytes
+    return {kind: (count, sizes[kind]) for kind, count in record.counts.items()}
+
+
+def _collectives(record: RankRecord) -> dict[str, dict[str, int]]:
+    return {kind: {"calls": count, "bytes": size} for kind, (count, size) in _counted(record).items()}
+
+
+def _places(what: str, lines: Counter[str]) -> str:
+    places = ", ".join(f"{line} ({times})" for line, times in lines.most_common(_LINES_SHOWN))
+    more = _more(len(lines))
+    return f"{sum(lines.values())} {what}{f': {places}' if places else ''}{f',{more[0]}' if more else ''}"
+
+
+def _more(count: int) -> list[str]:
+    return [f"  and {count - _LINES_SHOWN} more lines"] if count > _LINES_SHOWN else []
+
+
+def _bytes(count: int) -> str:
+    if count < 10_000:
+        return plural(count, "byte")
+    return f"{count / 2**20:,.2f} MiB"
