@@ -157,8 +157,10 @@ def test_the_newest_release_in_the_changelog_is_this_version() -> None:
 
 
 def test_the_version_is_said_in_one_place() -> None:
-    said = [path for path in ROOT.glob("torchstrategy/**/*.py") if torchstrategy.__version__ in path.read_text()]
-    assert said == [ROOT / "torchstrategy" / "__init__.py"]
+    folder = Path(torchstrategy.__file__).parent
+    assert [path for path in folder.rglob("*.py") if torchstrategy.__version__ in path.read_text()] == [
+        folder / "__init__.py"
+    ]
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and "torchstrategy.__version__" in project
     assert torchstrategy.__version__ not in project

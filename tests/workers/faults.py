@@ -52,6 +52,8 @@ if os.getsid(0) != os.getpid():
         print(pid, os.waitstatus_to_exitcode(status), time.time(), flush=True)
     sys.exit()
 
+# Whoever is started in the background of a shell ignores Ctrl-C, and so do its children, unless they say otherwise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("PID", os.getpid(), flush=True)
 faulthandler.dump_traceback_later({STUCK_S})
 os.environ["RANK"] = str(rank)

@@ -98,7 +98,7 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
         yield path, value, local
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
-    if type(value).__module__.startswith("torchstrategy."):
+    if type(value).__module__.partition(".")[0] == "torchstrategy":
         return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):

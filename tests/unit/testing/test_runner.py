@@ -141,7 +141,10 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\ntorch.ones(3).cuda()\nprint('now', flush=True)\nwhile True:\n    torch.ones(1)\n"
     )
-    command = [sys.executable, *RUN, "--ranks", "2", "program.py"]
+    # Whoever is started in the background of a shell ignores Ctrl-C, and so would the program.
+    begin = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    begin += f"runpy.run_module({RUN[-1]!r}, run_name='__main__', alter_sys=True)"
+    command = [sys.executable, *RUN[:-2], "-c", begin, "--ranks", "2", "program.py"]
     environment = {**os.environ, **LEAN, **NO_ACCELERATOR, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -155,6 +158,19 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert "program.py: 0 steps" in printed and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
+
+
+def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import torch.distributed as dist\n"
+        "class Found:\n    pass\n"
+        "dist.init_process_group('nccl')\n"
+        "found = [None] * 3\n"
+        "dist.all_gather_object(found, Found())\n"
+        "assert all(type(thing) is Found for thing in found)\n"
+    )
+    done, _ = run(tmp_path, "--ranks", "3", "program.py")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from typing import Any, final
 
 import numpy as np
@@ -20,7 +21,7 @@ from torchstrategy.testing._simulation.generators import default_generators
 
 @final
 class Belongings:
-    """The environment variables, random numbers, default dtype and process groups of one process.
+    """The environment variables, random numbers, default dtype, script and process groups of one process.
 
     Args:
         environment: Variables that it has, besides those of this process.
@@ -45,6 +46,7 @@ class Belongings:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_default_dtype(self._dtype)
+        sys.modules["__main__"] = self._main  # a script is a module of its own in each rank, and pickle looks there
         put_variables(self._variables)
         forget_fake_results()
 
@@ -59,4 +61,5 @@ class Belongings:
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
         self._dtype = torch.get_default_dtype()
+        self._main = sys.modules["__main__"]
         self._variables = take_variables()

@@ -105,6 +105,10 @@ _LEGACY = {
 }
 
 
+# These look at the frame that calls them: a DTensor wants another state of random numbers than a program.
+_ASK_WHO_CALLS = ("get_rng_state", "set_rng_state")
+
+
 def dtype_of_legacy(kind: Any) -> torch.dtype | None:
     """The dtype of `torch.cuda.FloatTensor` or its like, or of its name; None if it is something else."""
     name = kind if isinstance(kind, str) else f"torch.cuda.{getattr(kind, '__name__', '')}"
@@ -114,7 +118,7 @@ def dtype_of_legacy(kind: Any) -> torch.dtype | None:
 
 def _of_its_own(thing: Any) -> Any:
     """Another object that does the same: dynamo's tables refuse one function under two names."""
-    if inspect.isclass(thing):
+    if inspect.isclass(thing) or thing.__name__ in _ASK_WHO_CALLS:
         return thing
 
     @functools.wraps(thing)
