@@ -104,7 +104,7 @@ def copies_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Wor
     return step
 
 
-def inside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch) -> Work:
+def inside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch, *, clips: bool = False) -> Work:
     """The whole step in each replica."""
     with strategy.scope():
         model, optimizer = make()
@@ -113,6 +113,8 @@ def inside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Ba
         x, y = piece
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     dealt = next(iter(strategy.experimental_distribute_dataset([batch])))
@@ -185,7 +187,36 @@ def growth(rounds: int) -> list[Row]:
     return compared("an empty function", contenders, rounds, "µs")
 
 
-CONTESTS = (overhead, growth)
+def clipping(rounds: int) -> Iterator[Row]:
+    """What it costs to clip gradients in the step, where every read of a gradient is one of the whole batch.
+
+    The layers are small, so that the reads are most of what is measured.
+    """
+    width = 16
+    torch.manual_seed(1)
+    batch = torch.randn(8, width), torch.randn(8, width)
+    for parameters in (100, 400, 1600):
+
+        def make(parameters: int = parameters) -> Made:
+            return made(parameters, width)  # every second module is a linear layer, with two parameters
+
+        strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+        works = {
+            "the step": inside(strategy, make, batch),
+            "with clip_grad_norm_": inside(strategy, make, batch, clips=True),
+        }
+        few = 1 if rounds == 1 else min(rounds, 7)
+        yield from compared(
+            f"2 replicas, {parameters} parameters",
+            {
+                name: Contender(timed(work, 1, time.process_time), () if name == "the step" else ("the step",), bar)
+                for (name, work), bar in zip(works.items(), (None, 1.6), strict=True)
+            },
+            few,
+        )
+
+
+CONTESTS = (overhead, growth, clipping)
 
 if __name__ == "__main__":
     hold(CONTESTS, __doc__ or "")

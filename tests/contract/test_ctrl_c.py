@@ -117,10 +117,9 @@ def test_ctrl_c_after_a_meeting_stops_also_those_that_have_not_gone_on(several: 
 def test_ctrl_c_lets_replicas_that_wait_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_threads, "_PATIENCE_S", HANG)
     strategy = central_in_one_place(3)
-    threads, cleaned_up = [], []
+    cleaned_up = []
 
     def step() -> None:
-        threads.append(threading.current_thread())
         if replica() == 2:
             ctrl_c.press()
             while len(cleaned_up) < 2:
@@ -130,7 +129,6 @@ def test_ctrl_c_lets_replicas_that_wait_clean_up(monkeypatch: pytest.MonkeyPatch
             reduce()
         finally:
             if replica() == 1:
-                threads[0].join()
                 for _ in range(1_000_000):  # there is time to interrupt it, if somebody did
                     pass
             cleaned_up.append(replica())

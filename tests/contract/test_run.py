@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import re
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from problems import context, replica_id, shown
+from problems import context, replica_id, share_a_place, shown
 from runs import REBUILD, Opaque, from_each, one_of, per_replica
 from topologies import TOPOLOGIES, central, compute_devices
 from torchstrategy import OneDeviceStrategy, RunOptions, Strategy, get_strategy
@@ -184,10 +185,55 @@ def test_one_replica_runs_on_the_callers_thread(topology: str) -> None:
     assert TOPOLOGIES[topology]().run(threading.get_ident) == threading.get_ident()
 
 
-def test_several_replicas_run_on_threads_of_their_own_which_stay(several: Strategy) -> None:
-    first = several.run(threading.get_ident).values
-    assert len({*first, threading.get_ident()}) == several.num_replicas_in_sync + 1
-    assert several.run(threading.get_ident).values == first
+def test_replicas_run_on_the_callers_thread_as_long_as_none_of_them_waits(several: Strategy) -> None:
+    idents = several.run(threading.get_ident).values
+    if share_a_place(several):
+        assert set(idents) == {threading.get_ident()}
+    else:
+        assert len({*idents, threading.get_ident()}) == several.num_replicas_in_sync + 1
+
+
+def test_replicas_that_wait_run_on_threads_of_their_own_which_stay(several: Strategy) -> None:
+    def step() -> int:
+        context().all_reduce("sum", torch.ones(()))
+        return threading.get_ident()
+
+    idents = several.run(step).values
+    assert len(set(idents)) == several.num_replicas_in_sync
+    assert (idents[0] == threading.get_ident()) == share_a_place(several)
+    assert several.run(step).values == idents
+
+
+def test_what_a_step_sets_on_its_thread_is_seen_by_no_other_replica_and_not_by_the_caller(several: Strategy) -> None:
+    mine = contextvars.ContextVar("mine", default="the caller's")
+
+    def seen() -> str:
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return str((mine.get(), *mode))
+
+    def step() -> str:
+        before = seen()
+        mine.set(f"of replica {replica_id()}")
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_default_device("meta")
+        return before
+
+    device = torch.get_default_device()
+    before = seen()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            known = seen()
+            assert set(several.run(step).values) == {known}
+            assert seen() == known
+    assert (seen(), torch.get_default_device()) == (before, device)
+    torch.set_default_device("cpu")
+    try:
+        several.run(step)
+        assert torch.get_default_device() == torch.device("cpu")
+    finally:
+        torch.set_default_device(None)
+    assert torch.get_default_device() == device
 
 
 def test_merge_functions_run_on_the_callers_thread(strategy: Strategy) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
@@ -82,6 +82,17 @@ def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> 
 def frames_of_this_thread() -> list[Frame]:
     """This thread's stack of frames, for callers that push and pop a frame by hand."""
     return _here.frames
+
+
+def frames_kept() -> Callable[[], None]:
+    """Returns a function that puts this thread's stack back to what it is now, also where a block was not left."""
+    frames, depth = _here.frames, len(_here.frames)
+
+    def put_back() -> None:
+        del frames[depth:]
+        _here.frames = frames
+
+    return put_back
 
 
 def current_frame() -> Frame | None:
@@ -247,11 +258,9 @@ class CallerState:
         warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()]
-        self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.saved_tensors = torch_internals.saved_tensors_hooks()
-        self.function_modes = tuple(torch_internals.function_modes())  # the default device is one of them
-        self.dispatch_modes = tuple(torch_internals.dispatch_modes())
+        self.autocast, self.autocast_cache = _read_autocast()
+        # The default device is one of the function modes.
+        self.saved_tensors, self.function_modes, self.dispatch_modes = _modes()
         self.num_threads = torch.get_num_threads()  # the libraries below torch keep it for each thread
         self.streams = {d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)}
         self.variables = contextvars.copy_context()
@@ -263,6 +272,24 @@ class CallerState:
         """
         return self.variables.copy().run(self._run_in, device, fn)
 
+    def run_here(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        """The same on the caller's own thread, which is in this state. What `fn` leaves behind is taken off."""
+        default_device, nesting = torch_internals.default_device_mode(), _autocast_nesting()
+        hooks = _all_saved_tensors_hooks()
+        try:
+            return self.variables.copy().run(self._run_on, device, fn)
+        finally:
+            known = self.saved_tensors, self.function_modes, self.dispatch_modes
+            autocast = self.autocast, self.autocast_cache, nesting
+            now = *_read_autocast(), _autocast_nesting()
+            if (_modes(), now, _all_saved_tensors_hooks()) != (known, autocast, hooks):
+                _take_modes_off()
+                torch_internals.set_default_device_mode(default_device)
+                while _autocast_nesting() > nesting:
+                    torch.autocast_decrement_nesting()
+                    torch.clear_autocast_cache()
+                self._put_on(hooks)
+
     def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         try:
             torch.set_num_threads(self.num_threads)
@@ -270,31 +297,62 @@ class CallerState:
                 torch.accelerator.set_device_index(device)
                 torch.accelerator.set_stream(self.streams[device])
             torch.autocast_increment_nesting()
-            torch.set_autocast_cache_enabled(self.autocast_cache)
-            for device_type, enabled, dtype in self.autocast:
-                torch.set_autocast_enabled(device_type, enabled)
-                torch.set_autocast_dtype(device_type, dtype)
-            if self.saved_tensors is not None:
-                torch_internals.push_saved_tensors_hooks(*self.saved_tensors)
-            for mode in self.function_modes:
-                torch_internals.push_function_mode(mode)
-            for mode in self.dispatch_modes:
-                torch_internals.push_dispatch_mode(mode)
-            # Autograd would run the backward of an accelerator on a thread of its own, where no replica is entered.
-            # Without multithreading, it runs on this thread, which has the replica's context.
-            with (
-                torch.inference_mode(self.inference),
-                torch.set_grad_enabled(self.grad),
-                torch.autograd.set_multithreading_enabled(False),
-                in_use(device),
-            ):
-                return fn()
+            self._put_on([] if self.saved_tensors is None else [self.saved_tensors])
+            return self._run_on(device, fn)
         finally:
             _take_everything_off()
 
+    def _put_on(self, hooks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for device_type, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        for pair in hooks:
+            torch_internals.push_saved_tensors_hooks(*pair)
+        for mode in self.function_modes:
+            torch_internals.push_function_mode(mode)
+        for mode in self.dispatch_modes:
+            torch_internals.push_dispatch_mode(mode)
 
-def _take_everything_off() -> None:
-    """Removes all state from a replica's thread, as it is between runs, also what the step has left behind."""
+    def _run_on(self, device: Device, fn: Callable[[], Tree]) -> Tree:
+        # Autograd would run the backward of an accelerator on a thread of its own, where no replica is entered.
+        # Without multithreading, it runs on this thread, which has the replica's context.
+        with torch_internals.autograd_state(self.inference), in_use(device):
+            torch_internals.set_grad_enabled(self.grad)
+            torch_internals.set_multithreading_enabled(False)
+            return fn()
+
+
+def _read_autocast() -> tuple[list[tuple[str, bool, torch.dtype]], bool]:
+    of_types = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()]
+    return of_types, torch.is_autocast_cache_enabled()
+
+
+def _autocast_nesting() -> int:
+    """How many autocasts this thread is in, as far as its cache of casted weights counts them."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _modes() -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """The hooks for saved tensors, the function modes and the dispatch modes that are in force on this thread."""
+    function_modes, dispatch_modes = torch_internals.function_modes(), torch_internals.dispatch_modes()
+    return torch_internals.saved_tensors_hooks(), tuple(function_modes), tuple(dispatch_modes)
+
+
+def _all_saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """The (pack, unpack) pairs of this thread, the one that is in force last."""
+    found = []
+    while (pair := torch_internals.saved_tensors_hooks()) is not None:
+        found.append(pair)
+        torch_internals.pop_saved_tensors_hooks()
+    found.reverse()
+    for pair in found:
+        torch_internals.push_saved_tensors_hooks(*pair)
+    return found
+
+
+def _take_modes_off() -> None:
     torch.set_default_device(None)
     # `left` keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10.
     left = torch_internals.dispatch_modes()
@@ -304,6 +362,11 @@ def _take_everything_off() -> None:
         torch_internals.pop_function_mode()
     while torch_internals.saved_tensors_hooks() is not None:
         torch_internals.pop_saved_tensors_hooks()
+
+
+def _take_everything_off() -> None:
+    """Removes all state from a replica's thread, as it is between runs, also what the step has left behind."""
+    _take_modes_off()
     while torch.autocast_decrement_nesting() > 0:
         pass
     torch.clear_autocast_cache()
@@ -313,14 +376,27 @@ def _take_everything_off() -> None:
         torch.set_autocast_dtype(device_type, dtype)
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> AbstractContextManager[None]:
     """A block whose tensors are no inference tensors, and whose operations autograd does not record.
 
     It does not depend on the modes of the caller.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    return _Undisturbed()
+
+
+@final
+class _Undisturbed(AbstractContextManager[None]):
+    """A run enters several of these blocks, so that it is no generator."""
+
+    __slots__ = ("_state",)
+
+    def __enter__(self) -> None:
+        self._state = torch_internals.autograd_state(False)
+        self._state.__enter__()
+        torch_internals.set_grad_enabled(False)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._state.__exit__(*exception)
 
 
 def _usual_autocast() -> dict[str, torch.dtype]:

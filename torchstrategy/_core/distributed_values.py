@@ -19,7 +19,16 @@ from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
 from torchstrategy._core.refused_uses import refuse_uses
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import first_unlike, is_container, map_leaves, tree_flatten, uneven_lists, zip_leaves
+from torchstrategy._core.tree import (
+    LEAF,
+    PLAIN_LEAVES,
+    first_unlike,
+    is_container,
+    map_leaves,
+    tree_flatten,
+    uneven_lists,
+    zip_leaves,
+)
 from torchstrategy._core.types import Tree
 
 # A value of which nobody says what it holds holds anything.
@@ -282,12 +291,12 @@ def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
     if kind is dict:
         tree = tree.values()
     elif kind is not tuple and kind is not list:
-        if kind not in _LEAVES and is_container(tree):
+        if kind not in PLAIN_LEAVES and is_container(tree):
             return distributed_within(tree_flatten(tree)[0])
-        return (tree,) if kind not in _LEAVES and isinstance(tree, DistributedValues) else ()
+        return (tree,) if kind not in PLAIN_LEAVES and isinstance(tree, DistributedValues) else ()
     found: tuple[DistributedValues, ...] = ()
     for item in tree:
-        if type(item) not in _LEAVES:
+        if type(item) not in PLAIN_LEAVES:
             found += distributed_within(item)
     return found
 
@@ -301,17 +310,16 @@ def select(tree: Tree, replica: int) -> Tree:
     """`tree` as replica `replica` sees it: new containers, with its component in place of every distributed value."""
     kind = type(tree)  # lists, tuples and dicts, as most arguments are, are quicker to walk than to flatten
     if kind is list or kind is tuple:
-        return kind([item if type(item) in _LEAVES else select(item, replica) for item in tree])
+        return kind([item if type(item) in PLAIN_LEAVES else select(item, replica) for item in tree])
     if kind is dict:
         return {key: select(item, replica) for key, item in tree.items()}
-    if kind in _LEAVES:
+    if kind in PLAIN_LEAVES:
         return tree
     if isinstance(tree, DistributedValues):
         return _made(tree._in_replica(replica))
     return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
 
 
-_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
 _NUMBERS = frozenset({int, float, complex})
 
 
@@ -396,6 +404,8 @@ def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_re
 
 def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
     """The leaves of the trees of some replicas side by side, and the common structure of the trees."""
+    if PLAIN_LEAVES.issuperset(map(type, trees)):
+        return [list(trees)], LEAF
     try:
         return zip_leaves(trees)
     except ValueError:

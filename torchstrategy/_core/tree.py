@@ -42,6 +42,25 @@ def tree_flatten(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> tuple[list[Tree]
     return leaves, _flatten(tree, is_leaf, leaves)
 
 
+def tree_leaves(tree: Tree) -> list[Tree]:
+    """The leaves of `tree`, whose structure nobody asks for."""
+    kind = type(tree)  # lists, tuples and dicts, as most trees are, are quicker to walk than to flatten
+    if kind is dict:
+        tree = list(tree.values())
+    elif kind is not list and kind is not tuple:
+        return [tree] if kind in PLAIN_LEAVES else tree_flatten(tree)[0]
+    leaves: list[Tree] = []
+    for item in tree:
+        if type(item) in PLAIN_LEAVES:
+            leaves.append(item)
+        else:
+            leaves += tree_leaves(item)
+    return leaves
+
+
+PLAIN_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+
+
 def is_container(value: Tree) -> bool:
     """Whether a value is a container, also an empty one."""
     return not torch_internals.tree_is_leaf(value, is_leaf=is_one_thing)

@@ -1,14 +1,15 @@
-"""Where the replicas of a strategy run, and whose turn it is: one on the caller's thread, several on threads.
+"""Where the replicas of a strategy run, and whose turn it is.
 
 Replicas that share a physical device run one at a time, in replica order: the next one goes on when one has come to a
 synchronization point or to its end. Replicas on different accelerators run at the same time. An instrument may have
 all replicas run one at a time, in any order, and let another one go on also where a replica pauses.
 
-    caller's thread      give turn ......... give turn ......... combine ... give turn ...
-                              \\           /     \\           /                 \\
-    replica 0's thread         run to the point    |           |                continue
-                                                   \\          /
-    replica 1's thread                              run to the point
+Replicas that run one at a time, in order, run on the thread that called `run`, one after the other, as long as none of
+them has to wait. If one comes to a synchronization point, those after it run on threads of their own:
+
+    caller's thread      replica 0 runs to the point       give turn ......... combine    replica 0 continues ...
+                                                                \\           /
+    replica 1's thread                                           run to the point
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -34,9 +32,22 @@ from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.instruments import Turns, begins, held, performed, performed_alone, reached
+from torchstrategy._execution.instruments import Turns, begins, held, performed_alone
+from torchstrategy._execution.one_of_several import (
+    BEGIN,
+    STOP,
+    Answer,
+    CallersReplica,
+    Ended,
+    Paused,
+    Report,
+    Synchronizing,
+    ThreadReplica,
+    nobody,
+    was_stopped,
+)
 from torchstrategy._execution.random_streams import RandomStreams
-from torchstrategy._execution.replica import Combine, InlineReplica, Replica, ReplicaStopped, Watch
+from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaStopped, Watch
 
 
 # Note [Who may call what on which thread]
@@ -46,6 +57,10 @@ from torchstrategy._execution.replica import Combine, InlineReplica, Replica, Re
 # A replica's thread only runs the step, up to `_stand_still`: there it reports and waits until the caller's thread
 # answers. So at a synchronization point all replicas stand still, and `combine` may use all that replicas share without
 # a lock.
+# If all replicas are in one lane, and nobody gives the turns, the caller's thread also runs the step in a replica: in
+# the first one, and in each one after it for as long as those before it have ended. Where such a `CallersReplica`
+# stands still, the caller's thread goes on with `_Run.meet`, which lets the others come to the same point. Nothing but
+# `ReplicaStopped` is raised there: the step must not catch an error of another replica. Who raises it is `result`.
 # Between two such points, the replicas of one lane run one at a time. A lane is a physical device; if somebody gives
 # the turns, or a `Watch` asks for it, all replicas are in one lane. The replicas of two lanes may run at the same time:
 # a replica may then write only on its own objects, or under a lock. The exceptions are:
@@ -61,116 +76,11 @@ from torchstrategy._execution.replica import Combine, InlineReplica, Replica, Re
 # handler, while another `put` is under way; code with a lock could then wait for ever. To stop a replica that sends no
 # message, the caller's thread sets `is_cancelled`, which the replica reads before its step, and has Python raise an
 # exception on the thread that the replica has written in `thread` (`ReplicaThreads.abandon`).
-@final
-@dataclass(eq=False)
-class _ThreadReplica(Replica):
-    """One of several replicas, on a thread of its own."""
-
-    inbox: SimpleQueue[Any]  # of messages that wake it: its task, an answer at a synchronization point, or `_STOP`
-    reports: SimpleQueue[_Report]
-    process: int = field(default_factory=os.getpid)
-    thread: int | None = None  # the thread on which the step runs; None before and after
-    is_cancelled: bool = False  # written by the caller's thread
-
-    def perform(self, state: CallerState, call: Callable[[Replica], Tree]) -> None:
-        """Calls the step, and reports how it ended. The replica can synchronize during this call, on this thread."""
-        outcome: _Report
-        self.thread = threading.get_ident()
-        try:
-            if self.is_cancelled:
-                raise ReplicaStopped
-            step = functools.partial(call, self)
-            outcome = _Ended(self.index, state.run_in(self.device, lambda: performed(self.index, step)))
-        except BaseException as error:
-            # Also SystemExit and KeyboardInterrupt: the caller waits for a report, however the step ends.
-            outcome = _Failed(self.index, error)
-        if os.getpid() != self.process:
-            _end_child(outcome)
-        self.thread = None
-        self.reports.put(outcome)
-        del outcome  # the traceback of an error refers to this frame: with `outcome`, that would be a cycle
-
-    def pause(self) -> None:
-        self._stand_still(_Paused(self.index))
-
-    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        reached(self.index, name)
-        # See Note [Who may call what on which thread].
-        if threading.get_ident() != self.thread:
-            raise RuntimeError(
-                f"Replica {self.index} came to {name}, where it synchronizes with the others, after its run or on "
-                "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
-                "the thread of the step; or detach what the step returns."
-            )
-        with traced("wait at {}", name):
-            known = combine if self.telling is None else self._told(name, combine)
-            return self._stand_still(_Synchronizing(self.index, name, known, brought))
-
-    def _stand_still(self, report: _Report) -> Tree:
-        if os.getpid() != self.process:
-            raise RuntimeError(_FORKED.format(replica=self.index))
-        self.reports.put(report)
-        answer = self.inbox.get()
-        if answer is _STOP:
-            raise ReplicaStopped
-        return answer.value
-
-
-_FORKED = (
-    "This process was forked in replica {replica}, in the middle of strategy.run: the threads of the other replicas, "
-    "and that of the caller, are not in it, and nobody answers here. Let a child do what it is for and leave by "
-    "os._exit, without synchronizing (all_reduce, merge_call, optimizer.step, the first read of a gradient after "
-    "backward) and without coming to the end of the step; or fork outside of strategy.run."
-)
-
-
-class _Synchronizing(NamedTuple):
-    replica: int
-    name: str
-    combine: Combine
-    brought: Tree
-
-
-class _Paused(NamedTuple):
-    replica: int
-
-
-class _Ended(NamedTuple):
-    replica: int
-    result: Tree
-
-
-class _Failed(NamedTuple):
-    replica: int
-    error: BaseException
-
-
-_Report = _Synchronizing | _Paused | _Ended | _Failed
-
-
-class _Answer(NamedTuple):
-    value: Tree
-
-
-_STOP = object()
-
-
-def _end_child(outcome: _Report) -> None:
-    """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
-    error = outcome.error if isinstance(outcome, _Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(type(error), error, error.__traceback__)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    code = error.code if isinstance(error, SystemExit) else 1
-    os._exit(code if isinstance(code, int) else int(code is not None))
-
-
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """Runs on a replica's thread: does one task after another, until it gets None."""
     with suppress(ReplicaStopped):  # raised by `ReplicaThreads.abandon` after the step has ended
         while (task := inbox.get()) is not None:
-            if task is not _STOP:
+            if task is not STOP:
                 task()
             del task  # or the step's arguments would live until the next run
 
@@ -183,14 +93,9 @@ class ReplicaThreads:
 
     Args:
         devices: The device of each replica.
-        first: How many replicas other processes have before these.
     """
 
-    def __init__(self, devices: Sequence[Device], first: int = 0) -> None:
-        self.devices, self.first = tuple(devices), first
-        # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
-        # See Note [Who may call what on which thread].
-        self.lanes: list[Device | None] = [memory_device(device) for device in devices]
+    def __init__(self, devices: Sequence[Device]) -> None:
         self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
             threading.Thread(target=_serve, args=(inbox,), name=f"torchstrategy-replica-{r}", daemon=True)
@@ -208,7 +113,7 @@ class ReplicaThreads:
         """Whether the threads can be used: they were not stopped, and exist here, unlike in a forked process."""
         return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
 
-    def abandon(self, replicas: Mapping[int, _ThreadReplica]) -> None:
+    def abandon(self, replicas: Mapping[int, ThreadReplica]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
         After this, `is_fit` is false. The method does not use what `_Run` knows about the replicas, since this may be
@@ -219,7 +124,7 @@ class ReplicaThreads:
         for replica in replicas.values():
             replica.is_cancelled = True
         for inbox in self.inboxes:
-            inbox.put(_STOP)  # stops a replica that waits at a synchronization point
+            inbox.put(STOP)  # stops a replica that waits at a synchronization point
             inbox.put(None)  # ends the thread
         for r, replica in replicas.items():
             # A replica that waited at a synchronization point runs its `finally` blocks now, and may finish them.
@@ -259,28 +164,32 @@ class _Run:
     """One run of several replicas. Its methods are called only on the thread that called `run`."""
 
     def __init__(
-        self, threads: ReplicaThreads, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None
+        self, replicas: Replicas, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None
     ) -> None:
-        turns, state = begins(len(threads.devices)), CallerState(threads.devices)
-        self._team = threads
-        self._reports: SimpleQueue[_Report] = SimpleQueue()
-        self._replicas = {r: _ThreadReplica(r, threads.devices[r], threads.inboxes[r], self._reports) for r in present}
+        turns, devices = begins(len(replicas.devices)), replicas.devices
+        self._state, self._callers_device = CallerState(devices), torch.get_default_device()
+        self._all, self._call = replicas, call
+        self._threads: ReplicaThreads | None = None  # borrowed when a replica first has to run on one of them
+        self._on_threads: dict[int, ThreadReplica] = {}
+        self._reports: SimpleQueue[Report] = SimpleQueue()
         self._process = os.getpid()
         # For each replica that stands still, the message that wakes it.
-        self._to_send: dict[int, Any] = {
-            r: functools.partial(replica.perform, state, call) for r, replica in self._replicas.items()
-        }
+        self._to_send: dict[int, Any] = dict.fromkeys(present, BEGIN)
         self._running: set[int] = set()
-        self._arrived: dict[int, _Synchronizing] = {}
+        self._arrived: dict[int, Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        self._lanes = {r: threads.lanes[r] if turns is None else None for r in present}
+        self._interruption: BaseException | None = None  # what was raised where a replica of this thread stood still
+        self._stopped_here: int | None = None  # that replica, once it was stopped
+        self._lanes = {r: replicas.lanes[r] if turns is None else None for r in present}
         # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
         # replica draws from the same kind of stream with and without the watch.
-        self._streams = RandomStreams(threads.devices, len(set(self._lanes.values())) == 1, _here.depth, threads.first)
+        one_at_a_time = len(set(self._lanes.values())) == 1
+        self._streams = RandomStreams(devices, one_at_a_time, _here.depth, replicas.first)
         self.has_drawn = False  # after the run: whether a replica other than replica 0 of all has drawn
         if watch is not None and watch.take_turns:
             self._lanes = dict.fromkeys(present)
+        self._is_in_order = turns is None and len(set(self._lanes.values())) == 1
         self._next: Turns = turns or min
         self._look = watch.look if watch is not None else lambda running: None
 
@@ -288,11 +197,10 @@ class _Run:
         _here.depth += 1
         try:
             self._look(())
+            if self._is_in_order:
+                self._run_here()
             while self._to_send and not self._errors:
-                with traced("wait for replicas"):
-                    self._let_run()
-                if self._arrived and not self._errors:
-                    self._hold_synchronization_point()
+                self._go_on()
             if self._errors:
                 raise self._error()
             return self._results
@@ -301,13 +209,62 @@ class _Run:
             # are stopped one by one, and the threads can be used again. Else the threads are ended.
             if self._is_orderly(error):
                 self._stop_waiting()
-            if self._running or self._arrived or self._to_send:
-                self._team.abandon(self._replicas)
+            if self._threads is not None and (self._running or self._arrived or self._to_send):
+                self._threads.abandon(self._on_threads)
             raise
         finally:
             _here.depth -= 1
             self.has_drawn = self._streams.give_back()
             self._errors.clear()  # their tracebacks refer to this frame: that would be a cycle
+            self._interruption = None
+            if self._threads is not None:
+                self._all.give_back(self._threads)
+
+    def _run_here(self) -> None:
+        """Calls the step in one replica after the other on this thread, until one has waited for those after it."""
+        for r in sorted(self._to_send):
+            if self._to_send.get(r) is not BEGIN or self._errors:
+                return
+            here = CallersReplica(
+                r,
+                self._all.devices[r],
+                meet=self.meet,
+                callers_device=self._callers_device,
+                callers_variables=self._state.variables.copy(),
+            )
+            self._take_turn(r)
+            report = here.perform(self._state.run_here, self._call)
+            here.meet = nobody  # else the replica and this run would refer to each other
+            self._take(report)
+            del report  # its error may refer to this frame
+            if self._interruption is not None:
+                raise self._interruption
+
+    def meet(self, report: Report) -> Tree:
+        """Lets the other replicas come to where the one on this thread stands still. Returns what this one gets."""
+        self._take(report)
+        try:
+            if not self._is_over and isinstance(report, Synchronizing):
+                self._go_on()
+            if not self._is_over:
+                return self._take_turn(report.replica).value
+        except BaseException as error:
+            self._interruption = error
+        self._arrived.pop(report.replica, None)
+        self._stopped_here = report.replica
+        raise ReplicaStopped
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether something was raised, so that the replicas stop."""
+        return bool(self._errors) or self._interruption is not None
+
+    def _go_on(self) -> None:
+        """Lets every replica run to a synchronization point or its end. If they are at one, they synchronize."""
+        with traced("wait for replicas"):
+            self._let_run()
+        if self._arrived and not self._errors:
+            self._hold_synchronization_point()
 
     def _let_run(self) -> None:
         """Lets every replica run to a synchronization point or its end; in one lane one by one, else all at once."""
@@ -323,7 +280,8 @@ class _Run:
         if waiting:
             self._wake(self._next(waiting))
 
-    def _wake(self, r: int) -> None:
+    def _take_turn(self, r: int) -> Any:
+        """Says that a replica runs from here on. Returns the message that wakes it."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
@@ -333,23 +291,37 @@ class _Run:
         if self._running:
             self._look(self._running)
         self._running.add(r)
-        self._replicas[r].inbox.put(self._to_send.pop(r))
+        return self._to_send.pop(r)
+
+    def _wake(self, r: int) -> None:
+        message = self._take_turn(r)
+        if message is BEGIN:
+            if self._threads is None:
+                self._threads = self._all.borrow()
+            replica = ThreadReplica(r, self._all.devices[r], inbox=self._threads.inboxes[r], reports=self._reports)
+            self._on_threads[r] = replica
+            message = functools.partial(replica.serve, self._state.run_in, self._call)
+        self._on_threads[r].inbox.put(message)
 
     def _receive(self) -> int:
         report = self._next_report()
-        self._look(self._running)
-        self._running.discard(report.replica)
-        if isinstance(report, _Synchronizing):
-            self._arrived[report.replica] = report
-        elif isinstance(report, _Paused):
-            self._to_send[report.replica] = _Answer(None)
-        elif isinstance(report, _Ended):
-            self._results[report.replica] = report.result
-        elif not isinstance(report.error, ReplicaStopped):
-            self._errors[report.replica] = report.error
+        self._take(report)
         return report.replica
 
-    def _next_report(self) -> _Report:
+    def _take(self, report: Report) -> None:
+        """Notes what a replica has reported, which stands still from here on."""
+        self._look(self._running)
+        self._running.discard(report.replica)
+        if isinstance(report, Synchronizing):
+            self._arrived[report.replica] = report
+        elif isinstance(report, Paused):
+            self._to_send[report.replica] = Answer(None)
+        elif isinstance(report, Ended):
+            self._results[report.replica] = report.result
+        elif not (was_stopped(report) or report.replica == self._stopped_here):
+            self._errors[report.replica] = report.error
+
+    def _next_report(self) -> Report:
         # If a signal comes just when this thread begins to wait, Python handles it only when the thread wakes again. So
         # the thread must not wait for ever.
         while True:
@@ -365,25 +337,25 @@ class _Run:
         held(points[0].name)
         with traced("synchronize at {}", points[0].name):
             answers = points[0].combine([point.brought for point in points])
-        self._to_send = {point.replica: _Answer(answer) for point, answer in zip(points, answers, strict=True)}
+        self._to_send = {point.replica: Answer(answer) for point, answer in zip(points, answers, strict=True)}
         self._arrived.clear()
         self._look(())
 
     def _is_orderly(self, error: BaseException) -> bool:
         """Whether every replica stands still, so that the waiting replicas can be stopped one by one."""
-        if self._running or not self._team.is_fit:
+        if self._running or (self._threads is not None and not self._threads.is_fit):
             return False
         return isinstance(error, Exception) or any(error is raised for raised in self._errors.values())
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        waiting = {r for r, message in self._to_send.items() if isinstance(message, _Answer)} | self._arrived.keys()
+        waiting = {r for r, message in self._to_send.items() if isinstance(message, Answer)} | self._arrived.keys()
         self._to_send.clear()
         self._arrived.clear()
         while waiting:
             r = min(waiting)
             waiting.discard(r)
-            self._to_send[r] = _STOP
+            self._to_send[r] = STOP
             self._wake(r)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
@@ -393,7 +365,7 @@ class _Run:
     def _error(self) -> BaseException:
         first = min(self._errors)
         error = self._errors[first]
-        note = f"raised by replica {first} of {len(self._team.devices)} on {self._team.devices[first]}"
+        note = f"raised by replica {first} of {len(self._all.devices)} on {self._all.devices[first]}"
         for r, other in self._errors.items():
             if r != first:
                 note += f"; replica {r} also failed: {described(other)}"
@@ -419,10 +391,10 @@ class _Run:
 
 @final
 class Replicas:
-    """Runs the replicas of a strategy: one on the caller's thread, several on threads.
+    """Runs the replicas of a strategy: one on the caller's thread, several there and on threads.
 
-    Each run borrows a set of threads. So several runs at the same time, of several threads or from a merge function, do
-    not wait for each other.
+    Each run borrows a set of threads if it needs them. So several runs at the same time, of several threads or from a
+    merge function, do not wait for each other.
 
     Args:
         devices: The device of each replica.
@@ -430,9 +402,11 @@ class Replicas:
     """
 
     def __init__(self, devices: Sequence[Device], first: int = 0) -> None:
-        self.devices = tuple(devices)
+        self.devices, self.first = tuple(devices), first
+        # Replicas of one lane run one at a time, so that what they write and draw comes in the same order in every run.
+        # See Note [Who may call what on which thread].
+        self.lanes: list[Device | None] = [memory_device(device) for device in devices]
         self.has_drawn = False  # whether a replica other than replica 0 of all has drawn in the last run
-        self._first = first
         self._idle: list[ReplicaThreads] = []
 
     def run(
@@ -449,20 +423,20 @@ class Replicas:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
             with in_use(replica.device):
                 return {0: performed_alone(call, (replica,), {})}
-        threads = self._borrow()
-        try:
-            run = _Run(threads, call, present, watch)
-            result = run.result()
-            self.has_drawn = run.has_drawn
-            return result
-        finally:
-            # After an interrupted run the threads have ended, and cannot be used again.
-            if threads.is_fit:
-                self._idle.append(threads)
+        run = _Run(self, call, present, watch)
+        result = run.result()
+        self.has_drawn = run.has_drawn
+        return result
 
-    def _borrow(self) -> ReplicaThreads:
+    def borrow(self) -> ReplicaThreads:
+        """Threads that no other run has."""
         while self._idle:
             threads = self._idle.pop()
             if threads.is_fit:
                 return threads
-        return ReplicaThreads(self.devices, self._first)
+        return ReplicaThreads(self.devices)
+
+    def give_back(self, threads: ReplicaThreads) -> None:
+        """Takes threads back from a run. After an interrupted run they have ended, and are not used again."""
+        if threads.is_fit:
+            self._idle.append(threads)

@@ -39,7 +39,7 @@ import torch
 from torchstrategy._communication.transfer import copy_stream
 from torchstrategy._core.context import CallerState, is_accelerator
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
-from torchstrategy._core.distributed_values import Unmade
+from torchstrategy._core.distributed_values import ABSENT, Unmade
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.batch_types import applied_within, memory_of, moved
@@ -204,9 +204,15 @@ class OnDemand(Reading):
     and the copies are on a stream of their own.
     """
 
+    def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
+        super().__init__(steps, routes)
+        self._are_near = all(route.device is None or route.device.type == "cpu" for route in routes)
+
     def next(self) -> Tree:
         if self._steps is None:
             raise StopIteration
+        if self._are_near and (element := self._steps.next_whole()) is not ABSENT:
+            return element
         transfer = transferred(self._steps, self._routes)
         for r, route in enumerate(self._routes):
             if route.has_copies:

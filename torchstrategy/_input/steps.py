@@ -21,7 +21,7 @@ from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, plural, warn
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import LEAF, first_unlike, map_leaves, tree_flatten, zip_leaves
+from torchstrategy._core.tree import LEAF, PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
@@ -259,8 +259,13 @@ class Splitter(ABC):
 
     def saw(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element that was read, if it will not be possible to look at one later."""
-        if self._has_to_be_seen and self._spec is None:
+        if self.is_to_be_seen:
             self._spec = self._spec_of(split_batch)
+
+    @property
+    def is_to_be_seen(self) -> bool:
+        """Whether the spec has to be taken from the next element."""
+        return self._has_to_be_seen and self._spec is None
 
     def _spec_of(self, split_batch: SplitBatch) -> Tree:
         rows = self.rows()
@@ -468,6 +473,12 @@ class OneForEach(Splitter):
         return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
 
 
+def are_in_host_memory(element: Tree) -> bool:
+    """Whether an element is, for all to see, tensors in the memory of the CPU, or numbers."""
+    items = element.values() if type(element) is dict else element if type(element) in (list, tuple) else (element,)
+    return all(item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES for item in items)
+
+
 @final
 class Steps:
     """The steps of one epoch, read on one thread at a time. After an error, they can go on if the loader can.
@@ -489,9 +500,26 @@ class Steps:
         for mark in self._marks():
             mark.reach()
 
+    def next_whole(self) -> Tree:
+        """The element of the next step, if it can be given as it is: to one replica. Else `ABSENT`.
+
+        The consumer has received it.
+        """
+        splitter = self._splitter
+        if not splitter.is_alone or splitter.is_to_be_seen or self._elements:
+            return ABSENT
+        with splitter.sources[0].reading():
+            splitter.read(self._passes, self._elements)
+        if not are_in_host_memory(self._elements[0]):
+            return ABSENT  # `__next__` goes on with it
+        for one in self._passes:
+            one.position.count, one.position.loader = one.count, None
+        return self._elements.pop()
+
     def __next__(self) -> tuple[SplitBatch, list[ResumePoint]]:
         with self._splitter.sources[0].reading():
-            self._splitter.read(self._passes, self._elements)
+            if not self._elements or not self._splitter.is_alone:
+                self._splitter.read(self._passes, self._elements)
             elements, self._elements = self._elements, []
             split_batch = self._splitter.split_batch(elements)
             self._splitter.saw(split_batch)

@@ -23,7 +23,7 @@ from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
 from torchstrategy._binding.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps
-from torchstrategy._core.context import is_accelerator, is_in_replica, undisturbed
+from torchstrategy._core.context import frames_kept, is_accelerator, is_in_replica, undisturbed
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
@@ -82,7 +82,8 @@ class ReplicatedStorage(Storage):
     # 6. Proxies take the place of the user's objects. The replicas run, and the proxies are taken away.
     # 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
     # If anything fails after 1, the set is never used again, and what was done is undone in this order:
-    # - The proxies are taken away (6), since all else writes on the user's own objects.
+    # - This thread leaves the replica that it was in (6). The proxies are taken away (6), since all else writes on the
+    #   user's own objects.
     # - Tensors of which the user's modules have a `PerReplica`, and which steps may write, get their numbers back (1).
     # - If the loop of an optimizer with a closure was under way, the block that shows it gradients is closed. What any
     #   optimizer has written on parameters stays.
@@ -113,6 +114,7 @@ class ReplicatedStorage(Storage):
         originals: list[Any] = []
         if replica_weights.has_news:
             self._take_from_first_worker()
+        leave_replicas = frames_kept()
         copies = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
@@ -129,6 +131,7 @@ class ReplicatedStorage(Storage):
             uninstall(originals, copies)
             run_state.end()  # 7
         except BaseException:
+            leave_replicas()
             # A step that failed may have written anything on the copies.
             copies.generation = -1
             uninstall(originals, copies)

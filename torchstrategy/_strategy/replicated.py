@@ -27,7 +27,7 @@ from torchstrategy._core.distributed_values import (
 )
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import tree_flatten
+from torchstrategy._core.tree import tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
@@ -79,8 +79,8 @@ class ReplicatedExtended(OneMachineExtended):
     # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
     # 2. Begin the run: each replica gets its copies, up to date, and names in the step mean them
     #    (`_replication/replicated_storage`; Note [The order of a run and of its undoing] tells what undoes it).
-    # 3. Call the step in each replica, on a thread of its own; a single replica runs on this thread
-    #    (`_execution/replica_threads`).
+    # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
+    #    another (`_execution/replica_threads`).
     # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas stand still while one function runs
     #    for them on this thread. At `optimizer.step()` gradients become one (`_training/gradient_reducer`).
     # 5. Regroup: what the replicas returned becomes one result (`_core/distributed_values`).
@@ -120,7 +120,7 @@ class ReplicatedExtended(OneMachineExtended):
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
     ) -> Tree:
         strategy, count = self._container_strategy(), len(self._storage.devices)
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         check_component_counts(leaves, count)
         storage = self._storage
         assert isinstance(storage, ReplicatedStorage)
@@ -168,7 +168,7 @@ class ReplicatedExtended(OneMachineExtended):
 
     def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
         """One tree of those that the replicas of this worker have returned."""
-        if any(_may_require_grad(leaf) for leaf in tree_flatten(list(results.values()))[0]):
+        if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
             run_state.results_require_grad()
         by_replica = [results.get(r, ABSENT) for r in range(len(self._storage.devices))]
         if self._workers.count > 1:

@@ -546,12 +546,6 @@ def test_one_replica_runs_on_the_callers_thread(strategy: torchstrategy.Strategy
     assert not set(threading.enumerate()) - before
 
 
-def test_several_replicas_run_on_threads_that_are_kept(several: torchstrategy.Strategy) -> None:
-    found = results(several, threading.get_ident)
-    assert len({*found, threading.get_ident()}) == several.num_replicas_in_sync + 1
-    assert results(several, threading.get_ident) == found
-
-
 def test_merge_functions_run_on_the_callers_thread(strategy: torchstrategy.Strategy) -> None:
     def step() -> int:
         return torchstrategy.get_replica_context().merge_call(lambda strategy: threading.get_ident())
