@@ -119,6 +119,7 @@ class ProcessGroup(Workers):
         self._num_runs = 0
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
+        self._mentioned = b""  # the digest of what may differ
         self._num_exchanges = 0
         self._why_over: str | None = None  # why no exchange can be made any more
 
@@ -131,6 +132,9 @@ class ProcessGroup(Workers):
 
     def compare(self, what: str, value: object) -> None:
         self._compared.append((what, value))
+
+    def mention(self, value: object) -> None:
+        self._mentioned = digest(_comparable(value))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         where = self._at(name)
@@ -230,13 +234,15 @@ class ProcessGroup(Workers):
         self._num_exchanges += 1
         compared, self._compared = self._compared, []
         place = digest(b"".join([f"{where} {signature}".encode(), *map(_comparable, compared)]))
-        header = place + len(told).to_bytes(_DIGEST, "big")
+        mentioned, self._mentioned = self._mentioned.ljust(_DIGEST, b"\0"), b""
+        header = place + mentioned + len(told).to_bytes(_DIGEST, "big")
         of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
         if any(one[:_DIGEST] != place for one in of_all):
             told_too = [f"{what} {_printed(value)}" for what, value in compared]
             raise self._apart(", ".join([where, *told_too]), signature)
-        begin = len(header)
-        sizes = [int.from_bytes(one[_DIGEST:begin], "big") for one in of_all]
+        begin, at = len(header), len(place) + len(mentioned)
+        self.have_differed |= any(one[_DIGEST:at] != mentioned for one in of_all)
+        sizes = [int.from_bytes(one[at:begin], "big") for one in of_all]
         if begin + max(sizes) > _MESSAGE:
             of_all, begin = self._sent(told.ljust(max(sizes), b"\0"), where), 0
         return [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]

@@ -30,7 +30,7 @@ from torchstrategy._binding.object_attributes import Trainer
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._communication.transfer import write
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.torch_internals import requires_grad_of
+from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
@@ -39,7 +39,7 @@ from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
-from torchstrategy._replication.worker_values import Writes, combine_over_workers, compare_writes
+from torchstrategy._replication.worker_values import Writes, combine_over_workers, compare_writes, refuse_other_values
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
@@ -111,6 +111,7 @@ class ReplicatedModules:
         )
         self._pointers = self._current_pointers()
         self._overlaps = self._find_overlaps()
+        self._buffer_versions = versions(self._buffers.tensors)  # as the last run left them
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -132,11 +133,14 @@ class ReplicatedModules:
             return False
         if not self._attributes.bring():
             return False
-        self.refresh_parameters()
+        written = self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self.replicas:
             replica.bring_requires_grad(trained)
         changed = self._changed_buffers()
+        if self._layout.workers.count > 1:
+            # After a run, buffers that the run wrote count as changed, too.
+            self._layout.workers.mention((written, self._buffer_versions != versions(self._buffers.tensors)))
         if changed:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
@@ -173,8 +177,16 @@ class ReplicatedModules:
         # During a run of another thread they are proxies.
         return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
 
-    def refresh_parameters(self) -> None:
-        """Brings changed values of parameters to the copies."""
+    def check_workers(self) -> None:
+        """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
+        workers = self._layout.workers
+        if workers.have_differed:
+            workers.have_differed = False
+            names, tensors = [*self.names, *self._buffers.names], [*self.owners, *self._buffers.tensors]
+            refuse_other_values(workers, names, tensors)
+
+    def refresh_parameters(self) -> list[int]:
+        """Brings changed values of parameters to the copies, and returns their positions."""
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
         changed, moved = self._parameters.take_changes()
         try:
@@ -190,6 +202,7 @@ class ReplicatedModules:
             replica.note_parameters()
         if moved:
             self._watch_parameters()
+        return changed
 
     def _watch_parameters(self) -> None:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
@@ -286,6 +299,8 @@ class ReplicatedModules:
                 self._buffers.take(index, value)
         if replaced:
             self._replace_buffers(replaced, lead)
+        if self._layout.workers.count > 1:
+            self._buffer_versions = versions(self._buffers.tensors)
 
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors that the user's modules hold."""

@@ -246,6 +246,7 @@ class ReplicatedRun(OptimizerHost):
         # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
         # So while an optimizer steps, the user's parameters are no proxies.
         with suspended(self.copies.plain_owners, self.copies), self.copies.gradients.published():
+            self.copies.replicated.check_workers()
             yield
         for optimizer in chain.from_iterable(self._optimizers.values()):
             optimizer.forget_settings()
@@ -311,6 +312,7 @@ class ReplicatedRun(OptimizerHost):
         self._check_settings()
         with undisturbed():
             self.copies.gradients.reduce(can_wait=True)
+            self.copies.replicated.check_workers()
             for trainer in self.trainers:
                 trainer.put_together()
             self.copies.replicated.return_to_originals(self.replica_weights, changes, self.trainers)

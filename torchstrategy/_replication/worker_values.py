@@ -46,6 +46,28 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
         workers.broadcast([t for _, t in tensors], 0, point)
 
 
+def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses a run if the workers have computed it with different values.
+
+    Raises:
+        RuntimeError: Naming the first tensor that differs.
+    """
+    marks = [_bits(tensor) for tensor in tensors]
+    of_all = workers.all_gather_object(marks, "the values that a worker has written")
+    for w, theirs in enumerate(of_all):
+        for name, one, other in zip(names, of_all[0], theirs, strict=True):
+            if one != other:
+                raise RuntimeError(
+                    f"{name} has other numbers in worker {w} than in worker 0: it was written between two runs in some "
+                    "workers only, or not alike. Write it in all of them, as where a checkpoint is loaded; "
+                    "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
+                )
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return digest(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
 def _beginning(variable: Variable) -> Sequence[torch.Tensor]:
     return variable._take_as_made() if isinstance(variable, SyncOnReadVariable) else [variable]
 
