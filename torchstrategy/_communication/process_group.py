@@ -32,7 +32,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy._communication.workers import PACK, WorkerError, Workers, digest, packs_of
+from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import shared_store
 
@@ -119,7 +119,7 @@ class ProcessGroup(Workers):
         self._num_runs = 0
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
-        self._mentioned = b""  # the digest of what may differ
+        self._mentioned: dict[str, bytes] = {}  # the digests of what may differ
         self._num_exchanges = 0
         self._why_over: str | None = None  # why no exchange can be made any more
 
@@ -133,8 +133,8 @@ class ProcessGroup(Workers):
     def compare(self, what: str, value: object) -> None:
         self._compared.append((what, value))
 
-    def mention(self, value: object) -> None:
-        self._mentioned = digest(_comparable(value))
+    def mention(self, what: str, value: object) -> None:
+        self._mentioned[what] = digest(_comparable(value))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         where = self._at(name)
@@ -234,15 +234,18 @@ class ProcessGroup(Workers):
         self._num_exchanges += 1
         compared, self._compared = self._compared, []
         place = digest(b"".join([f"{where} {signature}".encode(), *map(_comparable, compared)]))
-        mentioned, self._mentioned = self._mentioned.ljust(_DIGEST, b"\0"), b""
-        header = place + mentioned + len(told).to_bytes(_DIGEST, "big")
+        mentioned, self._mentioned = self._mentioned, {}
+        marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
+        header = b"".join([place, len(told).to_bytes(_DIGEST, "big"), *marks])
         of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
         if any(one[:_DIGEST] != place for one in of_all):
             told_too = [f"{what} {_printed(value)}" for what, value in compared]
             raise self._apart(", ".join([where, *told_too]), signature)
-        begin, at = len(header), len(place) + len(mentioned)
-        self.have_differed |= any(one[_DIGEST:at] != mentioned for one in of_all)
-        sizes = [int.from_bytes(one[at:begin], "big") for one in of_all]
+        begin, size = len(header), slice(_DIGEST, 2 * _DIGEST)
+        for start, what, mark in zip(range(size.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
+            if any(one[start : start + _DIGEST] != mark for one in of_all):
+                self.differing.add(what)
+        sizes = [int.from_bytes(one[size], "big") for one in of_all]
         if begin + max(sizes) > _MESSAGE:
             of_all, begin = self._sent(told.ljust(max(sizes), b"\0"), where), 0
         return [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]

@@ -42,7 +42,7 @@ class Workers:
     Attributes:
         is_asked_to_leave: Whether this process will be ended soon. It is told when the next run begins.
         all_leave: Whether this was so in any process when the newest run began.
-        have_differed: Whether something that was mentioned was not alike in all workers. Whoever looks sets it back.
+        differing: What was mentioned and was not alike in all workers. Whoever looks at it takes it out.
     """
 
     can_overlap = True  # whether `begin_all_reduce` returns before all workers have called it
@@ -52,7 +52,7 @@ class Workers:
         self.index = index
         self.is_asked_to_leave = False
         self.all_leave = False
-        self.have_differed = False
+        self.differing: set[str] = set()
 
     def begin_run(self) -> None:
         """Counts a run: workers that are in different runs are told so at their next exchange."""
@@ -68,8 +68,13 @@ class Workers:
             value: Numbers, texts and tensors, or containers of them. Of anything else only the type is compared.
         """
 
-    def mention(self, value: object) -> None:
-        """Notes a value that need not be alike: the next exchange finds out, and sets `have_differed`."""
+    def mention(self, what: str, value: object) -> None:
+        """Notes a value that need not be alike: the next exchange finds out, and adds to `differing` what differs.
+
+        Args:
+            what: One of `MENTIONED`.
+            value: As for `compare`.
+        """
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         """The sums of the workers' tensors, tensor by tensor.
@@ -118,6 +123,10 @@ class Workers:
 
 
 LONE = Workers()
+
+BETWEEN_RUNS = "what was written between runs"
+IN_RUN = "what a step wrote"
+MENTIONED = (BETWEEN_RUNS, IN_RUN)
 
 
 def digest(data: bytes) -> bytes:

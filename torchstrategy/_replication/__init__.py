@@ -8,6 +8,7 @@ has changed.
     copyable                 refuses objects of which replicas cannot have copies, by their path in the model
     storage                  where parameters live, and to which strategy they belong; a single replica needs no more
     tensor_copies            copies of tensors, which share memory where the user's tensors do
+    module_tensors           the parameters and the buffers of the user's modules, each with its first place
     merged_values            what the user's modules get for the attributes that replicas wrote
     module_replica           the copies of the user's modules and variables that one replica has
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy
 import torch
@@ -28,6 +28,7 @@ from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
 from torchstrategy._core.types import Device
+from torchstrategy._replication.module_tensors import BufferSlot
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
@@ -85,13 +86,6 @@ class ReplicaVariable(ReplicaParameter):
         variable = self.variable()
         assert variable is not None, "the run holds the variables of its strategy"
         return variable
-
-
-class BufferSlot(NamedTuple):
-    """Where a buffer is: the position of a module, and the buffer's name there."""
-
-    position: int
-    name: str
 
 
 @final

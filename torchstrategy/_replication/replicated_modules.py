@@ -29,21 +29,28 @@ from torchstrategy._binding.module_traversal import HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._communication.transfer import write
+from torchstrategy._communication.workers import BETWEEN_RUNS
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
-from torchstrategy._replication.module_replica import BufferSlot, ModuleReplica, differ
+from torchstrategy._replication.module_replica import ModuleReplica, differ
+from torchstrategy._replication.module_tensors import tensors_in
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
-from torchstrategy._replication.worker_values import Writes, combine_over_workers, compare_writes, refuse_other_values
+from torchstrategy._replication.worker_values import (
+    Writes,
+    combine_over_workers,
+    compare_writes,
+    mention_writes,
+    refuse_other_values,
+)
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_weights import ReplicaWeights
-from torchstrategy._variables.kinds import SyncOnReadVariable
-from torchstrategy._variables.variable import Variable, is_variable
+from torchstrategy._variables.variable import Variable
 
 
 # Note [Who may write a parameter]
@@ -86,12 +93,13 @@ class ReplicatedModules:
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
         by_name = [TrackedTensor(variable.name, variable) for variable in loose]
-        self._parameters = TrackedTensors([held for _, held in _originals(modules, paths, "_parameters")], by_name)
+        self._parameters = TrackedTensors([held for _, held in tensors_in(modules, paths, "_parameters")], by_name)
         self.names = self._parameters.names  # what the user calls each of the `owners`: `Net.layers.0.weight`
-        buffers = _originals(modules, paths, "_buffers")
+        buffers = tensors_in(modules, paths, "_buffers")
         self._buffers = TrackedTensors([held for _, held in buffers])
         self._slots = [slot for slot, _ in buffers]
         self.lost_numbers = LostNumbers()
+        self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
         places, n = zip(map(memory_device, layout.devices), layout.aliases(), strict=True), len(layout.devices)
         self.replicas = [
             ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, *place, (r, n))
@@ -140,7 +148,9 @@ class ReplicatedModules:
         changed = self._changed_buffers()
         if self._layout.workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
-            self._layout.workers.mention((written, self._buffer_versions != versions(self._buffers.tensors)))
+            self._layout.workers.mention(
+                BETWEEN_RUNS, (written, self._buffer_versions != versions(self._buffers.tensors))
+            )
         if changed:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
@@ -180,8 +190,8 @@ class ReplicatedModules:
     def check_workers(self) -> None:
         """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
         workers = self._layout.workers
-        if workers.have_differed:
-            workers.have_differed = False
+        if BETWEEN_RUNS in workers.differing:
+            workers.differing.discard(BETWEEN_RUNS)
             names, tensors = [*self.names, *self._buffers.names], [*self.owners, *self._buffers.tensors]
             refuse_other_values(workers, names, tensors)
 
@@ -258,29 +268,34 @@ class ReplicatedModules:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
         return edits
 
+    def put_together(
+        self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]], trainers: Sequence[Trainer]
+    ) -> None:
+        """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
+        self._check_flags(replica_weights)
+        made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
+        if made:
+            self._layout.workers.compare("what the step did to buffers and hooks:", ", ".join(made))
+        is_understudy = replica_weights.is_understudy
+        self._attributes.put_together(replica_weights.present, self._with_copies, self._look, is_understudy)
+        self._written = [self.replicas[r].written_buffers(self._buffers) for r in replica_weights.present]
+        if self._layout.workers.count > 1:
+            books: list[Writes] = [self._attributes, *trainers]
+            mention_writes(self._layout.workers, set().union(*self._written), books)
+
     def return_to_originals(
         self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]], trainers: Sequence[Trainer]
     ) -> None:
-        """After a run: brings what the replicas wrote on buffers and plain attributes to the user's modules.
+        """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
 
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[replica_weights.present[0]]
-        self._check_flags(replica_weights)
-        made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
-        if made:
-            self._layout.workers.compare("what the step did to buffers and hooks:", ", ".join(made))
-        look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        is_understudy = replica_weights.is_understudy
-        self._attributes.put_together(replica_weights.present, self._with_copies, look, is_understudy)
         books: list[Writes] = [self._attributes, *trainers]
-        written = [self.replicas[r].written_buffers(self._buffers) for r in replica_weights.present]
-        indices = set().union(*written)
-        if self._layout.workers.count > 1:
-            indices = compare_writes(self._layout.workers, indices, books, replica_weights, look)
-        values = self._buffer_values(replica_weights, written, indices)
-        new = self._new_buffers(replica_weights, changes) if made else {}
+        indices = compare_writes(self._layout.workers, set().union(*self._written), books, replica_weights, self._look)
+        values = self._buffer_values(replica_weights, self._written, indices)
+        new = self._new_buffers(replica_weights, changes) if changes[0] else {}
         for metric in self.metrics:
             metric.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
@@ -433,31 +448,6 @@ class ReplicatedModules:
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
         return sorted({*buffers.take_changes()[0], *uncounted})
-
-
-def _originals(
-    modules: Sequence[nn.Module], paths: dict[int, str], table: str
-) -> list[tuple[BufferSlot, TrackedTensor]]:
-    """The tensors in the tables of this name, each once, with its first place."""
-    found: dict[int, tuple[BufferSlot, TrackedTensor]] = {}
-    for position, module in enumerate(modules):
-        for name, tensor in module.__dict__[table].items():
-            # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
-            # it holds a component for each replica already.
-            if is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable):
-                continue
-            if tensor is not None:
-                is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
-                tracked = TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running)
-                found.setdefault(id(tensor), (BufferSlot(position, name), tracked))
-    return list(found.values())
-
-
-def _is_statistic(module: nn.Module, name: str) -> bool:
-    # The base classes of torch's batch and instance normalisation layers have private names. Layers of other packages
-    # follow torch in the names of such buffers.
-    norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
-    return isinstance(module, norms) or name in ("running_mean", "running_var")
 
 
 def _shown(edit: Edit) -> str:

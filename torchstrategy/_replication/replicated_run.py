@@ -311,10 +311,12 @@ class ReplicatedRun(OptimizerHost):
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         with undisturbed():
-            self.copies.gradients.reduce(can_wait=True)
-            self.copies.replicated.check_workers()
+            # The exchange of `reduce` also tells whether the workers wrote alike.
             for trainer in self.trainers:
                 trainer.put_together()
+            self.copies.replicated.put_together(self.replica_weights, changes, self.trainers)
+            self.copies.gradients.reduce(can_wait=True)
+            self.copies.replicated.check_workers()
             self.copies.replicated.return_to_originals(self.replica_weights, changes, self.trainers)
         # A list, since all trainers are written.
         if any([trainer.write_back() for trainer in self.trainers]):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.object_attributes import KEPT, Told
-from torchstrategy._communication.workers import Workers, digest
+from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._core.distributed_values import ABSENT
 from torchstrategy._replication.merged_values import Look
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -89,6 +89,12 @@ class Writes(Protocol):
         """Says that other workers keep other values."""
 
 
+def mention_writes(workers: Workers, indices: set[int], writes: Sequence[Writes]) -> None:
+    """Lets the next exchange find out whether the workers wrote alike. If not, `compare_writes` makes one of it."""
+    texts = [{key: item.text for key, item in one.told().items()} for one in writes]
+    workers.mention(IN_RUN, (sorted(indices), repr(texts)))
+
+
 def compare_writes(
     workers: Workers, indices: set[int], writes: Sequence[Writes], weights: ReplicaWeights, look: Look
 ) -> set[int]:
@@ -104,19 +110,18 @@ def compare_writes(
     Returns:
         The positions of the buffers that any worker wrote.
     """
+    if IN_RUN not in workers.differing:
+        return indices
+    workers.differing.discard(IN_RUN)
     told = [one.told() for one in writes]
-    texts = [{key: item.text for key, item in of_one.items()} for of_one in told]
-    mark = digest(repr(texts).encode())
-    marks = workers.all_gather_object((indices, mark), "the end of the run")
-    if len({mark for _, mark in marks}) > 1:
-        of_all = workers.all_gather_object((weights.is_understudy, told), "what a step wrote on attributes")
-        for i, (one, mine) in enumerate(zip(writes, told, strict=True)):
-            lead = of_all[weights.lead_worker][1][i]
-            for key in {**lead, **mine}:
-                theirs = [(is_understudy, of_worker[i].get(key)) for is_understudy, of_worker in of_all]
-                counted = [told for is_understudy, told in theirs if not is_understudy or (told and told.text == KEPT)]
-                _agree(one, key, mine.get(key), lead.get(key), counted, look)
-    return indices.union(*(written for written, _ in marks))
+    of_all = workers.all_gather_object((weights.is_understudy, told, indices), IN_RUN)
+    for i, (one, mine) in enumerate(zip(writes, told, strict=True)):
+        lead = of_all[weights.lead_worker][1][i]
+        for key in {**lead, **mine}:
+            theirs = [(is_understudy, of_worker[i].get(key)) for is_understudy, of_worker, _ in of_all]
+            counted = [told for is_understudy, told in theirs if not is_understudy or (told and told.text == KEPT)]
+            _agree(one, key, mine.get(key), lead.get(key), counted, look)
+    return indices.union(*(written for *_, written in of_all))
 
 
 def _agree(
