@@ -279,6 +279,13 @@ class CallerState:
         try:
             return self.variables.copy().run(self._run_on, device, fn)
         finally:
+            if torch.get_num_threads() != self.num_threads:
+                torch.set_num_threads(self.num_threads)
+            for one, stream in self.streams.items():
+                if torch.accelerator.current_stream(one) != stream:
+                    index = torch.accelerator.current_device_index()
+                    torch.accelerator.set_stream(stream)  # which also makes its device the current one
+                    torch.accelerator.set_device_index(index)
             known = self.saved_tensors, self.function_modes, self.dispatch_modes
             autocast = self.autocast, self.autocast_cache, nesting
             now = *_read_autocast(), _autocast_nesting()

@@ -404,6 +404,10 @@ def leaves_a_context_variable() -> None:
     SETTING.set("the step's")
 
 
+def leaves_more_threads() -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
 LEAVES = [
     leaves_grad_off,
     leaves_autocast_on,
@@ -414,7 +418,23 @@ LEAVES = [
     leaves_saved_tensors_hooks_on,
     leaves_a_default_device,
     leaves_a_context_variable,
+    leaves_more_threads,
 ]
+
+
+def test_a_stream_that_a_step_leaves_on_is_taken_off(several: torchstrategy.Strategy) -> None:
+    devices = {device for device in several.extended.worker_devices if torch.device(device).type != "cpu"}
+    if not devices:
+        pytest.skip("needs simulated devices: run pytest with --simulate-devices=4")
+    here = torch.accelerator.current_device_index()
+    before = {device: torch.accelerator.current_stream(device) for device in devices}
+
+    def step() -> None:
+        torch.accelerator.set_stream(torch.Stream(torch.accelerator.current_accelerator()))
+
+    several.run(step)
+    assert {device: torch.accelerator.current_stream(device) for device in devices} == before
+    assert torch.accelerator.current_device_index() == here
 
 
 @pytest.mark.parametrize("leaves", LEAVES)
