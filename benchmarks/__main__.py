@@ -27,6 +27,7 @@ SCRIPTS = (
     "memory",
     "accelerator",
     "simulated",
+    "ranks",
 )
 
 

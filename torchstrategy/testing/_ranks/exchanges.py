@@ -123,6 +123,7 @@ class Exchange:
                         f"Rank {rank} has room for {in_words([tensor])} in {self.at(rank)}, and {in_words([value])} "
                         f"are sent to it:\n{self._all_calls()}"
                     )
+            call.given = []
         self.results = dict(zip(self.ranks, results, strict=True))
         self.ends = met(calls[0].kind, calls[0].size, [self.moments[rank] for rank in self.ranks])
 
@@ -169,6 +170,7 @@ class Part(Wait):
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
+        self._gets = exchange.calls[rank].gets
         # torch knows what it does: `Join` never waits for some of its collectives.
         self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and not is_called_by_torch()
         self.is_delivered = False
@@ -191,13 +193,13 @@ class Part(Wait):
 
     def deliver(self) -> list[torch.Tensor]:
         """Writes what the rank gets on its tensors, once, and returns them."""
-        call = self._exchange.calls[self._rank]
         if not self.is_delivered and self._exchange.results is not None:
             self.is_delivered = True
+            self._exchange.calls[self._rank].gets = []  # another rank may keep the exchange, and not these tensors
             with torch.no_grad(), unwatched():
-                for tensor, value in zip(call.gets, self._exchange.results.pop(self._rank), strict=False):
+                for tensor, value in zip(self._gets, self._exchange.results.pop(self._rank), strict=False):
                     bring(value, tensor)
-        return call.gets
+        return self._gets
 
     def sender(self) -> int:
         """The rank that sent a message."""

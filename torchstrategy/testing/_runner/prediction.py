@@ -28,7 +28,7 @@ class Prediction:
 
     def stepped(self) -> None:
         """Notes that a step of the program has ended."""
-        self._ends.append(self._trace.seconds)
+        self._ends.append(self._trace._end_here())
 
     @property
     def steps(self) -> list[float]:

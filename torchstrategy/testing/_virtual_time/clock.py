@@ -79,6 +79,12 @@ class Clock(Listener):
         """When the program and all streams are done."""
         return max([self.hosts.program.now, self.hosts.here().now, *self._ready.values()])
 
+    @property
+    def end_here(self) -> float:
+        """When the program, or the rank whose thread this is, is done with what it has asked for until now."""
+        host = self.hosts.here()
+        return max(host.now, host.done)
+
     def begin_peaks(self) -> None:
         """Counts the peaks of memory from here on."""
         self._peaks.append({device: held(device) for device in self._peaks[0]})
@@ -269,6 +275,7 @@ class Clock(Listener):
                 start = max(start, self._free[engine])
             end = start + task.seconds
             self._ready[stream] = end
+            host.done = max(host.done, end)
             if engine is not None:
                 self._free[engine] = end
             lane = self._lane(stream) if engine is None else engine[1]

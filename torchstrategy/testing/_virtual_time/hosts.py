@@ -21,6 +21,7 @@ class Host:
 
     def __init__(self, now: float = 0.0, share: int = 1, name: str = "host", rank: int | None = None) -> None:
         self.now = now
+        self.done = now  # when all work is done that it has put on streams
         self.name = name
         self.rank = rank
         self._share = share  # how many replicas run Python

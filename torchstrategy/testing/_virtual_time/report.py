@@ -16,7 +16,8 @@ _WAITS = 5
 def report(timeline: Timeline) -> str:
     """The devices, the copies by their routes, and the longest waits with the lines that cause them."""
     lines = [HEAD, f"{timeline.profile.name}: {in_words(timeline.seconds)}, {plural(len(timeline.spans), 'operator')}"]
-    lines += [_device(timeline, device) for device in timeline.devices]
+    for device in timeline.devices:
+        lines += _device(timeline, device)
     lines += _copies(timeline)
     waits = timeline.waits()
     total = sum(wait.seconds for wait in waits)
@@ -32,18 +33,16 @@ def report(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _device(timeline: Timeline, device: int) -> str:
+def _device(timeline: Timeline, device: int) -> Iterator[str]:
     about = timeline.device(device)
-    words = [
-        f"computes {about.busy / max(timeline.seconds, 1e-12):.0%} of the time",
-        f"MFU {about.mfu:.1%}",
-        f"at most {about.peak_bytes / GIB:.2f} GiB",
-        f"{timeline.overlap('copy', 'compute', device):.0%} of the copying while it computes",
-    ]
+    yield (
+        f"  sim:{device}: computes {about.busy / max(timeline.seconds, 1e-12):.0%} of the time, "
+        f"MFU {about.mfu:.1%}, at most {about.peak_bytes / GIB:.2f} GiB, "
+        f"{timeline.overlap('copy', 'compute', device):.0%} of the copying while it computes"
+    )
     if about.communicating:
         hidden = timeline.overlap("collective", "compute", device)
-        words.append(f"{in_words(about.communicating)} of collectives, {hidden:.0%} of them while it computes")
-    return f"  sim:{device}: {', '.join(words)}"
+        yield f"    {in_words(about.communicating)} of collectives, {hidden:.0%} of them while it computes"
 
 
 def _copies(timeline: Timeline) -> list[str]:

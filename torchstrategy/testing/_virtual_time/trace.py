@@ -140,6 +140,10 @@ class VirtualTrace:
         part._part = 0 if self._marks else None, None
         return part
 
+    def _end_here(self) -> float:
+        """When all is done for which the program, or the rank whose thread this is, has asked until now."""
+        return self._clock.end_here
+
     def report(self) -> str:
         """The trace in words: the devices, the copies, and the five longest waits with the lines that cause them."""
         return report(self._timeline())
