@@ -173,6 +173,20 @@ def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
+def test_shards_of_a_tensor_draw_other_numbers_on_each_rank(tmp_path: Path) -> None:
+    """torch draws them by another way on devices that say that they are CUDA's."""
+    (tmp_path / "program.py").write_text(
+        "import torch\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "x = distribute_tensor(torch.zeros(4, 3, device='cuda'), init_device_mesh('cuda', (2,)), [Shard(0)])\n"
+        "torch.nn.init.normal_(x)\n"
+        "assert len(set(x.full_tensor().flatten().tolist())) == 12\n"
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "--as-cuda", "program.py")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
