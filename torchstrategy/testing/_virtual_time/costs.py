@@ -46,6 +46,7 @@ _PASSES = {
     "_log_softmax": 1.5,
     "_log_softmax_backward_data": 1.34,
 }
+_TRAINING = 5  # the position of this argument of a batch norm, which otherwise knows its statistics
 # Kernels that get less of the bandwidth than others, and the part of it that they get.
 _SLOWER = dict.fromkeys(
     (
@@ -207,7 +208,8 @@ def _traffic(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     )
     if name in _WRITES_ONLY:
         return rewritten
-    return int((sum(map(size_of, inputs)) + rewritten + made) * _PASSES.get(name, 1.0))
+    passes = 1.0 if name == "native_batch_norm" and not args[_TRAINING] else _PASSES.get(name, 1.0)
+    return int((sum(map(size_of, inputs)) + rewritten + made) * passes)
 
 
 def _attention_flops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
