@@ -213,7 +213,7 @@ def _traffic(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def _is_known_norm(name: str, args: Sequence[Any]) -> bool:
-    """Whether it is a batch norm in evaluation, which knows its statistics: one product and one sum for each element."""
+    """Whether it is a batch norm in evaluation, which knows its statistics: a product and a sum for each element."""
     return name == "native_batch_norm" and not args[_TRAINING]
 
 
