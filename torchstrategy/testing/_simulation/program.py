@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -174,10 +173,12 @@ def users_line() -> str:
 
 def users_place() -> str:
     """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
-    named = (
-        (_users_file(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(inspect.currentframe())
-    )
-    return next((f"{name}:{line}" for name, line in named if name), "")
+    frame = inspect.currentframe()
+    while frame is not None:  # at each operator: a line number is computed where it is asked for
+        if name := _users_file(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @functools.cache
