@@ -1,9 +1,11 @@
 """On one GPU: one device against plain PyTorch, replicas that share it, and parameters and optimizers on the CPU.
 
-python benchmarks/accelerator.py [--rounds N] [--json FILE]
+python benchmarks/accelerator.py [--rounds N] [--json FILE] [--simulated GPU]
 
 Times are wall clock, with all that was queued on the device done. Where there is no GPU, it says so and ends. Each
 contest can be held on another device, the CPU included, and smaller: its logic is the same there.
+
+With `--simulated H100` nothing is measured: the contests run in virtual time, and the table has what a model predicts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import parallel_apply
 
 import torchstrategy
-from contest import Contender, Contest, Row, Work, compared, hold, timed
+from contest import PREDICTED, Contender, Contest, Row, Work, arguments, compared, hold, timed
+from torchstrategy.testing import simulate_devices, virtual_time
 
 SMALL, LARGE = 64, 2048  # widths: the CPU is what a step waits for, or the device
 LAYERS, WIDE = 24, 2048  # a model of 400 MB
@@ -49,6 +52,8 @@ def model(width: int, layers: int = 5) -> nn.Sequential:
 
 def check_alike(trainings: Mapping[str, Training]) -> None:
     """Says which trainings change their parameters in another way than the first does, if there are any."""
+    if torch.accelerator.current_accelerator() == torch.device("sim"):
+        return  # only shapes are computed, and no parameters
     changes = {name: change(training) for name, training in trainings.items()}
     first, expected = next(iter(changes.items()))
     for name, found in changes.items():
@@ -398,6 +403,9 @@ def place_of_optimizer(
             note(f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}")
 
 
+OF_ONE_GPU = (one_device, sharing, central_memory, place_of_optimizer)
+
+
 def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
     """A contest that is held on the GPU; where there is none, it has no rows."""
 
@@ -408,10 +416,26 @@ def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
     return held
 
 
-CONTESTS = tuple(map(on_gpu, (one_device, sharing, central_memory, place_of_optimizer)))
+def in_virtual_time(contest: Callable[[torch.device, int], Iterator[Row]], gpu: str) -> Contest:
+    """A contest whose clock is virtual. One round says what all would; `compared` warms up for two."""
+
+    def held(rounds: int) -> Iterator[Row]:
+        with virtual_time(gpu, shapes_only=True, program_clock=True):
+            yield from contest(torch.device("sim", 0), 2)
+
+    return held
+
+
+CONTESTS = tuple(map(on_gpu, OF_ONE_GPU))
 
 if __name__ == "__main__":
-    if torch.cuda.is_available():
-        hold(CONTESTS, __doc__ or "")
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--simulated", metavar="GPU", help="predict the times on such a GPU: H100, A100, ...")
+    told = parser.parse_args()
+    if told.simulated:
+        simulate_devices(1)
+        hold([in_virtual_time(contest, told.simulated) for contest in OF_ONE_GPU], "", told, PREDICTED)
+    elif torch.cuda.is_available():
+        hold(CONTESTS, "", told)
     else:
         print("There is no GPU here, so nothing is measured on one.")

@@ -140,6 +140,7 @@ def left_out(what: str, why: object) -> None:
 
 
 HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|"
+PREDICTED = HEADER.replace("| | | |", "| | | predicted |", 1)  # of what was not measured
 
 
 def line(row: Row) -> str:
@@ -176,12 +177,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def hold(contests: Sequence[Contest], description: str) -> None:
+def hold(
+    contests: Sequence[Contest], description: str, told: argparse.Namespace | None = None, header: str = HEADER
+) -> None:
     """What each script does: holds its contests, prints their rows as one table, and writes them if it is told to."""
-    told = arguments(description).parse_args()
+    told = told or arguments(description).parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # a collection of all that torch has made would fall on one contender
-    print(f"{machine()}\n\n{HEADER}", flush=True)
+    print(f"{machine()}\n\n{header}", flush=True)
     rows: list[Row] = []
     for contest in contests:
         for row in contest(told.rounds):

@@ -49,7 +49,8 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ("testing",): [
         {"_injection", "_instruments", "_refusals", "_simulation"},
         {"_counters", "_drift", "_faults", "_leaks", "_lockstep", "_ranks", "_topologies"},
-        {"_machine", "_runner", "_same_as_plain", "_virtual_time", "_worker_drift"},
+        {"_machine", "_same_as_plain", "_virtual_time", "_worker_drift"},
+        {"_runner"},
         {"run"},
     ],
     ("testing", "_simulation"): [
@@ -74,7 +75,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("testing", "_virtual_time"): [
         {"hosts", "profiles", "spans"},
-        {"costs", "timeline"},
+        {"collectives", "costs", "timeline"},
         {"clock", "report"},
         {"perfetto", "picture"},
         {"trace"},
@@ -82,7 +83,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
     ],
     ("testing", "_ranks"): [
         {"record", "torch_internals", "turns"},
-        {"lines", "tensors"},
+        {"lines", "moments", "tensors"},
         {"exchanges"},
         {"world"},
         {"store"},
@@ -90,7 +91,7 @@ FLOORS: dict[tuple[str, ...], list[set[str]]] = {
         {"run_ranks"},
     ],
     ("testing", "_runner"): [
-        {"deep_alias", "observer", "programs"},
+        {"deep_alias", "observer", "prediction", "programs"},
         {"report"},
         {"command"},
     ],

@@ -167,9 +167,13 @@ def test_threads_leave_exact_accounts() -> None:
 def test_a_freed_storage_comes_back_and_does_not_grow() -> None:
     x = torch.ones(1000, device=ONE)
     storage = x.untyped_storage()
+    more = Counter()
     storage.resize_(0)
-    assert storage.nbytes() == 0
+    assert storage.nbytes() == 0 and more(1) == -4000
+    storage.resize_(1000)
+    assert more(1) == 1000 - 4000
     storage.resize_(4000)
+    assert more(1) == 0
     x.fill_(2)
     assert storage.nbytes() == 4000 and x.sum() == 2000
     with pytest.raises(RuntimeError, match="cannot grow from the 4000 bytes"):

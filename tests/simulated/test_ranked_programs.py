@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from ranked_programs import EVERYWHERE, Place, run_ranks, synchronized_batch_norm, zero_redundancy
+from ranked_programs import EVERYWHERE, Place, run_ranks, synchronized_batch_norm
 from torchstrategy.testing import RankRecord
-
-# Of torch's SyncBatchNorm, and of TorchScript, in which ZeroRedundancyOptimizer is written.
-without_kernels = pytest.mark.skipif(
-    importlib.util.find_spec("torchstrategy.testing._simulation.batch_norm") is None,
-    reason="these simulated devices have no kernels for it",
-)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(p, marks=[without_kernels] if p is zero_redundancy else []) for p in EVERYWHERE],
-    ids=[p.__name__ for p in EVERYWHERE],
-)
+@pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
 def test_a_program_of_four_ranks_is_right(program: Callable[[Place], RankRecord]) -> None:
     program(lambda rank: torch.device("sim", rank))
 
 
-@without_kernels
 def test_torchs_synchronized_batch_norm_is_right() -> None:
     synchronized_batch_norm(lambda rank: torch.device("sim", rank))
 

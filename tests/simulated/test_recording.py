@@ -106,6 +106,40 @@ def test_a_tensor_that_is_freed_while_another_stream_may_read_it_is_a_race() -> 
     assert "gets back memory that aten.sum" in race and "record_stream" in race
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+def test_a_stream_that_waits_before_it_uses_freed_memory_again_is_no_race(waits: bool) -> None:
+    """As the gradients of FSDP2 are made on a stream, read by the optimizer on another one, and freed."""
+
+    def use() -> None:
+        side = stream()
+        for _ in range(2):
+            torch.ones(1, device=DEVICE)
+            side.wait_stream(main())
+            gradient = prefetched(side)
+            main().wait_stream(side)
+            gradient.sum()
+            del gradient
+        if waits:
+            side.wait_stream(main())
+        prefetched(side)
+
+    assert len(races(use)) == (not waits)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+def test_a_storage_that_is_made_empty_gives_its_memory_back(waits: bool) -> None:
+    def use() -> None:
+        side = stream()
+        batch = prefetched(side)
+        main().wait_stream(side)
+        batch.sum()
+        if waits:
+            side.wait_stream(main())
+        batch.untyped_storage().resize_(0)
+
+    assert len(races(use)) == (not waits)
+
+
 def test_record_stream_keeps_it() -> None:
     def use() -> None:
         side = stream()

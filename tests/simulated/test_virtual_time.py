@@ -332,3 +332,16 @@ def test_a_size_that_depends_on_numbers_is_waited_for() -> None:
         assert len(timed(call).synchronizations) == 1, name
     indices = torch.tensor([1, 2], device=SIM[0])
     assert timed(lambda: x[indices]).synchronizations == []
+
+
+@pytest.mark.parametrize("of", ["inputs", "weight"])
+def test_channels_stay_last_where_only_shapes_are_computed(of: str) -> None:
+    images = torch.zeros(8, 16, 64, 64, device=SIM[0])
+    convolution = torch.nn.Conv2d(16, 32, 3, device=SIM[0])
+    if of == "inputs":
+        images = images.contiguous(memory_format=torch.channels_last)
+    else:
+        convolution.to(memory_format=torch.channels_last)
+    with virtual_time("A100", shapes_only=True), torch.no_grad():
+        made = convolution(images)
+    assert made.is_contiguous(memory_format=torch.channels_last) and made.stride() == convolution(images).stride()

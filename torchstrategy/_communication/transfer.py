@@ -77,18 +77,24 @@ def write(writes: Sequence[Write]) -> None:
                 torch_internals.foreach_copy_([targets[index] for index in together], arrived)
 
 
-def brought(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
-    """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory."""
+def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
+    """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory.
+
+    From an accelerator, large ones come into `pinned` memory of the CPU, if asked, which is several times faster.
+    """
     if not tensors or tensors[0].device == device:
         return list(tensors)
     arrived: dict[int, torch.Tensor] = {}
     for indices in _groups(tensors):
         if len(indices) == 1:
-            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device))
+            # To the CPU, a copy that does not block makes a tensor in pinned memory.
+            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device) or pinned)
             continue
         together = torch.cat([tensors[index].reshape(-1) for index in indices])
         there = together.to(device).split([tensors[index].numel() for index in indices])
         arrived.update((index, flat.view(tensors[index].shape)) for index, flat in zip(indices, there, strict=True))
+    if pinned:
+        torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
 
 

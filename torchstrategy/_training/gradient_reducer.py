@@ -430,8 +430,7 @@ class GradientReducer:
         if self._is_remote[r]:
             local = self._brought(local)
         if weight == 1 and len(self._weights.weighing) == 1:
-            # Gradients that came together are parts of one piece of memory; in plain PyTorch each has its own.
-            self._total = {i: gradient.clone() for i, gradient in local.items()} if self._is_remote[r] else local
+            self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
         self._num_added += 1
@@ -440,9 +439,10 @@ class GradientReducer:
     def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of the user's parameter."""
         arrived: dict[int, torch.Tensor] = {}
-        for device in {self.owners[index].device for index in local}:
-            indices = [index for index in local if self.owners[index].device == device]
-            arrived.update(zip(indices, brought([local[index] for index in indices], device), strict=True))
+        places = {index: (self.owners[index].device, self.owners[index].is_pinned()) for index in local}
+        for place in dict.fromkeys(places.values()):
+            indices = [index for index in local if places[index] == place]
+            arrived.update(zip(indices, brought([local[index] for index in indices], *place), strict=True))
         return arrived
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
@@ -479,3 +479,9 @@ _exchanging = threading.RLock()
 
 # A compiled step calls this, too. A compiler that followed it would trace locks, and sums of other replicas.
 hide_from_compiler(GradientReducer.accumulate)
+
+
+def _apart(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in memory of its own, as in plain PyTorch: those that came together are parts of one piece."""
+    is_whole = gradient.layout is torch.strided and gradient.untyped_storage().nbytes() == gradient.nbytes
+    return gradient if is_whole else gradient.clone()

@@ -124,3 +124,18 @@ def test_torch_calls_collectives_from_the_files_that_are_named() -> None:
         internals.ENTRANCES[0],
         internals.ENTRANCES[1],
     ]
+
+
+def test_what_is_called_after_backward_is_called_at_its_end() -> None:
+    happened: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        assert internals.after_backward(lambda: happened.append("after"))
+        happened.append("hook")
+
+    (y := x * 2).register_hook(hook)
+    x.register_hook(lambda gradient: happened.append("the last gradient"))
+    y.backward()
+    assert happened == ["hook", "the last gradient", "after"]
+    assert not internals.after_backward(lambda: None)  # no backward runs

@@ -173,6 +173,20 @@ def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
+def test_shards_of_a_tensor_draw_other_numbers_on_each_rank(tmp_path: Path) -> None:
+    """torch draws them by another way on devices that say that they are CUDA's."""
+    (tmp_path / "program.py").write_text(
+        "import torch\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "x = distribute_tensor(torch.zeros(4, 3, device='cuda'), init_device_mesh('cuda', (2,)), [Shard(0)])\n"
+        "torch.nn.init.normal_(x)\n"
+        "assert len(set(x.full_tensor().flatten().tolist())) == 12\n"
+    )
+    done, _ = run(tmp_path, "--ranks", "2", "--as-cuda", "program.py")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
@@ -190,6 +204,9 @@ def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
         (["missing.py"], "No such file or directory: 'missing.py'"),
         (["-m", "a_module_that_is_missing"], "No module named 'a_module_that_is_missing' that could be run"),
         (["--devices", "0", "program.py"], "'0' is not 1 or more"),
+        (["--profile", "Z80", "program.py"], "There is no profile 'Z80'"),
+        (["--shapes-only", "program.py"], "--shapes-only needs --profile"),
+        (["--trace", "here", "program.py"], "--trace needs --profile"),
     ],
 )
 def test_what_cannot_be_run_is_a_usage_error(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -242,7 +259,81 @@ def test_the_report_and_its_json_have_the_same_numbers() -> None:
         "peak_bytes": {"cuda:0": 123, "cuda:1": 9_999_999},
         "races": ["one race"],
         "collectives": {},
+        "predicted": None,
     }
+
+
+# Times
+
+MEASURED = """
+import os, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("nccl")
+model = DistributedDataParallel(torch.nn.Linear(4096, 4096, device="cuda"), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    model(torch.ones(4096, 4096, device="cuda")).mean().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    if rank == 0:
+        print(time.perf_counter() - start)
+"""
+
+
+def test_a_profile_predicts_times_on_the_programs_own_clock_too(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MEASURED)
+    options = ("--ranks", "2", "--profile", "A100", "--shapes-only", "--trace", "deep/timeline")
+    done, report = run(tmp_path, *options, "program.py")
+    assert done.returncode == 0, done.stderr
+    predicted = report["predicted"]
+    printed = [float(line) for line in done.stdout.split()]
+    assert predicted["profile"] == "A100-SXM-80GB"
+    assert predicted["steps"] == pytest.approx(printed[1:], rel=0.01)
+    assert predicted["steps"][0] == pytest.approx(predicted["steps"][1], rel=0.1)
+    assert sum(printed) < predicted["seconds"]
+
+    # The text has the same numbers.
+    step = sorted(predicted["steps"])[1]
+    assert f"a step takes {1e3 * step:.2f} ms" in done.stderr
+    for name, device in predicted["devices"].items():
+        busy = device["busy"] / predicted["seconds"]
+        assert f"{name}: computes {busy:.0%} of the time, MFU {device['mfu']:.1%}" in done.stderr
+        assert f"{1e3 * device['communicating']:.2f} ms of collectives" in done.stderr
+    longest = predicted["waits"][0]
+    assert f"{1e3 * longest['seconds']:.2f} ms at {longest['line']}" in done.stderr
+    assert "sim:" not in done.stderr
+    assert {file.name for file in (tmp_path / "deep" / "timeline").iterdir()} == {"timeline.svg", "trace.json"}
+
+
+def test_a_program_that_does_not_fit_into_the_gpu_runs_out_of_memory(tmp_path: Path) -> None:
+    program = "import torch\nx = [torch.empty(2**30, device='cuda') for _ in range(5)]\n"
+    (tmp_path / "program.py").write_text(program)
+    done, report = run(tmp_path, "--profile", "V100", "--shapes-only", "program.py")
+    assert done.returncode == 1 and "V100-SXM-16GB has 16.00 GiB" in done.stderr
+    assert report["predicted"]["devices"]["cuda:0"]["peak_bytes"] > 2**34
+
+
+def test_the_text_of_a_program_of_the_docs_has_the_numbers_of_its_json(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "testing-cuda-scripts.md").read_text()
+    program = page[page.index("# train.py") :]
+    (tmp_path / "train.py").write_text(program[: program.index("```")])
+    done, report = run(tmp_path, "--devices", "2", "--as-cuda", "train.py", "--steps", "2")
+    for route in report["routes"]:
+        size = f"{route['bytes'] / 2**20:,.2f} MiB" if route["bytes"] >= 10_000 else f"{route['bytes']} bytes"
+        line = f"  {route['from']} -> {route['to']}  {size} in {route['copies']} tensors"
+        assert line in done.stderr and line in page
+    for wait in report["synchronizations"]:
+        line = f"{wait['times']:7}  {wait['why']}  {wait['line']}"
+        assert line in done.stderr and line in page
+    for name, size in report["peak_bytes"].items():
+        line = f"  {name}  {size / 2**20:,.2f} MiB"
+        assert line in done.stderr and line in page
+    for what in ("blocking_copies", "pageable_copies"):
+        line = ", ".join(f"{line} ({times})" for line, times in report[what].items())
+        assert f"  {sum(report[what].values())} " in done.stderr and line in done.stderr and line in page
 
 
 def test_what_is_counted_is_what_the_program_does(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
 from torchstrategy.testing._ranks.lines import is_called_by_torch
+from torchstrategy.testing._ranks.moments import Moments, device_of, met
 from torchstrategy.testing._ranks.record import Collective
 from torchstrategy.testing._ranks.tensors import bring, in_words, spoil, taken
 from torchstrategy.testing._ranks.turns import Wait
+from torchstrategy.testing._simulation.listeners import Listener
+from torchstrategy.testing._simulation.program import unwatched
 
 Values = list[torch.Tensor]
 Settle = Callable[[list[Values]], list[Values]]
@@ -46,10 +49,12 @@ class Call:
         self.kind, self.detail, self.settle = kind, detail, settle
         self.sizes = in_words(shown)
         self.size = sum(tensor.nbytes for tensor in shown) if size is None else size
-        self.given = [taken(tensor) for tensor in gives]
+        self.device = device_of(shown)  # not the tensors: what is given is not kept
         self.gets = list(gets)
-        for tensor in self.gets:
-            spoil(tensor)
+        with unwatched():
+            self.given = [taken(tensor) for tensor in gives]
+            for tensor in self.gets:
+                spoil(tensor)
         # What has to be the same on all ranks, by the word for it.
         self.terms: dict[str, object] = {"collective": kind}
         if kind not in ("send", "recv"):
@@ -76,6 +81,8 @@ class Exchange:
         self.ranks, self.name = tuple(ranks), name
         self.calls: dict[int, Call] = {}
         self.lines: dict[int, str] = {}
+        self.moments: dict[int, Moments] = {}
+        self.ends: dict[Listener, Any] = {}  # when it is over, as each who listens notes it
         self.results: dict[int, Values] | None = None
 
     def join(self, rank: int, call: Call, line: str) -> None:
@@ -87,6 +94,7 @@ class Exchange:
         for other, theirs in self.calls.items():
             _compare(self, (other, theirs, self.lines[other]), (rank, call, line))
         self.calls[rank], self.lines[rank] = call, line
+        self.moments[rank] = Moments(call.kind, call.device, line)
         if len(self.calls) == len(self.ranks):
             self._settle()
 
@@ -106,7 +114,7 @@ class Exchange:
 
     def _settle(self) -> None:
         calls = [self.calls[rank] for rank in self.ranks]
-        with torch.no_grad():
+        with torch.no_grad(), unwatched():
             results = calls[0].settle([call.given for call in calls])
         for rank, call, values in zip(self.ranks, calls, results, strict=True):
             for tensor, value in zip(call.gets, values, strict=bool(call.gets)):
@@ -115,7 +123,9 @@ class Exchange:
                         f"Rank {rank} has room for {in_words([tensor])} in {self.at(rank)}, and {in_words([value])} "
                         f"are sent to it:\n{self._all_calls()}"
                     )
+            call.given = []
         self.results = dict(zip(self.ranks, results, strict=True))
+        self.ends = met(calls[0].kind, calls[0].size, [self.moments[rank] for rank in self.ranks])
 
     def _all_calls(self) -> str:
         return "\n".join(f"  rank {rank}: {self.at(rank)}" for rank in self.ranks)
@@ -160,9 +170,11 @@ class Part(Wait):
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
+        self._gets = exchange.calls[rank].gets
         # torch knows what it does: `Join` never waits for some of its collectives.
         self.has_to_be_waited_for = bool(exchange.calls[rank].gets) and not is_called_by_torch()
         self.is_delivered = False
+        self._is_received = False
         self.idle_questions = 0  # how often the rank has asked for it, and nobody else could go on
 
     def is_over(self) -> bool:
@@ -173,15 +185,21 @@ class Part(Wait):
         for_whom = " and ".join([", ".join(map(str, missing[:-1])), str(missing[-1])]).removeprefix(" and ")
         return f"waits in {self} for {'rank' if len(missing) == 1 else 'ranks'} {for_whom}"
 
+    def receive(self) -> None:
+        """Says to those who listen that the rank waits for what it gets, once."""
+        if not self._is_received:
+            self._is_received = True
+            self._exchange.moments[self._rank].received(self._exchange.ends)
+
     def deliver(self) -> list[torch.Tensor]:
         """Writes what the rank gets on its tensors, once, and returns them."""
-        call = self._exchange.calls[self._rank]
         if not self.is_delivered and self._exchange.results is not None:
             self.is_delivered = True
-            with torch.no_grad():
-                for tensor, value in zip(call.gets, self._exchange.results.pop(self._rank), strict=False):
+            self._exchange.calls[self._rank].gets = []  # another rank may keep the exchange, and not these tensors
+            with torch.no_grad(), unwatched():
+                for tensor, value in zip(self._gets, self._exchange.results.pop(self._rank), strict=False):
                     bring(value, tensor)
-        return call.gets
+        return self._gets
 
     def sender(self) -> int:
         """The rank that sent a message."""

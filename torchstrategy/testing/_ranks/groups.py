@@ -12,6 +12,7 @@ from torch.futures import Future
 from torchstrategy.testing._ranks.exchanges import Call, Part, Settle, Values
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
+from torchstrategy.testing._ranks.torch_internals import after_backward
 from torchstrategy.testing._ranks.world import World
 
 _Work: Any = dist.Work
@@ -51,8 +52,10 @@ class RankWork(_Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         # C++ that waits for a future cannot hand over to another rank: so this waits, and the future is complete.
+        # The C++ that asks in a backward pass, for gradients, waits at its end.
+        self._world.finish(self._rank, self._part, is_early=after_backward(self._part.receive))
         future: Any = Future()
-        future.set_result(self.result())
+        future.set_result(self._part.deliver())
         return future
 
     def _source_rank(self) -> int:

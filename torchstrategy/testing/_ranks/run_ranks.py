@@ -15,12 +15,14 @@ from torchstrategy._core.errors import add_note, described, plural
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
 from torchstrategy.testing._ranks.groups import RankGroup
+from torchstrategy.testing._ranks.moments import as_a_process, ranks_end
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.torch_internals import groups_made_by, isolate_threads
 from torchstrategy.testing._ranks.turns import RanksStopped, Turns
 from torchstrategy.testing._ranks.world import World, current_rank, current_world, settle_here
 from torchstrategy.testing._simulation.ordinals import device_count, set_device
+from torchstrategy.testing._simulation.program import unwatched
 
 T = TypeVar("T")
 
@@ -144,6 +146,7 @@ class _Run:
                 if thread.ident is not None:
                     thread.join()
             isolate_threads(False)
+            ranks_end()
             mine.put_on()
             sys.excepthook = hook  # `init_process_group` sets one that prints the rank
         self._raise()
@@ -164,7 +167,7 @@ class _Run:
             self._turns.check(rank)
             if device_count():
                 set_device(rank % device_count())
-            with self._visits.of(rank):
+            with self._visits.of(rank), as_a_process(rank):
                 self.results[rank] = self._main(rank, *self._args)
             self._check_waits(rank)
         except BaseException as error:
@@ -205,10 +208,12 @@ class _Run:
             raise error
 
     def _enter(self, rank: int) -> None:
-        self._belongings[rank].put_on()
+        with unwatched():
+            self._belongings[rank].put_on()
 
     def _leave(self, rank: int) -> None:
-        self._belongings[rank].take_off()
+        with unwatched():
+            self._belongings[rank].take_off()
 
     def _make_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = RankGroup(

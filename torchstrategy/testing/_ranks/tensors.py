@@ -10,6 +10,7 @@ import torch
 from torchstrategy.testing._ranks.torch_internals import factor_of
 from torchstrategy.testing._simulation.memory import on_cpu
 from torchstrategy.testing._simulation.ordinals import is_simulated
+from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
 
 def _seen_here(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,19 +19,30 @@ def _seen_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def taken(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that a tensor has now. They are no tensor of its device, whose memory a network does not take."""
+    """The numbers that a tensor has now. They are no tensor of its device, whose memory a network does not take.
+
+    Where only shapes are computed, large tensors have no numbers, and what is taken has none either.
+    """
+    if _has_no_numbers(tensor):
+        return torch.empty_like(tensor, device="meta")
     return _seen_here(tensor).clone()
 
 
+def _has_no_numbers(tensor: torch.Tensor) -> bool:
+    return shapes_only() and is_simulated(tensor) and tensor.layout is torch.strided and is_large([tensor])
+
+
 def bring(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Writes numbers on a tensor."""
+    """Writes numbers on a tensor, if there are any."""
+    if values.is_meta or _has_no_numbers(tensor):
+        return
     here = _seen_here(tensor)
     here.copy_(values if values.is_sparse else values.reshape(here.shape))
 
 
 def spoil(tensor: torch.Tensor) -> None:
     """Makes what is read before it was brought visible: NaN, and the lowest integer."""
-    if tensor.is_sparse or tensor.dtype is torch.bool:
+    if tensor.is_sparse or tensor.dtype is torch.bool or _has_no_numbers(tensor):
         return
     here = _seen_here(tensor)
     if tensor.is_floating_point() or tensor.is_complex():

@@ -134,3 +134,13 @@ ENTRANCES = (c10d.__name__, "torch.distributed.c10d_logger")
 def factor_of(operation: Any) -> float:
     """The factor of a `PREMUL_SUM`, by which NCCL multiplies each rank's numbers before it adds them."""
     return float(operation.__getstate__()[1])
+
+
+def after_backward(call: Callable[[], None]) -> bool:
+    """Has a function called at the end of the backward pass that runs on this thread; False if none runs."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    try:
+        engine.queue_callback(call)
+    except RuntimeError:  # there is no other way to ask
+        return False
+    return True

@@ -69,13 +69,20 @@ class World:
         self._posted.setdefault(("receivers", group, tag, source, rank), deque()).append(exchange)
         return self._join(exchange, rank, call)
 
-    def finish(self, rank: int, part: Part) -> None:
+    def finish(self, rank: int, part: Part, is_early: bool = False) -> None:
         """Waits until a rank has what it gets.
+
+        Args:
+            rank: The rank.
+            part: Its part in a collective.
+            is_early: Whether the program has not asked for it yet, and calls `part.receive` when it does.
 
         Raises:
             RanksStopped: If it cannot get it any more.
         """
         self.turns.wait(rank, part)
+        if not is_early:
+            part.receive()
         part.deliver()
         self._parts[rank] = [other for other in self._parts[rank] if other is not part]
 

@@ -2,6 +2,7 @@
 
 observer     copies between devices, and where the program waits for one
 deep_alias   "cuda" also in what devices and tensors say of themselves
+prediction   how long the program would take on GPUs
 programs     a script or a module, run as Python runs it
 report       what is printed at the end
 command      the command line

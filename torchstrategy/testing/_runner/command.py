@@ -17,10 +17,14 @@ from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.run_ranks import run_recorded
 from torchstrategy.testing._runner.deep_alias import deep_alias
 from torchstrategy.testing._runner.observer import Observer, observing
+from torchstrategy.testing._runner.prediction import FILES, Prediction
 from torchstrategy.testing._runner.programs import Program, module, script
 from torchstrategy.testing._runner.report import Report
 from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices
 from torchstrategy.testing._simulation import module as devices
+from torchstrategy.testing._virtual_time import DeviceProfile, virtual_time
+
+DEVICE = "cuda"  # what the report calls devices: the program's word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,11 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peaks=[devices.max_memory_allocated(index) for index in range(count)],
         races=run.races,
         collectives=run.record if run.has_ranks else None,
-        device="cuda",
+        device=DEVICE,
+        prediction=run.prediction,
     )
     print(f"\n{report}", file=sys.stderr)
     if options.json:
         Path(options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    if run.prediction is not None and options.trace:
+        run.prediction.save(Path(options.trace))
     return 1 if options.strict and run.races and not status else status
 
 
@@ -64,19 +71,44 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help='devices and tensors also say that they are CUDA\'s: device.type == "cuda", tensor.is_cuda',
     )
     parser.add_argument("--ranks", type=_positive, metavar="N", help="run it as torchrun does, in N ranks")
+    parser.add_argument(
+        "--profile",
+        type=_profile,
+        metavar="GPU",
+        help="predict the times on such GPUs, A100 or another one, which the program finds on its own clock, too",
+    )
+    parser.add_argument(
+        "--shapes-only",
+        action="store_true",
+        help="with --profile: do not compute operators on tensors of more than 64 KiB, so that large models run",
+    )
+    parser.add_argument(
+        "--trace", metavar="DIR", help=f"with --profile: write {' and '.join(FILES)} (for Perfetto) there"
+    )
     parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race")
     parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="a script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for option in ("shapes_only", "trace"):
+        if getattr(options, option) and options.profile is None:
+            parser.error(f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted")
+    return options
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
     return int(text)
+
+
+def _profile(text: str) -> DeviceProfile:
+    try:
+        return DeviceProfile.named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @final
@@ -87,11 +119,13 @@ class _Run:
         self.record = RankRecord()
         self.has_ranks = options.ranks is not None
         self.races: list[str] = []
+        self.prediction: Prediction | None = None
 
     def go(self) -> int:
         """Runs the program; returns its exit status."""
         with ExitStack() as block:
             block.enter_context(self._program.at_home())
+            self._predict(block)
             streams = block.enter_context(record_streams(check=False))
             block.enter_context(observing(self.observer))
             block.enter_context(_spawning(self._spawn))
@@ -106,6 +140,12 @@ class _Run:
                 self._program.run()
         else:
             self._ranks(lambda rank: self._program.run(), self._options.ranks)
+
+    def _predict(self, block: ExitStack) -> None:
+        if self._options.profile is not None:
+            time = virtual_time(self._options.profile, self._options.shapes_only, program_clock=True)
+            self.prediction = Prediction(block.enter_context(time), DEVICE)
+            self.observer.after_step = self.prediction.stepped
 
     def _ranks(self, main: Callable[..., Any], n: int, *args: Any) -> None:
         run_recorded(main, n, self.record, args)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchstrategy._core.torch_internals import TorchDispatchMode, push_dispatch_mode
 from torchstrategy.testing._ranks.lines import line_of_the_user
+from torchstrategy.testing._ranks.world import current_rank
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 
 _aten = torch.ops.aten
@@ -51,7 +52,9 @@ class Observer(TorchDispatchMode):
     def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()
+        self.after_step: Callable[[], None] = lambda: None  # called by the program, or by its first rank
         self._most_steps, self._progress = most_steps, progress
+        self._most: Counter[int] = Counter()  # by thread
         self._steps_of: Counter[tuple[int, int]] = Counter()  # by thread and optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,8 +79,13 @@ class Observer(TorchDispatchMode):
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Counts the steps of the optimizer that made most, and ends the program after enough of them."""
-        key = threading.get_ident(), id(optimizer)
+        thread = threading.get_ident()
+        key = thread, id(optimizer)
         self._steps_of[key] += 1
+        if self._steps_of[key] > self._most[thread]:
+            self._most[thread] = self._steps_of[key]
+            if current_rank() <= 0:
+                self.after_step()
         if self._steps_of[key] > self.seen.steps:
             self.seen.steps = self._steps_of[key]
             self._progress(self.seen.steps)

@@ -10,6 +10,7 @@ from typing import Any, final
 from torchstrategy._core.errors import plural
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._runner.observer import Observations
+from torchstrategy.testing._runner.prediction import Prediction
 
 _LINES_SHOWN = 5
 
@@ -27,6 +28,7 @@ class Report:
         races: The races that were found, in words.
         collectives: What ranks have told each other; None if it had no ranks.
         device: What devices are called: `cuda` or `sim`.
+        prediction: How long it would take on GPUs; None if nobody asked.
     """
 
     program: str
@@ -36,6 +38,7 @@ class Report:
     races: Sequence[str]
     collectives: RankRecord | None
     device: str
+    prediction: Prediction | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The numbers of the report, for other programs."""
@@ -63,6 +66,7 @@ class Report:
             "peak_bytes": {f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)},
             "races": list(self.races),
             "collectives": None if self.collectives is None else _collectives(self.collectives),
+            "predicted": None if self.prediction is None else self.prediction.as_json(len(self.peaks)),
         }
 
     def __str__(self) -> str:
@@ -82,6 +86,7 @@ class Report:
                 "Peak memory",
                 *[f"  {self.device}:{index}  {_bytes(peak)}" for index, peak in enumerate(self.peaks)],
                 *self._told(),
+                *([] if self.prediction is None else self.prediction.lines()),
                 f"Races: {len(self.races) or 'none'}",
                 *[f"  {race}" for race in self.races],
             ]

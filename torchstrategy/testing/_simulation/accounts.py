@@ -1,4 +1,4 @@
-"""How many bytes each device holds: exactly those of the storages that were made on it."""
+"""How many bytes each device holds: exactly those of the storages that were made on it, in their present sizes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class _Account:
 # Reentrant: the garbage collector may free a storage, and so change an account, while this thread holds the lock.
 _lock = threading.RLock()
 _accounts: defaultdict[int, _Account] = defaultdict(_Account)
+_missing: dict[int, int] = {}  # by address: how many bytes less a storage has than it was made with
 
 
 def account(storage: torch.UntypedStorage, index: int) -> None:
@@ -44,8 +45,31 @@ def account(storage: torch.UntypedStorage, index: int) -> None:
 
 
 def _give_back(index: int, size: int, address: int) -> None:
-    _accounts[index].add(-size)
-    freed(address)
+    with _lock:
+        missing = _missing.pop(address, 0)
+    _accounts[index].add(missing - size)
+    if missing < size or not size:
+        freed(address)
+
+
+def resized(index: int, address: int, whole: int, size: int) -> None:
+    """Counts a storage in a new size.
+
+    Args:
+        index: Of its device.
+        address: Of its memory.
+        whole: The bytes with which it was made.
+        size: The bytes that it has from here on, not more.
+    """
+    with _lock:
+        before = whole - _missing.pop(address, 0)
+        if size < whole:
+            _missing[address] = whole - size
+    _accounts[index].add(size - before)
+    if before and not size:
+        freed(address)
+    elif size and not before:
+        made(index, address)
 
 
 def held(index: int) -> int:

@@ -52,6 +52,8 @@ def _can_be_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
         and key.size(2) == value.size(2)
         and len({tensor.dtype for tensor in tensors}) == 1
         and query.is_floating_point()
+        # A DTensor knows how the kernel of CUDA is divided among ranks, and not how this one is.
+        and not any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors)
     )
 
 

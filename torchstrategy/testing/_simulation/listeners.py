@@ -54,6 +54,22 @@ class Copy(NamedTuple):
         return stream
 
 
+class Arrival(NamedTuple):
+    """A rank has come to a collective."""
+
+    stream: Stream | None  # the current stream of the device whose tensors it brings; None: they are on the CPU
+    moment: Any  # what `Listener.came` returned
+    where: str  # the line of the program
+
+
+class Meeting(NamedTuple):
+    """A collective to which all ranks have come, or a message from the first of two to the second."""
+
+    kind: str
+    bytes: int  # of the whole: `Collective.bytes`
+    arrivals: Sequence[Arrival]  # of each rank
+
+
 class Listener(ABC):
     """Is told what happens. Threads may share it; the methods may be called while memory is freed, anywhere."""
 
@@ -108,6 +124,26 @@ class Listener(ABC):
     @abstractmethod
     def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """An operator of the CPU is about to use memory of the CPU."""
+
+    @abstractmethod
+    def rank_begins(self, rank: int) -> None:
+        """This thread is a rank of a run from here on: a process of its own."""
+
+    @abstractmethod
+    def ranks_end(self) -> None:
+        """All ranks of a run have ended."""
+
+    @abstractmethod
+    def came(self, stream: Stream | None) -> Any:
+        """A rank calls a collective. Returns the moment at which what it brings is there."""
+
+    @abstractmethod
+    def met(self, meeting: Meeting) -> Any:
+        """All ranks have come to a collective. Returns the moment at which each has what it gets."""
+
+    @abstractmethod
+    def received(self, stream: Stream | None, moment: Any, kind: str) -> None:
+        """A rank waits for what a collective of a `kind` brings: its stream does, or, with None, the program."""
 
     @abstractmethod
     def is_over(self, moment: Any) -> bool:

@@ -36,6 +36,8 @@ from torchstrategy.testing._simulation.streams import (
 )
 
 _TOTAL_MEMORY = 16 * 2**30  # what `get_device_properties` says; nothing enforces it
+# The modules that draw for DTensors. The second does for devices that say that they are CUDA's.
+_OF_DTENSORS = ("torch.distributed.tensor._random", "torch._prims.rng_prims")
 _COUNTED_STATE = 16  # the bytes of a GPU's state of random numbers
 
 
@@ -169,7 +171,7 @@ def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
     # A DTensor computes with the state, and wants that of a GPU; it asks for it on the device's module.
     here = inspect.currentframe()
     caller = here.f_back if here is not None else None
-    if caller is not None and caller.f_globals.get("__name__") == "torch.distributed.tensor._random":
+    if caller is not None and caller.f_globals.get("__name__") in _OF_DTENSORS:
         return counted_state(ordinal(device))
     return default_generator(ordinal(device)).get_state()
 

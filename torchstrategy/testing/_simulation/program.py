@@ -6,9 +6,8 @@ import contextlib
 import functools
 import inspect
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -46,9 +45,25 @@ def watching_the_cpu() -> Iterator[None]:
             _forget_methods()
 
 
+def watched_thread() -> AbstractContextManager[None]:
+    """A block for a thread that stands for a process: in it, the thread is watched if the process is."""
+    return _watched_here() if _blocks and not _here.is_watched else nullcontext()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A block whose operators are not the program's: nobody is told of them."""
+    before, _here.is_silent = _here.is_silent, True
+    try:
+        yield
+    finally:
+        _here.is_silent = before
+
+
 @final
 class _Here(threading.local):
     is_watched = False  # by an outer block, which tells all listeners
+    is_silent = False
 
 
 _here = _Here()
@@ -104,7 +119,7 @@ class _Watch(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        uses = _uses_of(func)
+        uses = None if _here.is_silent else _uses_of(func)
         if uses is not None:
             read, written = uses(args, kwargs)
             if read or written:
@@ -158,10 +173,12 @@ def users_line() -> str:
 
 def users_place() -> str:
     """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
-    named = (
-        (_users_file(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(inspect.currentframe())
-    )
-    return next((f"{name}:{line}" for name, line in named if name), "")
+    frame = inspect.currentframe()
+    while frame is not None:  # at each operator: a line number is computed where it is asked for
+        if name := _users_file(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @functools.cache

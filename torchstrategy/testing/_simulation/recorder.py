@@ -18,7 +18,16 @@ from typing import NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Stream, listeners, listening
+from torchstrategy.testing._simulation.listeners import (
+    Copy,
+    Kernel,
+    Launch,
+    Listener,
+    Meeting,
+    Stream,
+    listeners,
+    listening,
+)
 from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._simulation.program import users_line, watching_the_cpu
 
@@ -69,6 +78,7 @@ class Recorder(Listener):
         self._clocks: dict[Stream, Clock] = {}
         self._host: Clock = {}  # how much of every stream's work the program has waited for
         self._memory: dict[int, _Memory] = {}
+        self._returned: dict[Stream, list[_Work]] = {}  # what may still use memory that is free, by its home
         self._of_cpu: dict[int, _Memory] = {}  # pinned memory that copies used while the program went on
         self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
 
@@ -99,6 +109,9 @@ class Recorder(Listener):
     @override
     def made(self, stream: Stream, address: int) -> None:
         with self._lock:
+            for work in self._returned.pop(stream, ()):
+                if not self._is_before(work, stream):
+                    self._reused(stream, work)
             self._memory[address] = _Memory(stream, self._next(stream, "the operator that made it"))
 
     @override
@@ -108,12 +121,13 @@ class Recorder(Listener):
             if memory is None or memory.home is None:
                 return
             for work in (memory.written, *memory.read.values()):
-                if work.stream not in memory.guarded and not self._is_before(work, memory.home):
-                    self._found(
-                        f"{_named(memory.home)} gets back memory that {work.name}{work.where}, on "
-                        f"{_named(work.stream)}, may still be using: say tensor.record_stream(stream) for a tensor "
-                        "that is used on another stream than it was made on, or wait before it is freed."
-                    )
+                if work.stream in memory.guarded or self._is_before(work, memory.home):
+                    continue
+                if self._clock(memory.home).get(work.stream):
+                    # It waits for that stream now and then: perhaps also before it uses the memory again.
+                    self._returned.setdefault(memory.home, []).append(work)
+                else:
+                    self._reused(memory.home, work)
 
     @override
     def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
@@ -170,6 +184,28 @@ class Recorder(Listener):
                 self._check_with_program(name, does, memory.written, "writes")
                 for work in memory.read.values() if is_write else ():
                     self._check_with_program(name, does, work, "reads")
+
+    # Of ranks, each has a device of its own, whose streams no other rank uses.
+
+    @override
+    def rank_begins(self, rank: int) -> None:
+        pass
+
+    @override
+    def ranks_end(self) -> None:
+        pass
+
+    @override
+    def came(self, stream: Stream | None) -> None:
+        pass
+
+    @override
+    def met(self, meeting: Meeting) -> None:
+        pass
+
+    @override
+    def received(self, stream: Stream | None, moment: Clock, kind: str) -> None:
+        pass
 
     @override
     def is_over(self, moment: Clock) -> bool:
@@ -255,6 +291,13 @@ class Recorder(Listener):
             f"{work.name}{work.where}, on {_named(work.stream)}, {does} a tensor that {other.name}{other.where} {did} "
             f"on {_named(other.stream)}, and does not wait for it: say stream.wait_stream(other), or stream.wait_event("
             "event) with an event that was recorded there."
+        )
+
+    def _reused(self, home: Stream, work: _Work) -> None:
+        self._found(
+            f"{_named(home)} gets back memory that {work.name}{work.where}, on {_named(work.stream)}, may still be "
+            "using: say tensor.record_stream(stream) for a tensor that is used on another stream than it was made on, "
+            "or wait before it is freed."
         )
 
     def _found(self, race: str) -> None:

@@ -73,7 +73,7 @@ def shaped(
         return same[0] if len(same) == 1 else tuple(same) or None
     key = (op, _signature(args), _signature(tuple(kwargs.items())))
     if key not in _sizes:
-        _sizes[key] = _asked(call, args, kwargs)
+        _sizes[key] = _asked(op, call, args, kwargs)
     if _sizes[key] is NOT_KNOWN:
         _computed[str(op)] += 1
         return NOT_KNOWN
@@ -83,7 +83,7 @@ def shaped(
 NOT_KNOWN = object()
 
 
-def _asked(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _asked(op: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
@@ -91,9 +91,24 @@ def _asked(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     args, kwargs = tree_map_only(torch.device, lambda device: torch.device("meta"), (args, kwargs))
     args, kwargs = tree_map_only(torch.Generator, lambda generator: None, (args, kwargs))
     try:
-        return call(*args, **kwargs)
+        made = call(*args, **kwargs)
+        return made.contiguous(memory_format=_layout(args)) if op is _CONVOLUTION else made
     except (NotImplementedError, RuntimeError):  # torch has no meta kernel, or one that looks at values
         return NOT_KNOWN
+
+
+def _layout(tensors: Sequence[Any]) -> torch.memory_format:
+    """The layout of a convolution's result: channels last, if its input or its weight has them. Meta kernels forget."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        for tensor in tensors[:2]:
+            fits = tensor.dim() == _DIMENSIONS[layout] and tensor.is_contiguous(memory_format=layout)
+            if fits and not tensor.is_contiguous():
+                return layout
+    return torch.contiguous_format
+
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _made(like: Any) -> Any:

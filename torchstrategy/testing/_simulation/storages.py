@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from torchstrategy._core.torch_internals import make_parameter
+from torchstrategy.testing._simulation.accounts import resized
 from torchstrategy.testing._simulation.memory import on_cpu, on_device
 from torchstrategy.testing._simulation.ordinals import (
     NAME,
@@ -85,7 +86,7 @@ def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
 def _resizer(resize: Callable[..., Any], nbytes: Callable[..., int]) -> Callable[..., Any]:
     """Makes a replacement for `storage.resize_`, by which FSDP frees memory and takes it again.
 
-    The memory stays, and only the size is noted.
+    The memory stays, and only the size is noted, here and in the account of the device.
     """
 
     def resize_(self: Any, size: int) -> Any:
@@ -95,6 +96,7 @@ def _resizer(resize: Callable[..., Any], nbytes: Callable[..., int]) -> Callable
             raise RuntimeError(
                 f"A storage on {self.device} cannot grow from the {nbytes(self)} bytes that it was made with to {size}."
             )
+        resized(self.device.index, self.data_ptr(), nbytes(self), size)
         self.__dict__[_LOGICAL_SIZE] = size
         return self
 

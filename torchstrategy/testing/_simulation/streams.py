@@ -237,6 +237,11 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
         listener.copied(copy)
 
 
+def identity_of_current_stream(device: int | None = None) -> tuple[int, int]:
+    """This thread's current stream of a device, or of the current one, as listeners know it."""
+    return _key(current_stream(device))
+
+
 def guarded(tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Says that `tensor.record_stream(stream)` was called."""
     for listener in listeners():

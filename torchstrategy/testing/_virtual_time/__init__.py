@@ -3,7 +3,8 @@
 profiles       what is known of GPUs
 spans          what takes time
 costs          how long an operator takes: the cost model
-hosts          the clocks of the program and of replicas
+collectives    how long a collective of ranks takes
+hosts          the clocks of the program, of replicas and of ranks
 clock          the clocks of streams and engines, and the rules
 timeline       a stretch of virtual time
 report         in words

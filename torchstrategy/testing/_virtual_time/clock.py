@@ -15,6 +15,11 @@ Note [The rules of virtual time]
 6. An operator of the CPU takes `cpu_operator` seconds and its bytes over `cpu_bandwidth`. What it writes counts twice,
    since a processor reads memory before it writes it.
 7. Other Python code takes no time.
+8. Each rank of `run_ranks` is a process with a clock of its own. To call a collective takes it `launch` seconds. The
+   collective begins when all ranks have called it, the current streams of their devices are ready, and no other
+   collective goes over their links. It takes `collective` seconds and, in a ring, its bytes over the bandwidth of the
+   links. Who waits for it lets the current stream wait; the program itself waits for a barrier, and for collectives of
+   tensors of the CPU, whose bytes go over `cpu_bandwidth`.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._simulation.accounts import held
-from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Stream
+from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Meeting, Stream
 from torchstrategy.testing._simulation.program import users_place
+from torchstrategy.testing._virtual_time.collectives import collective_seconds
 from torchstrategy.testing._virtual_time.costs import CostModel, size_of
 from torchstrategy.testing._virtual_time.hosts import Hosts
 from torchstrategy.testing._virtual_time.profiles import GIB, DeviceProfile
@@ -71,7 +77,13 @@ class Clock(Listener):
     @property
     def end(self) -> float:
         """When the program and all streams are done."""
-        return max([self.hosts.program.now, *self._ready.values()])
+        return max([self.hosts.program.now, self.hosts.here().now, *self._ready.values()])
+
+    @property
+    def end_here(self) -> float:
+        """When the program, or the rank whose thread this is, is done with what it has asked for until now."""
+        host = self.hosts.here()
+        return max(host.now, host.done)
 
     def begin_peaks(self) -> None:
         """Counts the peaks of memory from here on."""
@@ -118,7 +130,8 @@ class Clock(Listener):
         self._note(copy, span, route)
         if copy.blocks:
             memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
-            way = f"to sim:{device} from {memory}" if comes else f"from sim:{device} to {memory}"
+            here = "its device" if self.hosts.here().is_rank else f"sim:{device}"  # ranks do the same, each on its own
+            way = f"to {here} from {memory}" if comes else f"from {here} to {memory}"
             self._wait(span.end, f"a copy {way}", span.where)
 
     def _copy_between(self, copy: Copy, source: Stream, target: Stream) -> None:
@@ -198,6 +211,47 @@ class Clock(Listener):
             self.cpu_work.append(CpuWork(host.name, name, start, host.now, size, users_place()))
 
     @override
+    def rank_begins(self, rank: int) -> None:
+        self.hosts.rank_begins(rank)
+
+    @override
+    def ranks_end(self) -> None:
+        self.hosts.ranks_end()
+
+    @override
+    def came(self, stream: Stream | None) -> float:
+        with self._lock:
+            host = self.hosts.here()
+            host.spend(self.profile.launch)
+            return host.now if stream is None else max(host.now, self._ready[stream])
+
+    @override
+    def met(self, meeting: Meeting) -> float:
+        kind, size, arrivals = meeting
+        # A link carries messages in both directions at once.
+        lanes = ["messages out", "messages in"] if kind == "send" else ["collectives"] * len(arrivals)
+        links = [
+            (arrival.stream[0], lane, arrival.where)
+            for arrival, lane in zip(arrivals, lanes, strict=True)
+            if arrival.stream is not None
+        ]
+        with self._lock:
+            start: float = max(arrival.moment for arrival in arrivals)
+            start = max([start, *(self._free[device, lane] for device, lane, _ in links)])
+            end = start + collective_seconds(kind, size, len(arrivals), bool(links), self.profile)
+            for device, lane, where in links:
+                self._free[device, lane] = end
+                self.spans.append(Span(device, lane, "collective", kind, start, end, size, 0, 0.0, where))
+        return end
+
+    @override
+    def received(self, stream: Stream | None, moment: float, kind: str) -> None:
+        if stream is None or kind == "barrier":
+            self._wait(moment, f"a {kind} of ranks", users_place())
+        else:
+            self.waits(stream, moment)
+
+    @override
     def is_over(self, moment: float) -> bool:
         host = self.hosts.here()
         host.spend(self.profile.event)  # so that a loop that asks comes to an end
@@ -221,6 +275,7 @@ class Clock(Listener):
                 start = max(start, self._free[engine])
             end = start + task.seconds
             self._ready[stream] = end
+            host.done = max(host.done, end)
             if engine is not None:
                 self._free[engine] = end
             lane = self._lane(stream) if engine is None else engine[1]

@@ -46,6 +46,7 @@ _PASSES = {
     "_log_softmax": 1.5,
     "_log_softmax_backward_data": 1.34,
 }
+_TRAINING = 5  # the position of this argument of a batch norm
 # Kernels that get less of the bandwidth than others, and the part of it that they get.
 _SLOWER = dict.fromkeys(
     (
@@ -102,7 +103,7 @@ class CostModel:
         if name in _NOT_A_KERNEL:
             return None
         moved = _traffic(op, name, args, kwargs, results)
-        memory = self._memory(moved) / _SLOWER.get(name, 1.0)
+        memory = self._memory(moved) / (1.0 if _is_known_norm(name, args) else _SLOWER.get(name, 1.0))
         flops, compute, dtype, layout = 0, 0.0, torch.float32, 0.0
         uses_tensor_cores = False
         if name in _PRODUCTS:
@@ -207,7 +208,13 @@ def _traffic(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     )
     if name in _WRITES_ONLY:
         return rewritten
-    return int((sum(map(size_of, inputs)) + rewritten + made) * _PASSES.get(name, 1.0))
+    passes = 1.0 if _is_known_norm(name, args) else _PASSES.get(name, 1.0)
+    return int((sum(map(size_of, inputs)) + rewritten + made) * passes)
+
+
+def _is_known_norm(name: str, args: Sequence[Any]) -> bool:
+    """Whether it is a batch norm in evaluation, which knows its statistics: a product and a sum for each element."""
+    return name == "native_batch_norm" and not args[_TRAINING]
 
 
 def _attention_flops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
-"""The clocks of the program: one for it, and one for each replica while replicas run.
+"""The clocks of the program: one for it, one for each replica while replicas run, and one for each rank.
 
-Replicas share Python's lock. So while several run, what takes the program a microsecond takes each of them as many as
-there are replicas; and the next turn goes to the one whose clock is behind.
+Ranks are processes of their own. Replicas share Python's lock. So while several run, what takes the program a
+microsecond takes each of them as many as there are replicas; and the next turn goes to the one whose clock is behind.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from torchstrategy._execution.instruments import END, START, Instrument, Turns
 
 @final
 class Host:
-    """A clock, in seconds, of the program or of one replica."""
+    """A clock, in seconds, of the program, of one replica or of one rank."""
 
-    def __init__(self, now: float = 0.0, share: int = 1, name: str = "host") -> None:
+    def __init__(self, now: float = 0.0, share: int = 1, name: str = "host", rank: int | None = None) -> None:
         self.now = now
+        self.done = now  # when all work is done that it has put on streams
         self.name = name
+        self.rank = rank
         self._share = share  # how many replicas run Python
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is the clock of a rank."""
+        return self.rank is not None
 
     def spend(self, seconds: float) -> None:
         """Lets the program be busy for a while."""
@@ -70,6 +77,7 @@ class _Run:
 @final
 class _Here(threading.local):
     def __init__(self) -> None:
+        self.rank: Host | None = None  # whose thread this is
         self.replica: tuple[_Run, Host] | None = None  # whose thread this is
         self.calls: list[_Run] = []  # the runs that this thread has called
 
@@ -82,10 +90,23 @@ class Hosts(Instrument):
         self.program = Host()
         self._here = _Here()
         self._begun: _Run | None = None
+        self._ranks: list[Host] = []  # of a run that has not ended
 
     def here(self) -> Host:
-        """The clock of the replica whose thread this is, or else of the program. Other threads share that."""
-        return self.program if self._here.replica is None else self._here.replica[1]
+        """The clock of the replica or rank whose thread this is, or else of the program. Other threads share that."""
+        if self._here.replica is not None:
+            return self._here.replica[1]
+        return self._here.rank or self.program
+
+    def rank_begins(self, rank: int) -> None:
+        """Gives the rank whose thread this is a clock of its own."""
+        self._here.rank = Host(self.program.now, name=f"rank {rank}", rank=rank)
+        self._ranks.append(self._here.rank)
+
+    def ranks_end(self) -> None:
+        """Lets the program wait for all ranks."""
+        self.program.now = max([self.program.now, *(rank.now for rank in self._ranks)])
+        self._ranks.clear()
 
     def __repr__(self) -> str:
         return "virtual_time()"  # as errors name who gives the turns

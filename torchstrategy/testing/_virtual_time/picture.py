@@ -20,7 +20,14 @@ _HEAD, _AXIS = 112, 40  # heights: of the title and the legend, and of the axis
 _LABEL, _BAR, _SPACE = 34, 26, 8  # heights: of a lane's name, of its bars, and of the space below
 _LEAST = 0.6  # the width of the narrowest bar; closer ones become one
 _TICKS = 6  # about so many
-_LEGEND = (("compute", "computes"), ("copy", "copies"), ("wait", "waits"), ("cpu", "works on the CPU"))
+_LEGEND = (
+    ("compute", "computes"),
+    ("copy", "copies"),
+    ("wait", "waits"),
+    ("cpu", "works on the CPU"),
+    ("collective", "collectives"),
+)
+_LAST = "collective"  # is in the legend of pictures that have some
 
 _STYLE = """
   svg { background: #ffffff; }
@@ -33,6 +40,7 @@ _STYLE = """
   .copy { fill: #d9730d; }
   .wait { fill: #c93c37; }
   .cpu { fill: #2d8a55; }
+  .collective { fill: #8250df; }
   .bar:hover { stroke: #1f2328; stroke-width: 1.5; }
   @media (prefers-color-scheme: dark) {
     svg { background: #0d1117; }
@@ -44,6 +52,7 @@ _STYLE = """
     .copy { fill: #f0a04b; }
     .wait { fill: #ff7b72; }
     .cpu { fill: #56d364; }
+    .collective { fill: #bc8cff; }
     .bar:hover { stroke: #f0f6fc; }
   }
   @media print {
@@ -78,7 +87,7 @@ def picture(timeline: Timeline) -> str:
         f"  <style>{_STYLE}  </style>",
         f'  <text class="title" x="{_MARGIN}" y="32">{escape(title)}</text>',
         f'  <text class="dim" x="{_MARGIN}" y="64">{escape(HEAD)}</text>',
-        *_legend(),
+        *_legend(any(bar.kind == _LAST for _, bars in lanes for bar in bars)),
         *_axis(timeline, height),
     ]
     for row, (name, bars) in enumerate(lanes):
@@ -108,7 +117,7 @@ def _hover(name: str, seconds: float, where: str, size: int | None = None) -> st
 def _joined(bars: Sequence[_Bar], timeline: Timeline) -> Iterator[_Bar]:
     """Bars as they can be drawn: what is too narrow to be seen alone is one bar with its neighbours."""
     least = _LEAST * timeline.seconds / (_WIDTH - 2 * _MARGIN)
-    for kind in ("compute", "copy", "cpu", "wait"):
+    for kind in ("compute", "copy", "cpu", "wait", "collective"):
         before: _Bar | None = None
         count = 0
         for bar in sorted(bar for bar in bars if bar.kind == kind):
@@ -135,9 +144,11 @@ def _drawn(bar: _Bar, timeline: Timeline, y: int) -> str:
     return f'  <rect class="bar {bar.kind}" {place}><title>{escape(bar.text)}</title></rect>'
 
 
-def _legend() -> Iterator[str]:
+def _legend(has_collectives: bool) -> Iterator[str]:
     x = _MARGIN
     for kind, words in _LEGEND:
+        if kind == _LAST and not has_collectives:
+            continue
         yield f'  <rect class="{kind}" x="{x}" y="{_HEAD - 32}" width="18" height="18"/>'
         yield f'  <text x="{x + 26}" y="{_HEAD - 16}">{words}</text>'
         x += 190

@@ -28,7 +28,7 @@ class DeviceProfile:
         processors: How many streaming multiprocessors there are.
         pinned: The link to the CPU from and to pinned memory, in each direction, in 10^9 bytes a second.
         pageable: The same from and to memory that is not pinned.
-        peer: The link to each other device, in each direction, in 10^9 bytes a second.
+        peer: The link to each other device, in each direction, in 10^9 bytes a second; of ranks, to all others.
         matmul: The part of the peak that a large matrix product gets.
         simple_matmul: The part that it gets without tensor cores.
         convolution: The part that a convolution gets.
@@ -40,6 +40,7 @@ class DeviceProfile:
         event: Seconds that the program takes to record an event, to ask it or to let a stream wait for it.
         cpu_bandwidth: The bytes that operators of the CPU read and write, in 10^9 a second.
         cpu_operator: The least seconds that an operator of the CPU takes.
+        collective: The least seconds that a collective of ranks takes.
 
     Example:
         >>> import dataclasses
@@ -68,16 +69,17 @@ class DeviceProfile:
     event: float = 1 * US
     cpu_bandwidth: float = 20.0
     cpu_operator: float = 2 * US
+    collective: float = 20 * US
 
     @staticmethod
     def named(name: str) -> DeviceProfile:
-        """The profile of this name.
+        """The profile of this name, or the first one whose name begins so: `"A100"` is `"A100-SXM-80GB"`.
 
         Raises:
             ValueError: If there is none.
         """
         for profile in _PROFILES:
-            if profile.name == name:
+            if f"{profile.name}-".startswith(f"{name}-"):
                 return profile
         known = ", ".join(repr(profile.name) for profile in _PROFILES)
         raise ValueError(
@@ -106,9 +108,9 @@ def _tflops(
 
 
 # Peaks, bandwidths, sizes and links are the makers'; figures with sparsity are halved. The parts of them that a program
-# gets are guesses (launch, kernel, copy, pageable links, 0.80 to 0.83 of a pinned link and of NVLink), or were fitted
-# to published times of training on A100 and V100 (matmul, simple_matmul, convolution, attention, streaming): of GPT-2
-# 124M in float32, TF32 and bfloat16, and of ResNet-50 in float32, TF32 and AMP.
+# gets are guesses (launch, kernel, copy, collective, pageable links, 0.80 to 0.83 of a pinned link and of NVLink), or
+# were fitted to published times of training on A100 and V100 (matmul, simple_matmul, convolution, attention,
+# streaming): of GPT-2 124M in float32, TF32 and bfloat16, and of ResNet-50 in float32, TF32 and AMP.
 # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
 _A100 = DeviceProfile(
     "A100-SXM-80GB", _tflops(19.5, 312, 19.5, tf32=156), 2039, 80 * GIB, 108, pinned=25, pageable=8, peer=250
@@ -157,6 +159,11 @@ _PROFILES = (
         pinned=25,
         pageable=8,
         peer=12,
+        # It runs above its rated clock, and has less arithmetic to feed for each byte of bandwidth. Fitted to ViT-L/16
+        # and ResNet-50 in inference: `benchmarks/figures.py`.
+        matmul=1.0,
+        convolution=0.85,
+        streaming=0.93,
         launch=6 * US,
     ),
     # https://www.nvidia.com/en-us/data-center/l4/

@@ -17,25 +17,32 @@ def report(timeline: Timeline) -> str:
     """The devices, the copies by their routes, and the longest waits with the lines that cause them."""
     lines = [HEAD, f"{timeline.profile.name}: {in_words(timeline.seconds)}, {plural(len(timeline.spans), 'operator')}"]
     for device in timeline.devices:
-        about = timeline.device(device)
-        lines.append(
-            f"  sim:{device}: computes {about.busy / max(timeline.seconds, 1e-12):.0%} of the time, "
-            f"MFU {about.mfu:.1%}, at most {about.peak_bytes / GIB:.2f} GiB, "
-            f"{timeline.overlap('copy', 'compute', device):.0%} of the copying while it computes"
-        )
+        lines += _device(timeline, device)
     lines += _copies(timeline)
     waits = timeline.waits()
     total = sum(wait.seconds for wait in waits)
     if not total:
         lines.append("  the program never waits")
         return "\n".join(lines)
-    lines.append(f"  the program waits {in_words(total)}:")
+    lines.append(f"  the program waits {in_words(total)}{_together(timeline)}:")
     for wait in waits[:_WAITS]:
         if wait.seconds:
             lines += [f"    {_described(wait)}", *(f"      {advice}" for advice in _advice(wait.why))]
     if more := len([wait for wait in waits[_WAITS:] if wait.seconds]):
         lines.append(f"    and in {plural(more, 'other place')}")
     return "\n".join(lines)
+
+
+def _device(timeline: Timeline, device: int) -> Iterator[str]:
+    about = timeline.device(device)
+    yield (
+        f"  sim:{device}: computes {about.busy / max(timeline.seconds, 1e-12):.0%} of the time, "
+        f"MFU {about.mfu:.1%}, at most {about.peak_bytes / GIB:.2f} GiB, "
+        f"{timeline.overlap('copy', 'compute', device):.0%} of the copying while it computes"
+    )
+    if about.communicating:
+        hidden = timeline.overlap("collective", "compute", device)
+        yield f"    {in_words(about.communicating)} of collectives, {hidden:.0%} of them while it computes"
 
 
 def _copies(timeline: Timeline) -> list[str]:
@@ -54,6 +61,11 @@ def _copies(timeline: Timeline) -> list[str]:
     return lines
 
 
+def _together(timeline: Timeline) -> str:
+    hosts = {one.host for one in timeline.synchronizations if one.seconds}
+    return f", {plural(len(hosts), min(hosts).partition(' ')[0])} together" if len(hosts) > 1 else ""
+
+
 def _described(wait: Wait) -> str:
     where = wait.where or "code that is not yours"
     times = "" if wait.times == 1 else f", in {wait.times} waits"
@@ -68,6 +80,8 @@ def _advice(why: str) -> Iterator[str]:
         yield "Copy with non_blocking=True."
     elif why.startswith("a copy from"):
         yield "Copy less often, or with non_blocking=True, and wait for an event where you need the result."
+    elif why.endswith("of ranks"):
+        yield "A barrier, or a collective of tensors of the CPU: call it less often, or let devices do it."
     elif why.startswith("aten."):
         yield "The program reads a number (.item(), bool(), print): read it later, or less often."
 

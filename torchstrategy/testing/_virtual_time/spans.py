@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-Kind = Literal["compute", "copy"]
+Kind = Literal["compute", "copy", "collective"]
 Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """An operator or a copy, from when to when, in seconds since the block began."""
+    """An operator, a copy or a collective, from when to when, in seconds since the block began."""
 
     device: int
-    lane: str  # `"stream 0"`, `"copies in"`, `"copies out"`, `"copies to sim:1"`
+    lane: str  # `"stream 0"`, `"copies in"`, `"copies out"`, `"copies to sim:1"`, `"collectives"`
     kind: Kind
     name: str
     start: float

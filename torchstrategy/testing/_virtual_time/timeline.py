@@ -30,6 +30,7 @@ class DeviceTime(NamedTuple):
         peak_bytes: The most bytes that tensors on it hold.
         flops: Floating-point operations.
         mfu: Model flops utilization: the part of the time that `flops` would take at the peaks of their dtypes.
+        communicating: Seconds in which it takes part in collectives of ranks.
     """
 
     busy: float
@@ -38,6 +39,7 @@ class DeviceTime(NamedTuple):
     peak_bytes: int
     flops: int
     mfu: float
+    communicating: float
 
 
 class Wait(NamedTuple):
@@ -73,7 +75,7 @@ class Timeline:
         return sorted({span.device for span in self.spans})
 
     def times(self, device: int, kind: Kind) -> list[Interval]:
-        """When a device computes or copies; work that began before counts from the beginning."""
+        """When a device does one kind of work; what began before counts from the beginning."""
         return united(
             (max(span.start, self.since), min(span.end, self.until))
             for span in self.spans
@@ -90,6 +92,7 @@ class Timeline:
             peak_bytes=self.peaks.get(index, 0),
             flops=sum(span.flops for span in mine),
             mfu=sum(span.at_peak for span in mine) / self.seconds if self.seconds else 0.0,
+            communicating=length(self.times(index, "collective")),
         )
 
     def overlap(self, one: Kind, other: Kind, device: int | None = None) -> float:

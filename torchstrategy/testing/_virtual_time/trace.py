@@ -70,7 +70,8 @@ class VirtualTrace:
         return list(self._timeline().synchronizations)
 
     def device(self, device: _Device = 0) -> DeviceTime:
-        """What one device does: its seconds `busy`, `idle` and `copying`, `peak_bytes`, `flops` and `mfu`.
+        """What one device does: its seconds `busy`, `idle`, `copying` and `communicating`, and its `peak_bytes`,
+        `flops` and `mfu`.
 
         `mfu`, model flops utilization, is the part of the time that the arithmetic would take at the peak of its dtype.
         It counts matrix products, convolutions and attention.
@@ -82,14 +83,15 @@ class VirtualTrace:
 
     def overlap(
         self,
-        one: Literal["compute", "copy"] = "copy",
-        other: Literal["compute", "copy"] = "compute",
+        one: Literal["compute", "copy", "collective"] = "copy",
+        other: Literal["compute", "copy", "collective"] = "compute",
         device: _Device | None = None,
     ) -> float:
         """The part of the time of one kind of work in which the same device does the other kind, too: from 0 to 1.
 
         Args:
-            one: `"copy"`, from and to other memory, or `"compute"`, which is everything else.
+            one: `"copy"`, from and to other memory; `"collective"`, between ranks; or `"compute"`, which is everything
+                else.
             other: The same.
             device: `"sim:1"`, or its index; None: all devices together.
 
@@ -99,13 +101,15 @@ class VirtualTrace:
         return self._timeline().overlap(one, other, None if device is None else ordinal(device))
 
     def mark(self, name: str = "step") -> None:
-        """Marks this moment of the program, and so the beginning of a step.
+        """Marks this moment of the program, and so the beginning of a step. Of ranks, the marks of the first one count.
 
         Args:
             name: What it is called.
         """
-        self._marks.append((name, self._clock.hosts.program.now))
-        self._clock.begin_peaks()
+        host = self._clock.hosts.here()
+        if not host.rank:
+            self._marks.append((name, host.now))
+            self._clock.begin_peaks()
 
     def step(self, number: int, name: str = "step") -> Self:
         """The part of the trace from a mark to the next one of the same name, or to the end.
@@ -135,6 +139,10 @@ class VirtualTrace:
         part._marks = self._marks
         part._part = 0 if self._marks else None, None
         return part
+
+    def _end_here(self) -> float:
+        """When all is done for which the program, or the rank whose thread this is, has asked until now."""
+        return self._clock.end_here
 
     def report(self) -> str:
         """The trace in words: the devices, the copies, and the five longest waits with the lines that cause them."""

@@ -1,0 +1,273 @@
+"""What virtual time predicts, beside figures that others have published.
+
+python benchmarks/figures.py [--json FILE]
+
+Nothing is measured here. Constants of the cost model were fitted to the figures marked `fitted`; to those marked `seen`
+and `held out`, none was. Figures with a line `foretold` were predicted, and the predictions committed, before they were
+looked up. Then the profile of the RTX 4090, which was wrong for GeForce cards, was corrected by two of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from contest import Row, hold
+from networks import GPT2, VisionTransformer, resnet
+from torchstrategy.testing import DeviceProfile, simulate_devices, virtual_time
+
+DEVICE = "sim:0"
+HALF = {"AMP": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Figure(NamedTuple):
+    """Something that somebody has measured and published."""
+
+    what: str
+    gpu: str
+    make: Callable[[], nn.Module]
+    batch: int
+    precision: str = "AMP"  # or float32, TF32, bfloat16
+    channels_last: bool = False
+    trains: bool = True
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    published: float = 1.0  # images, or rows of tokens, a second
+    source: str = ""
+    used: str = "seen"  # known, and no constant was fitted to it; or fitted; or held out
+    foretold: float | None = None  # the ms of the prediction that was committed before the figure was looked up
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """As programs for ImageNet use it."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+_4090 = DeviceProfile.named("RTX-4090")
+# The figures of https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf
+_3090 = replace(
+    _4090,
+    name="RTX-3090",
+    tflops={torch.float32: 35.6, torch.float16: 71.0, torch.bfloat16: 71.0, torch.float64: 0.56, "tf32": 35.6},
+    bandwidth=936,
+    processors=82,
+)
+OTHERS: Mapping[str, DeviceProfile] = {_3090.name: _3090}
+
+LECTURE = '"Let\'s reproduce GPT-2 (124M)", A. Karpathy, 2024: batch 16 of 1,024 tokens'
+NANOGPT = "README of nanoGPT, December 2022: batch 8 of that commit's train.py assumed, no dropout"
+EXAMPLES_A100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, 21.03: batch 256 assumed"
+EXAMPLES_V100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, V100 16 GB: batch 128 assumed for FP32 and 256 for AMP"
+TIMM = "timm at aa4b5850, results/benchmark-"
+TORCHVISION = "github.com/sandeepkumar-skb/pytorch_experiments, torchvision_exp: batch 128"
+
+
+def timm(
+    what: str, gpu: str, make: Callable[[], nn.Module], batch: int, file: str, published: float, foretold: float
+) -> Figure:
+    """A figure of timm's tables; the name of its file says what was measured."""
+    is_last, trains = "-nhwc-" in file, file.startswith("train")
+    used = "fitted" if (what, is_last) in CORRECTING and gpu == "RTX-4090" else "held out"
+    return Figure(what, gpu, make, batch, "AMP", is_last, trains, sgd, published, f"{TIMM}{file}.csv", used, foretold)
+
+
+CORRECTING = (("ViT-L/16", False), ("ResNet-50", True))  # what the profile of the RTX 4090 was corrected by
+INFER_4090 = "infer-amp-{}-pt240-cu124-rtx4090"
+TRAIN_3090 = "train-amp-{}-pt112-cu113-rtx3090"
+FIGURES = [
+    Figure("GPT-2", "A100", GPT2, 16, "float32", published=16.0, source=LECTURE, used="fitted"),
+    Figure("GPT-2", "A100", GPT2, 16, "TF32", published=16 / 0.333, source=LECTURE, used="fitted"),
+    Figure("GPT-2", "A100", GPT2, 16, "bfloat16", published=16 / 0.300, source=LECTURE, used="fitted"),
+    Figure(
+        "GPT-2",
+        "A100-SXM-40GB",
+        lambda: GPT2(by_hand=True),
+        8,
+        "bfloat16",
+        published=8 / 0.250,
+        source=NANOGPT,
+        used="fitted",
+    ),
+    *[
+        Figure("ResNet-50", gpu, lambda: resnet(50), batch, precision, is_last, True, sgd, rate, source, "fitted")
+        for gpu, batch, precision, is_last, rate, source in (
+            ("A100", 256, "TF32", False, 938.0, EXAMPLES_A100),
+            ("A100", 256, "AMP", True, 2470.0, EXAMPLES_A100),
+            ("V100", 128, "float32", False, 367.0, EXAMPLES_V100),
+            ("V100", 256, "AMP", True, 1200.0, EXAMPLES_V100),
+        )
+    ],
+    *[
+        Figure("ResNet-50", "V100", lambda: resnet(50), 128, precision, is_last, True, sgd, rate, TORCHVISION, "seen")
+        for precision, is_last, rate in (
+            ("float32", False, 128 / 0.34237),
+            ("float32", True, 128 / 0.41284),
+            ("AMP", False, 128 / 0.15220),
+            ("AMP", True, 128 / 0.11093),
+        )
+    ],
+    timm("ResNet-18", "RTX-4090", lambda: resnet(18), 512, INFER_4090.format("nhwc"), 18247.43, 44.49),
+    timm("ResNet-50", "RTX-4090", lambda: resnet(50), 512, INFER_4090.format("nhwc"), 5088.39, 137.22),
+    timm("ResNet-50", "RTX-4090", lambda: resnet(50), 1024, INFER_4090.format("nchw"), 4217.6, 377.72),
+    timm("ResNet-101", "RTX-4090", lambda: resnet(101), 512, INFER_4090.format("nhwc"), 3320.94, 223.73),
+    timm(
+        "ViT-S/16",
+        "RTX-4090",
+        lambda: VisionTransformer(384, 12, True),
+        1024,
+        INFER_4090.format("nchw"),
+        7693.38,
+        166.02,
+    ),
+    timm(
+        "ViT-B/16",
+        "RTX-4090",
+        lambda: VisionTransformer(768, 12, True),
+        1024,
+        INFER_4090.format("nchw"),
+        2787.15,
+        457.56,
+    ),
+    timm(
+        "ViT-L/16",
+        "RTX-4090",
+        lambda: VisionTransformer(1024, 24, True),
+        1024,
+        INFER_4090.format("nchw"),
+        912.7,
+        1435.19,
+    ),
+    timm("ResNet-18", "RTX-3090", lambda: resnet(18), 512, TRAIN_3090.format("nchw"), 2764.22, 250.73),
+    timm("ResNet-50", "RTX-3090", lambda: resnet(50), 512, TRAIN_3090.format("nchw"), 826.06, 731.38),
+    timm("ResNet-50", "RTX-3090", lambda: resnet(50), 512, TRAIN_3090.format("nhwc"), 1218.01, 620.83),
+    timm(
+        "ViT-B/16",
+        "RTX-3090",
+        lambda: VisionTransformer(768, 12, False),
+        192,
+        TRAIN_3090.format("nchw"),
+        390.86,
+        715.31,
+    ),
+]
+
+
+def predicted(figure: Figure) -> float:
+    """The seconds of a step."""
+    profile = OTHERS.get(figure.gpu) or DeviceProfile.named(figure.gpu)
+    tf32 = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    kind = "ieee" if figure.precision == "float32" else "tf32"
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = kind
+    try:
+        # What fits is not the question here, and their batches did.
+        with virtual_time(replace(profile, memory=2**50), shapes_only=True) as trace:
+            step = trained(figure) if figure.trains else inferred(figure)
+            for _ in range(2):  # the first step makes the state of the optimizer
+                torch.accelerator.synchronize()
+                trace.mark()
+                step()
+        return trace.step(1).seconds
+    finally:
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = tf32
+
+
+def parts(figure: Figure) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The network, a batch and its labels."""
+    layout = torch.channels_last if figure.channels_last else torch.contiguous_format
+    with torch.device(DEVICE):
+        model = figure.make()
+        if isinstance(model, GPT2):
+            tokens = torch.zeros(figure.batch, 1024, dtype=torch.int64)
+            return model, tokens, tokens
+        images = torch.zeros(figure.batch, 3, 224, 224).contiguous(memory_format=layout)
+        return model.to(memory_format=layout), images, torch.zeros(figure.batch, dtype=torch.int64)
+
+
+def autocast(precision: str) -> torch.autocast | nullcontext[None]:
+    """The block in which half precision is used, if it is."""
+    return torch.autocast("sim", HALF[precision]) if precision in HALF else nullcontext()
+
+
+def trained(figure: Figure) -> Callable[[], None]:
+    """A step of training."""
+    model, batch, labels = parts(figure)
+    optimizer = figure.optimizer(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast(figure.precision):
+            loss = F.cross_entropy(model(batch).flatten(0, -2), labels.flatten())
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def inferred(figure: Figure) -> Callable[[], None]:
+    """A step of inference."""
+    model, batch, _ = parts(figure)
+    model.eval()
+
+    def step() -> None:
+        with torch.no_grad(), autocast(figure.precision):
+            model(batch)
+
+    return step
+
+
+def figures(rounds: int) -> Iterator[Row]:
+    """Every figure, and a line for each prediction; a model says the same in each round."""
+    errors: dict[str, list[float]] = {}
+    seconds = {figure: predicted(figure) for figure in FIGURES}
+    for figure in FIGURES:
+        name, published = f"{named(figure)} ({figure.used})", figure.batch / figure.published
+        yield Row(name, "published", published, "ms", "", 1.0, 1.0, 1.0, None)
+        says = {"predicted": seconds[figure]}
+        if figure.foretold is not None:
+            says["foretold"] = figure.foretold / 1e3
+        for word, amount in says.items():
+            ratio = amount / published
+            errors.setdefault(figure.used if word == "predicted" else word, []).append(ratio - 1)
+            yield Row(name, word, amount, "ms", "published", ratio, ratio, ratio, 1.3)
+    errors["all"] = errors["fitted"] + errors["seen"] + errors["held out"]
+    for word, those in errors.items():
+        mean, worst = statistics.mean(map(abs, those)), max(those, key=abs)
+        print(f"{word}: mean error {mean:.0%}, worst {worst:+.0%}, of {len(those)}", file=sys.stderr)
+    right = [(slow, fast, seconds[fast] < seconds[slow]) for slow, fast in pairs()]
+    print(f"{sum(is_right for *_, is_right in right)} of {len(right)} gains on the right side", file=sys.stderr)
+    for slow, fast, is_right in right:
+        if not is_right:
+            print(f"  not {named(slow)} -> {named(fast)}", file=sys.stderr)
+
+
+def named(figure: Figure) -> str:
+    """What was measured."""
+    layout = ", NHWC" if figure.channels_last else ""
+    does = "training" if figure.trains else "inference"
+    return f"{figure.what} on {figure.gpu}, {does}, {figure.precision}{layout}, {figure.batch}"
+
+
+def pairs() -> Iterator[tuple[Figure, Figure]]:
+    """Figures of one source that differ in precision or layout, by 10 % or more: the slower and the faster."""
+    for one, other in itertools.combinations(FIGURES, 2):
+        alike = one[:2] == other[:2] and one.batch == other.batch and one.trains == other.trains
+        is_of_one = one.source == other.source or one.source.startswith(TIMM)
+        if alike and is_of_one:
+            slow, fast = sorted((one, other), key=lambda figure: figure.published)
+            if fast.published >= 1.1 * slow.published:
+                yield slow, fast
+
+
+CONTESTS = (figures,)
+
+if __name__ == "__main__":
+    simulate_devices(1)
+    hold(CONTESTS, __doc__ or "")
