@@ -214,15 +214,13 @@ def data_parallel(
         del kept, _of_calls[module]  # a module belongs to one strategy
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    try:
-        return called(*inputs, **(module_kwargs or {}))
-    finally:
-        if called._strategy is not None:
-            _of_calls[module] = called._strategy
+    output = called(*inputs, **(module_kwargs or {}))
+    _of_calls[module] = called._strategy
+    return output
 
 
 # The strategies of modules that `data_parallel` has called: without them, each call would make replicas anew.
-_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy] = weakref.WeakKeyDictionary()
+_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy | None] = weakref.WeakKeyDictionary()
 _strategies: weakref.WeakSet[CentralStorageStrategy] = weakref.WeakSet()
 _lock = threading.Lock()
 
