@@ -30,7 +30,7 @@ from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
-from torchstrategy._core.errors import an, as_int
+from torchstrategy._core.errors import an, as_int, hide_frames
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.tree import (
@@ -146,7 +146,12 @@ class DataParallel(nn.Module):
         _refuse_in_replica()
         devices = self._devices
         if len(devices) > 1:
-            return self._in_replicas(inputs, kwargs)
+            try:
+                return self._in_replicas(inputs, kwargs)
+            except BaseException as error:
+                __tracebackhide__ = True  # pytest knows this name
+                hide_frames(error)
+                raise
         if devices:
             _require_place(self.module, devices[0])
             inputs, kwargs = moved((inputs, kwargs), devices[0])
