@@ -19,6 +19,7 @@ STATUSES = {
     "same": "It is here, and does what TensorFlow documents.",
     "differs": "It is here, and does what TensorFlow documents, except as the table says.",
     "absent": "It is for TPUs, sessions or Estimator, which PyTorch does not have.",
+    "torch": "It is not here: PyTorch has its own way, which the table names.",
     "cluster": "It is useful only with several machines, and is not here.",
     "extra": "It is torchstrategy's own.",
 }
@@ -28,6 +29,7 @@ SECTIONS = {
     "tf.distribute.experimental.": "torchstrategy.experimental.",
     "tf.distribute.cluster_resolver.": "torchstrategy.cluster_resolver.",
     "tf.compat.v1.distribute.": "torchstrategy.compat.v1.",
+    "tf.types.experimental.distributed.": "torchstrategy.",
     "tf.": "torchstrategy.",
     "torchstrategy.": "torchstrategy.",
 }
@@ -37,7 +39,8 @@ HEAD = """\
 This page is made from [parity.csv](parity.csv) by [parity.py](parity.py). Tests compare the table with the code.
 
 It lists the public names of `tf.distribute` in TensorFlow 2.2, 2.3 and 2.4, with their parameters, and the names
-elsewhere in `tf` that they use. Where releases differ, the page shows the newest release that has the name; *pages*
+elsewhere in `tf` that they use. Every public class, function and enumeration that has come since, up to TensorFlow
+2.21, has a line that says *2.21*. Where releases differ, the page shows the newest release that has the name; *pages*
 means that a name is in TensorFlow's documentation only. A parameter has its own line only if it is not the same.
 Inherited names are listed with the class that defines them.
 

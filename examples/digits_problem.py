@@ -96,7 +96,7 @@ def positive(text: str) -> int:
 def argument_parser() -> argparse.ArgumentParser:
     rates = ", ".join(f"{rate} for {optimizer}" for optimizer, rate in LEARNING_RATES.items())
     parser = argparse.ArgumentParser()
-    parser.set_defaults(check=False)
+    parser.set_defaults(check=False, plot=None)
     parser.add_argument("--epochs", type=positive, default=5, help="default: 5")
     parser.add_argument(
         "--batch-size", type=positive, default=100, help="rows of a step, over all replicas; default: 100"
@@ -109,16 +109,17 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
-    strategies = ["default", "one", "central", "workers"]
+    strategies = ["default", "one", "central", "mirrored", "workers"]
     parser.add_argument("--strategy", choices=strategies, default="central", help="default: central")
     parser.add_argument(
         "--replicas",
         type=positive,
-        help="of central, or of each of the workers that torchrun starts; default: as many as devices, and for one "
-        "device 2 of central and 1 of each worker",
+        help="of central or mirrored, or of each of the workers that torchrun starts; default: as many as devices, and "
+        "for one device 2 of central or mirrored and 1 of each worker",
     )
     parser.add_argument("--device", help="of one, or of the replicas, with commas between; default: cpu")
     parser.add_argument("--check", action="store_true", help="also train digits_plain.py, and fail if the two differ")
+    parser.add_argument("--plot", help="also train digits_plain.py, and draw both in this file; needs matplotlib")
 
 
 def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
@@ -128,6 +129,8 @@ def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
 
     if options.strategy == "central":
         return torchstrategy.CentralStorageStrategy(compute_devices=compute_devices(options, 2))
+    if options.strategy == "mirrored":
+        return torchstrategy.MirroredStrategy(compute_devices(options, 2))
     if options.strategy == "workers":
         return torchstrategy.MultiWorkerMirroredStrategy(devices=compute_devices(options, 1))
     if options.replicas not in (None, 1):
@@ -161,16 +164,31 @@ def main(train: Train, options: argparse.Namespace) -> None:
     if is_first_process():
         print(f"{len(losses)} steps in {seconds:.1f} s, last loss {losses[-1]:.4f}")
         print(f"test accuracy {100 * accuracy(model):.1f} %")
-    if options.check:
-        check(options, model, losses)
+    if options.check or options.plot:
+        # Not at the top of the file, because digits_plain imports this file.
+        import digits_plain
+
+        plain_model, plain_losses = digits_plain.train(options)
+        if options.check:
+            compare(options, model, losses, plain_model, plain_losses)
+        if options.plot and is_first_process():
+            plot(options.plot, losses, plain_losses, accuracy(model), accuracy(plain_model))
 
 
 def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -> None:
     """Trains the plain twin, and exits with an error unless losses and weights are the same. Each worker does so."""
-    # Not at the top of the file, because digits_plain imports this file.
     import digits_plain
 
-    plain_model, plain_losses = digits_plain.train(options)
+    compare(options, model, losses, *digits_plain.train(options))
+
+
+def compare(
+    options: argparse.Namespace,
+    model: nn.Module,
+    losses: list[Tensor],
+    plain_model: nn.Module,
+    plain_losses: list[Tensor],
+) -> None:
     loss = distance(losses, plain_losses, relative_above=1.0)
     weight = distance(model.state_dict().values(), plain_model.state_dict().values())
     allowed_loss, allowed_weight = ALLOWED_LOSS[options.dtype], ALLOWED_WEIGHT[options.dtype][options.optimizer]
@@ -181,6 +199,23 @@ def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -
         )
     if not (loss <= allowed_loss and weight <= allowed_weight):  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
+
+
+def plot(path: str, losses: list[Tensor], plain_losses: list[Tensor], right: float, plain_right: float) -> None:
+    """Draws the losses of the two runs, one over the other, and below their difference."""
+    from matplotlib.figure import Figure
+
+    found, expected = ([loss.item() for loss in run] for run in (losses, plain_losses))
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    above.plot(expected, linewidth=5, alpha=0.4, label=f"plain PyTorch, test accuracy {plain_right:.1%}")
+    above.plot(found, linewidth=1.5, label=f"replicas, test accuracy {right:.1%}")
+    above.set_ylabel("loss")
+    above.legend()
+    below.plot([one - other for one, other in zip(found, expected, strict=True)])
+    below.set_ylabel("difference")
+    below.set_xlabel("step")
+    figure.savefig(path)
 
 
 def distance(tensors: Iterable[Tensor], expected: Iterable[Tensor], relative_above: float = math.inf) -> float:

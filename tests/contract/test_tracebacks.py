@@ -154,3 +154,15 @@ def test_a_script_prints_the_users_lines_only(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False).stderr
     files = [line for line in found.splitlines() if line.lstrip().startswith("File ")]
     assert len(files) == 2 + len(OF_RUN) and found.count(str(script)) == 2, found
+
+
+def test_an_error_in_a_data_parallel_module_shows_the_lines_of_the_module() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return failing(x)
+
+    model = torchstrategy.DataParallel(Net(), ["cpu"] * 2)
+    with pytest.raises(ZeroDivisionError, match="of the user") as found:
+        model(torch.ones(3))
+    assert names(found.value)[-2:] == ["forward", "failing"]
+    assert of_package(found.value) == (["forward"] if OF_RUN else [])

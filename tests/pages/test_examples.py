@@ -261,3 +261,53 @@ def test_what_the_gan_draws_comes_nearer_to_digits(gan: ModuleType, capsys: pyte
     gan.main(gan.argument_parser().parse_args(["--steps", "150", "--replicas", "1"]))
     before, after = map(float, re.findall(r"([\d.]+) (?:after one step|now)", capsys.readouterr().out))
     assert after < before / 2
+
+
+@pytest.mark.slow
+def test_the_digits_program_draws_both_runs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    arguments = ("--strategy", "mirrored", "--replicas", "2", "--epochs", "1", "--check", "--plot", "losses.svg")
+    output_of_python(str(EXAMPLES / "digits.py"), *arguments, folder=tmp_path)
+    assert "<svg" in (tmp_path / "losses.svg").read_text()
+
+
+def test_the_trainers_differ_in_fewer_than_20_lines() -> None:
+    plain, under_strategy = ((EXAMPLES / name).read_text().splitlines() for name in ("trainer_plain.py", "trainer.py"))
+    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]
+    new = [line for line in diff if line[0] == "+"]
+    assert 0 < len(new) < 20, "\n".join(new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_the_trainer_checks_itself(precision: str) -> None:
+    arguments = ("--precision", precision, "--epochs", "2", "--replicas", "3", "--accumulate", "4")
+    output = output_of("trainer.py", "--check", *arguments)
+    assert output.startswith("largest difference from plain PyTorch")
+
+
+@pytest.mark.slow
+def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    trainer, problem = importlib.import_module("trainer"), importlib.import_module("trainer_problem")
+
+    class Forgetful(trainer.Trainer):  # type: ignore[misc, name-defined]
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "average": Forgetful(self.options).average.state_dict()}
+
+    options = problem.argument_parser().parse_args(["--epochs", "2"])
+    options.device, options.replicas = "cpu", 2
+    with pytest.raises(SystemExit, match="not the plain one"):
+        problem.check(Forgetful, options)
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_and_writes_for_tensorboard(tmp_path: Path) -> None:
+    command = (str(EXAMPLES / "trainer.py"), "--checkpoint", "last.pt", "--log-dir", "log")
+    first = output_of_python(*command, "--epochs", "1", folder=tmp_path)
+    second = output_of_python(*command, "--epochs", "2", "--resume", folder=tmp_path)
+    assert [line.partition(":")[0] for line in (first + second).splitlines() if line.startswith("epoch")] == [
+        "epoch 1",
+        "epoch 2",
+    ]
+    assert ("TensorBoard is not installed" in first) != (tmp_path / "log").exists()

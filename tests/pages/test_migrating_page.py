@@ -1,4 +1,4 @@
-"""docs/migrating-from-dataparallel.md says what is so: all of it runs, torch.nn.DataParallel on simulated devices."""
+"""The pages on torch.nn.DataParallel say what is so: all of it runs, torch.nn.DataParallel on simulated devices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from processes import NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "migrating-from-dataparallel.md"
+PAGES = {page.stem: page for page in (PAGE, *sorted((ROOT / "docs").glob("dataparallel-faults*.md")))}
 TEXT = PAGE.read_text()
 PYTHON, DIFF = (re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.M | re.S) for language in ("python", "diff"))
-FAULTS = re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.M | re.S)
+FAULTS = [
+    fault
+    for page in list(PAGES.values())[1:]
+    for fault in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
+]
 
 # The words that begin a paragraph, and where the snippets below it run. What is below none of them runs in both places.
 MARKS = {
@@ -50,10 +55,10 @@ def printed(place: str, program: str, folder: Path) -> str:
 # The snippets
 
 
-def snippets(place: str) -> str:
-    """The page, with empty lines for what does not run in this place, and for what is not run by doctest."""
+def snippets(place: str, page: str) -> str:
+    """A page, with empty lines for what does not run in this place, and for what is not run by doctest."""
     lines, where = [], None
-    for line in TEXT.splitlines():
+    for line in PAGES[page].read_text().splitlines():
         if mark := re.match(r"\*\*(.+?)\*\*", line):
             where = MARKS[mark[1]]
         elif line.startswith("#"):
@@ -62,26 +67,30 @@ def snippets(place: str) -> str:
     return "\n".join(lines)
 
 
-def run_snippets(place: str) -> None:
+def run_snippets(place: str, page: str) -> None:
     """Prints those that do not print what the page shows, and then how many there are."""
-    page = doctest.DocTestParser().get_doctest(snippets(place), {"__name__": "__main__"}, PAGE.name, str(PAGE), 0)
-    print(doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(page))
+    names = {"__name__": "__main__"}
+    test = doctest.DocTestParser().get_doctest(snippets(place, page), names, page, str(PAGES[page]), 0)
+    print(doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_snippets_print_what_the_page_shows(place: str, tmp_path: Path) -> None:
-    program = f"import test_migrating_page; test_migrating_page.run_snippets({place!r})"
-    attempted = snippets(place).count("\n>>> ")
-    assert attempted > 50
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_print_what_the_page_shows(page: str, place: str, tmp_path: Path) -> None:
+    program = f"import test_migrating_page; test_migrating_page.run_snippets({place!r}, {page!r})"
+    attempted = snippets(place, page).count("\n>>> ")
+    assert attempted > (4 if PAGES[page] == PAGE else 50)
     assert printed(place, program, tmp_path) == f"TestResults(failed=0, attempted={attempted})\n"
 
 
-def test_every_snippet_is_run() -> None:
-    languages = re.findall(r"^```(\w+)$", TEXT, re.M)
-    assert set(languages) == {"python", "diff", "pycon"}
-    run = {n for place in PLACES for n, line in enumerate(snippets(place).splitlines()) if line.startswith(">>> ")}
-    assert len(run) == TEXT.count("\n>>> ")
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_is_run(page: str) -> None:
+    text = PAGES[page].read_text()
+    assert set(re.findall(r"^```(\w+)$", text, re.M)) <= {"python", "diff", "pycon"}
+    shown = [snippets(place, page).splitlines() for place in PLACES]
+    run = {n for lines in shown for n, line in enumerate(lines) if line.startswith(">>> ")}
+    assert len(run) == text.count("\n>>> ")
 
 
 @pytest.mark.parametrize(("title", "text"), FAULTS, ids=[title for title, _ in FAULTS])
@@ -188,12 +197,16 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
-    links = re.findall(r"\]\((\S+?)\)", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
-    assert len(links) > 3
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\((\S+?)\)", re.sub(r"^```.*?^```$", "", PAGES[page].read_text(), flags=re.M | re.S))
+    assert links
     for link in links:
         name, _, anchor = link.partition("#")
-        page = PAGE.parent / name if name else PAGE
-        assert page.is_file() and (not anchor or anchor in anchors(page)), link
+        there = PAGE.parent / name if name else PAGES[page]
+        assert there.is_file() and (not anchor or anchor in anchors(there)), link
+
+
+def test_other_pages_lead_to_the_page() -> None:
     for page in (ROOT / "README.md", PAGE.parent / "data_parallel.md"):
         assert f"({PAGE.relative_to(page.parent)})" in page.read_text()

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import torchstrategy
 
@@ -217,6 +218,57 @@ def test_what_the_pages_describe_is_in_the_table(page: str) -> None:
     assert [member for member in described_there if NAMES[member].status not in IS_HERE] == []
 
 
+# The public classes, functions and enumerations of tf.distribute in TensorFlow 2.21
+RELEASE_2_21 = {
+    "tf.distribute.": (
+        "CrossDeviceOps DistributedDataset DistributedDataset.reduce DistributedIterator DistributedValues "
+        "HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode MirroredStrategy "
+        "MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ParameterServerStrategy ReduceOp "
+        "ReductionToOneDevice ReplicaContext RunOptions Server Strategy StrategyExtended TPUStrategy "
+        "experimental_set_strategy get_replica_context get_strategy has_strategy in_cross_replica_context"
+    ),
+    "tf.distribute.cluster_resolver.": (
+        "ClusterResolver GCEClusterResolver KubernetesClusterResolver KubernetesExecutableLocation "
+        "SimpleClusterResolver SlurmClusterResolver SlurmClusterResolver.get_task_info TFConfigClusterResolver "
+        "TPUClusterResolver UnionResolver"
+    ),
+    "tf.distribute.coordinator.": (
+        "ClusterCoordinator PerWorkerValue RemoteValue experimental_get_current_worker_index"
+    ),
+    "tf.distribute.experimental.": (
+        "CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation "
+        "CommunicationOptions MultiWorkerMirroredStrategy ParameterServerStrategy PreemptionCheckpointHandler "
+        "PreemptionWatcher TPUStrategy TerminationConfig ValueContext"
+    ),
+    "tf.distribute.experimental.coordinator.": "ClusterCoordinator PerWorkerValues RemoteValue",
+    "tf.distribute.experimental.partitioners.": (
+        "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
+    ),
+    "tf.distribute.experimental.rpc.": "Client Server",
+    "tf.types.experimental.distributed.": "Mirrored PerReplica",
+}
+
+
+@pytest.mark.parametrize("section", RELEASE_2_21)
+def test_every_name_of_tensorflow_2_21_has_a_row(section: str) -> None:
+    ours = {row.name.replace("torchstrategy.", "tf.distribute.") for row in NAMES.values() if row.status == "extra"}
+    names = [section + name for name in RELEASE_2_21[section].split()]
+    assert [name for name in names if name not in NAMES and name not in ours] == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("tf.Variable.scatter_")])
+def test_what_the_table_says_to_write_for_scattering_does_it(name: str) -> None:
+    code = re.search(r"`(variable\.assign\(.*?\))` does", NAMES[name].why)
+    assert code is not None
+    variable = torchstrategy.Variable(torch.tensor([8.0, 6.0, 4.0]))
+    indices, updates = torch.tensor([0, 2]), torch.tensor([2.0, 8.0])
+    eval(code[1], {"torch": torch, "variable": variable, "indices": indices, "updates": updates})
+    expected = {"add": (10, 12), "sub": (6, -4), "update": (2, 8), "min": (2, 4), "max": (8, 8)}
+    expected |= {"mul": (16, 32), "div": (4, 0.5)}
+    first, last = expected[name.rpartition("_")[2]]
+    assert variable.tolist() == [first, 6.0, last]
+
+
 # The table is well made
 
 
@@ -224,7 +276,9 @@ def test_every_row_is_complete() -> None:
     assert len({described(row) for row in ROWS}) == len(ROWS)
     for row in ROWS:
         assert row.status in PARITY["STATUSES"], described(row)
-        assert re.fullmatch(r"2\.[234](-2\.[34])?|pages", row.releases) or row.status == "extra", described(row)
+        assert re.fullmatch(r"2\.[234](-2\.([34]|21))?|2\.21|pages", row.releases) or row.status == "extra", described(
+            row
+        )
         assert re.fullmatch(r"[A-Z`].*\.", row.why) or (row.status == "same" and not row.why), described(row)
         assert row.status != "absent" or re.search("TPU|session|Estimator", row.why), described(row)
         assert not row.parameter or (row.kind == "parameter" and row.name in NAMES), described(row)

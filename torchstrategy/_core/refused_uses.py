@@ -18,7 +18,7 @@ def misused(value: Any, use: str) -> str:
     return (
         f"{use} does not work: this value is a PerReplica, with a component for each of "
         f"{plural(len(value._components), 'replica')}{rows}, and not one tensor or number. Outside of the step, write\n"
-        '  strategy.reduce("mean", value, axis=None)      for the mean over the replicas; axis=0: over all rows\n'
+        '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; over rows: weights=batch\n'
         "  strategy.gather(value, axis=0)                 for the rows of all replicas in one tensor\n"
         "  strategy.experimental_local_results(value)     for the component of each replica: the tuple value.values\n"
         "In the step, pass it on: strategy.run(step, args=(value,)) gives each replica its own component."
@@ -62,22 +62,13 @@ def _flat(tree: Any) -> list[Any]:
     return [leaf for item in items for leaf in _flat(item)] if isinstance(tree, (dict, list, tuple)) else [tree]
 
 
-_USES = {
-    **{
-        f"__{name}__": f"{name}(value)" for name in ("float", "int", "bool", "complex", "len", "abs", "round", "divmod")
-    },
-    **{f"__{name}__": f"math.{name}(value)" for name in ("floor", "ceil", "trunc")},
-    **{
-        "__index__": "value as an index",
-        "__getitem__": "value[...]",
-        "__setitem__": "value[...] = ...",
-        "__iter__": "iter(value)",
-    },
-    **{"__array__": "value as a numpy array"},
-    **{"__lt__": "value < ...", "__le__": "value <= ...", "__gt__": "value > ...", "__ge__": "value >= ..."},
-    **{"__neg__": "-value", "__pos__": "+value", "__invert__": "~value"},
-}
-_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
-_OPERATORS |= {"matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
-for _name, _sign in _OPERATORS.items():
-    _USES |= {f"__{_name}__": f"value {_sign} ...", f"__r{_name}__": f"... {_sign} value"}
+_CALLS = ("float", "int", "bool", "complex", "len", "iter", "abs", "round", "divmod")
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_SIGNS |= {"matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
+_USES = {f"__{name}__": f"{name}(value)" for name in _CALLS}
+_USES |= {f"__{name}__": f"math.{name}(value)" for name in ("floor", "ceil", "trunc")}
+_USES |= {f"__{name}__": f"value {sign} ..." for name, sign in (_SIGNS | _COMPARISONS).items()}
+_USES |= {f"__r{name}__": f"... {sign} value" for name, sign in _SIGNS.items()}
+_USES |= {"__neg__": "-value", "__pos__": "+value", "__invert__": "~value", "__getitem__": "value[...]"}
+_USES |= {"__setitem__": "value[...] = ...", "__index__": "value as an index", "__array__": "value as a numpy array"}

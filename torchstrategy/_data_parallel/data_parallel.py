@@ -30,7 +30,7 @@ from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
-from torchstrategy._core.errors import an, as_int
+from torchstrategy._core.errors import an, as_int, hide_frames
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.tree import (
@@ -146,7 +146,12 @@ class DataParallel(nn.Module):
         _refuse_in_replica()
         devices = self._devices
         if len(devices) > 1:
-            return self._in_replicas(inputs, kwargs)
+            try:
+                return self._in_replicas(inputs, kwargs)
+            except BaseException as error:
+                __tracebackhide__ = True  # pytest knows this name
+                hide_frames(error)
+                raise
         if devices:
             _require_place(self.module, devices[0])
             inputs, kwargs = moved((inputs, kwargs), devices[0])
@@ -214,15 +219,13 @@ def data_parallel(
         del kept, _of_calls[module]  # a module belongs to one strategy
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    try:
-        return called(*inputs, **(module_kwargs or {}))
-    finally:
-        if called._strategy is not None:
-            _of_calls[module] = called._strategy
+    output = called(*inputs, **(module_kwargs or {}))
+    _of_calls[module] = called._strategy
+    return output
 
 
 # The strategies of modules that `data_parallel` has called: without them, each call would make replicas anew.
-_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy] = weakref.WeakKeyDictionary()
+_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy | None] = weakref.WeakKeyDictionary()
 _strategies: weakref.WeakSet[CentralStorageStrategy] = weakref.WeakSet()
 _lock = threading.Lock()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
@@ -300,6 +301,19 @@ class DistributedDataset(Generic[T]):
                 source.is_over(position)
 
         return DistributedIterator(reading, self._splitter, ended)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, T], Any]) -> Any:
+        """Calls `state = reduce_func(state, batch)` for every batch, and returns the last state.
+
+        Example:
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
+            >>> dataset = strategy.experimental_distribute_dataset([torch.ones(3), torch.ones(4)])
+            >>> dataset.reduce(0, lambda total, batch: total + strategy.reduce("sum", batch, axis=0))
+            tensor(7.)
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset#reduce
+        """
+        return functools.reduce(reduce_func, self, initial_state)
 
     def __len__(self) -> int:
         if self._splitter.reads_its_own:

@@ -1,0 +1,131 @@
+"""The pages of the site say what is so, and its checks find what they are for. `.ci/run` builds it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchstrategy
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+RECIPES = [path for path in sorted((DOCS / "recipes").glob("*.md")) if path.name != "index.md"]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(DOCS / "site")
+    return importlib.import_module("checks")
+
+
+# The home page
+
+
+def test_the_diff_of_the_home_page_turns_a_plain_program_into_one_that_learns_the_same() -> None:
+    diff = re.search(r"^```diff\n(.*?)^```$", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert diff is not None
+    lines = diff[1].splitlines()
+    plain, under_strategy = ("\n".join(line[2:] for line in lines if line[:1] in ("", " ", sign)) for sign in "-+")
+    expected, found = weights_after(plain), weights_after(under_strategy.replace("()  #", '(["cpu"] * 4)  #'))
+    assert "strategy" not in plain
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def weights_after(program: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    rows = torch.utils.data.TensorDataset(torch.randn(25, 4, dtype=torch.float64), torch.arange(25) % 3)
+    names: dict[str, Any] = {"torch": torch, "torchstrategy": torchstrategy, "F": F}
+    names["Net"] = lambda: nn.Linear(4, 3, dtype=torch.float64)
+    names["loader"] = torch.utils.data.DataLoader(rows, batch_size=10)
+    exec(program, names)
+    state: dict[str, torch.Tensor] = names["model"].state_dict()
+    return state
+
+
+# Recipes: tests/pages/test_readme.py runs them
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_a_recipe_is_one_program_of_at_most_25_lines(page: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len([line for line in program.splitlines() if line.strip()]) <= 25
+    assert f"({page.name})" in (DOCS / "recipes" / "index.md").read_text()
+
+
+# Every page is found
+
+
+def test_every_page_of_the_documentation_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    examples = [f"code/examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.py")]
+    assert [page for page in pages + examples if not re.search(rf"[ \[]{re.escape(page)}\b", menu)] == []
+
+
+def test_every_public_name_has_a_place_in_the_reference(checks: ModuleType) -> None:
+    if not (ROOT / "torchstrategy").exists():
+        pytest.skip("the sources are not here: .ci/run compares the names with the built site")
+    pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    placed = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    lacking = [
+        name for name in checks.public_names(ROOT) if name not in placed and name.rpartition(".")[0] not in placed
+    ]
+    assert lacking == []
+
+
+def test_the_pictures_are_as_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "pictures")
+    drawings: dict[str, str] = importlib.import_module("draw").drawings()
+    for name, text in drawings.items():
+        assert (DOCS / "pictures" / name).read_text() == text, "run docs/pictures/draw.py"
+
+
+# The checks
+
+
+def site_with(folder: Path, body: str, name: str = "page/index.html") -> Path:
+    for file, text in {"index.html": '<p id="here"></p>', "reference/index.html": '<p id="x"></p>', name: body}.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ('<a href="../nowhere/">', "page/index.html: there is no ../nowhere/"),
+        ('<a href="../#nothing">', "page/index.html: there is no ../#nothing"),
+        ('<img src="picture.png">', "page/index.html: there is no picture.png"),
+        ('<script src="https://example.org/a.js">', "page/index.html loads https://example.org/a.js from elsewhere"),
+        ('<link href="//example.org/a.css">', "page/index.html loads //example.org/a.css from elsewhere"),
+        ('<autoref identifier="torch.Nothing">', "page/index.html: no object has the name torch.Nothing"),
+    ],
+)
+def test_a_fault_of_a_page_is_found(checks: ModuleType, tmp_path: Path, body: str, fault: str) -> None:
+    assert checks.faults_of(site_with(tmp_path, body)) == [fault]
+
+
+def test_links_to_what_there_is_are_no_faults(checks: ModuleType, tmp_path: Path) -> None:
+    body = '<p id="own"></p><a href="#own"><a href="../#here"><a href="https://example.org/"><a href="../reference/#x">'
+    assert checks.faults_of(site_with(tmp_path, body)) == []
+
+
+def test_a_private_module_in_the_reference_and_a_style_from_elsewhere_are_faults(
+    checks: ModuleType, tmp_path: Path
+) -> None:
+    site_with(tmp_path, "torchstrategy._core.values", "reference/index.html")
+    (tmp_path / "a.css").write_text("@import 'https://example.org/b.css'; p { background: url(//example.org/c.png) }")
+    assert checks.faults_of(tmp_path) == [
+        "reference/index.html names a private module",
+        "a.css loads https://example.org/b.css from elsewhere",
+        "a.css loads //example.org/c.png from elsewhere",
+    ]
