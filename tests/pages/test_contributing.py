@@ -19,10 +19,11 @@ SCRIPT = re.compile(r"`python (\S+\.py)`")
 
 
 def paths() -> list[str]:
-    """The files and folders that it names, by themselves or in a command."""
+    """The files and folders that it names, by themselves or in a command; not those that a command builds."""
     named = {quoted for quoted in QUOTED if "/" in quoted or quoted.endswith((".py", ".md"))}
     in_commands = {word.partition("::")[0] for command in COMMANDS for word in command.split() if "tests/" in word}
-    return sorted(named | in_commands | set(SCRIPT.findall(PAGE)) | set(LINKS))
+    found = named | in_commands | set(SCRIPT.findall(PAGE)) | set(LINKS)
+    return sorted(path for path in found if not path.startswith("build/"))
 
 
 def is_there(path: str) -> bool:
