@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchstrategy.testing import record_streams, simulated_devices
+from torchstrategy.testing import record_streams, run_ranks, simulated_devices
 
 DEVICE = simulated_devices()[1]
 SCORES = 512 * 512 * 8  # bytes
@@ -57,6 +60,31 @@ def test_it_is_one_launch_forward_and_one_backward() -> None:
         result.backward(torch.ones_like(result))
     launches = [event.about for event in record.events if "attention" in event.about]
     assert len(launches) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
+def test_ranks_divide_the_heads_of_dtensors() -> None:
+    # torch knows how the kernel of CUDA is divided, and not how that of the CPU is: without it, causal attention of
+    # DTensors made a mask that was no DTensor, and raised.
+    def inputs() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def main(rank: int) -> list[torch.Tensor]:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("sim", (2,))
+        divided = [distribute_tensor(t.detach().to(f"sim:{rank}"), mesh, [Shard(1)]).requires_grad_() for t in inputs()]
+        result = F.scaled_dot_product_attention(*divided, is_causal=True)
+        assert isinstance(result, DTensor) and result.to_local().shape[1] == 2
+        gradients = torch.autograd.grad(result.square().sum(), divided)
+        return [tensor.full_tensor().detach().cpu() for tensor in (result, *gradients)]  # type: ignore[attr-defined]
+
+    whole = inputs()
+    result = F.scaled_dot_product_attention(*whole, is_causal=True)
+    expected = [result.detach(), *torch.autograd.grad(result.square().sum(), whole)]
+    results, _ = run_ranks(main, 2)
+    for of_rank in results:
+        torch.testing.assert_close(of_rank, expected)
 
 
 def test_groups_of_queries_and_values_of_another_width_are_computed() -> None:

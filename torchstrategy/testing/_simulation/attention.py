@@ -12,12 +12,19 @@ from torchstrategy.testing._simulation.kernels import written_for_cpu
 _ONE_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 _as_one = operator(_ONE_KERNEL)
 _taken_apart = operator("_scaled_dot_product_attention_math")
+# The kernel of CUDA, with the same numbers. A DTensor knows how this one is divided among ranks, and not how that of
+# the CPU is.
+_OF_CUDA = "_scaled_dot_product_flash_attention"
+_of_cuda = operator(_OF_CUDA)
+_as_one_backward = operator(f"{_ONE_KERNEL}_backward")
 
 
 def register(backend: Backend) -> None:
     """Registers the kernels."""
     for name in (_ONE_KERNEL, f"{_ONE_KERNEL}_backward"):
         backend.kernel(name)(written_for_cpu(operator(name), operator(name)))  # it draws nothing without dropout
+    backend.kernel(_OF_CUDA)(written_for_cpu(_of_cuda, _flash))
+    backend.kernel(f"{_OF_CUDA}_backward")(written_for_cpu(operator(f"{_OF_CUDA}_backward"), _flash_backward))
     # torch composes attention of other operators above autograd, so the kernel has to stand there, too.
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         backend.kernel("scaled_dot_product_attention", key)(_attention)
@@ -36,6 +43,9 @@ def _attention(
 ) -> Any:
     # Fused kernels of GPUs also know masks, dropout and groups of queries. The CPU has none that do all of it.
     if attn_mask is None and not dropout_p and not enable_gqa and _can_be_one(query, key, value):
+        # A subclass of tensors, such as DTensor.
+        if any(hasattr(tensor, "__tensor_flatten__") for tensor in (query, key, value)):
+            return _of_cuda(query, key, value, 0.0, is_causal, scale=scale)[0]
         return _as_one(query, key, value, 0.0, is_causal, scale=scale)[0]
     options = {"scale": scale, "enable_gqa": enable_gqa}
     return _taken_apart(query, key, value, _additive(attn_mask, query), dropout_p, is_causal, None, **options)[0]
@@ -52,9 +62,30 @@ def _can_be_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
         and key.size(2) == value.size(2)
         and len({tensor.dtype for tensor in tensors}) == 1
         and query.is_floating_point()
-        # A DTensor knows how the kernel of CUDA is divided among ranks, and not how this one is.
-        and not any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors)
     )
+
+
+def _flash(
+    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, *_: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    """Returns what the kernel of CUDA returns. It draws nothing, so nothing reads the state of its random numbers."""
+    output, log_sums = _as_one(query, key, value, dropout_p, is_causal, scale=scale)
+    state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    return output, log_sums, None, None, query.size(2), key.size(2), state, unused, torch.empty(0)
+
+
+def _flash_backward(
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    log_sums: Any,
+    *others: Any,
+    scale: float | None = None,
+) -> Any:
+    dropout_p, is_causal = others[4:6]
+    return _as_one_backward(gradient, query, key, value, output, log_sums, dropout_p, is_causal, scale=scale)
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
