@@ -21,6 +21,7 @@ def misused(value: Any, use: str) -> str:
         '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; over rows: weights=batch\n'
         "  strategy.gather(value, axis=0)                 for the rows of all replicas in one tensor\n"
         "  strategy.experimental_local_results(value)     for the component of each replica: the tuple value.values\n"
+        "  sum(map(len, value.values))                    for the number of rows of all replicas\n"
         "In the step, pass it on: strategy.run(step, args=(value,)) gives each replica its own component."
     )
 
