@@ -224,7 +224,8 @@ def test_what_ddp_sends_hides_under_its_backward_unless_the_link_is_slow() -> No
     assert record.bytes["all_reduce"] == STEPS * PARAMETERS
     alone, _ = timed(ddp, n=1)
     slow, _ = timed(ddp, peer=5.0)
-    assert fast.device(0).peak_bytes == fast.device(1).peak_bytes  # who receives the model does not keep it twice
+    # Who receives the model does not keep it twice. Other tests may have left small tensors on a device.
+    assert fast.device(0).peak_bytes == pytest.approx(fast.device(1).peak_bytes, abs=PARAMETERS / 100)
     last = fast.step(-1)
     assert last.overlap("collective", "compute") > 0.7
     assert last.seconds < 1.1 * alone.step(-1).seconds
