@@ -104,7 +104,8 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, wh
     @property
     def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
-        return tuple(_made(value) for value in self._components if value is not ABSENT)
+        is_plain = _SPECIAL.isdisjoint(map(type, self._components))  # nearly always, and this is cheaper
+        return self._components if is_plain else tuple(_made(v) for v in self._components if v is not ABSENT)
 
     def __repr__(self) -> str:
         return listed(type(self).__name__, self._components)
@@ -148,6 +149,9 @@ def shown(value: Tree) -> str:
 
 
 _MANY, _LONG = 1000, 200
+
+
+_SPECIAL = frozenset({type(ABSENT), Unmade})
 
 
 def _made(value: Tree) -> Tree:
