@@ -98,6 +98,17 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
     return [arrived[index] for index in range(len(tensors))]
 
 
+def leaving(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of an accelerator in pinned memory of the CPU, which is there once the copy stream is done.
+
+    The caller keeps the tensor until then.
+    """
+    stream = copy_stream(tensor.device)
+    stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+    with stream:
+        return tensor.to("cpu", non_blocking=True)
+
+
 _one_at_a_time = threading.Lock()  # two threads that ask for the stream of a device must not both make one
 
 
@@ -186,11 +197,13 @@ def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> 
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    kinds = [
-        index if tensor.layout is not torch.strided or size > _SMALL else (tensor.device, tensor.dtype)
-        for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
-    ]
+    kinds = [index if is_sent_alone(tensor) else (tensor.device, tensor.dtype) for index, tensor in enumerate(tensors)]
     return grouped(kinds, sizes, _TOGETHER)
+
+
+def is_sent_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is large enough for a transfer of its own, or of a layout that does not go with others."""
+    return tensor.layout is not torch.strided or tensor.numel() * tensor.element_size() > _SMALL
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:

@@ -48,6 +48,7 @@ from torchstrategy._core.torch_internals import (
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
 from torchstrategy._execution.worker_streams import WorkerStreams
+from torchstrategy._training.early_copies import EarlyCopies
 from torchstrategy._training.early_reads import EarlyReads, refuse_early_reads
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
 from torchstrategy._training.overlapped_sums import OverlappedSums
@@ -132,6 +133,13 @@ class GradientReducer:
         self.is_alone = True
         self._is_remote = [any(p.device != o.device for p, o in zip(own, owners, strict=False)) for own in parameters]
         self._all_reduce = all_reduce
+        # Where all replicas would have copies at once, which may be more than the memory, nothing is copied early.
+        is_one = (take_turns or len(parameters) == 1) and all_reduce is None and self.overlapped is None
+        self._early_copies = [
+            EarlyCopies(own) if is_one and far else None for own, far in zip(parameters, self._is_remote, strict=True)
+        ]
+        for of_replica, copies in zip(self.of_replicas, self._early_copies, strict=True):
+            of_replica.sender = copies or self.overlapped
         # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
         # keeps its id; its version; and the copy of each replica.
         self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
@@ -179,6 +187,8 @@ class GradientReducer:
                 count_additions(self.of_replicas, index)
         if self.overlapped is not None:
             self.overlapped.begin(replica_weights, is_open=not self.hooked)
+        for copies in filter(None, self._early_copies):
+            copies.begin(self.owners)
 
     def accumulate(self, replica: int) -> None:
         """A replica calls this on its own thread where gradients are about to be reduced, or when its step has ended.
@@ -428,7 +438,7 @@ class GradientReducer:
         if self.overlapped is not None:
             self.overlapped.settle(local)
         if self._is_remote[r]:
-            local = self._brought(local)
+            local = self._brought(local, self._early_copies[r])
         if weight == 1 and len(self._weights.weighing) == 1:
             self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
@@ -436,12 +446,13 @@ class GradientReducer:
         self._num_added += 1
         return set(local)
 
-    def _brought(self, local: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _brought(self, local: dict[int, torch.Tensor], early: EarlyCopies | None) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of the user's parameter."""
-        arrived: dict[int, torch.Tensor] = {}
-        places = {index: (self.owners[index].device, self.owners[index].is_pinned()) for index in local}
+        arrived = {} if early is None else early.take(local)
+        left = [index for index in local if index not in arrived]
+        places = {index: (self.owners[index].device, self.owners[index].is_pinned()) for index in left}
         for place in dict.fromkeys(places.values()):
-            indices = [index for index in local if places[index] == place]
+            indices = [index for index in left if places[index] == place]
             arrived.update(zip(indices, brought([local[index] for index in indices], *place), strict=True))
         return arrived
 
@@ -467,6 +478,8 @@ class GradientReducer:
         self.owners, self.hooked, self._together = [], set(), None
         for of_replica in self.of_replicas:
             of_replica.leave()
+        for copies in filter(None, self._early_copies):
+            copies.take({})  # those of a run that failed, or of a replica without rows
 
 
 def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:

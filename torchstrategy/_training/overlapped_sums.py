@@ -11,7 +11,7 @@ import torch
 from torchstrategy._communication.workers import packs_of
 from torchstrategy._core.torch_internals import has_one_tensor, on_gradient, raw_grad, unseen_by_function_modes, version
 from torchstrategy._execution.worker_streams import WorkerStreams
-from torchstrategy._training.replica_gradients import ReplicaParameter
+from torchstrategy._training.replica_gradients import ReplicaParameter, offer_gradient
 from torchstrategy._training.replica_weights import ReplicaWeights
 
 _FreeMemory = Callable[[torch.Tensor, int], torch.Tensor]
@@ -85,7 +85,7 @@ class OverlappedSums:
             parameter = self._parameters[index]
             if not parameter.is_sent_early and parameter.requires_grad:
                 parameter.is_sent_early = True  # the hook stays as long as the parameter
-                on_gradient(parameter, _added)
+                on_gradient(parameter, offer_gradient)
 
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
@@ -183,10 +183,3 @@ def _packs(indices: Sequence[int], parameters: Sequence[torch.Tensor], free_memo
     ordered = sorted(indices, reverse=True)
     packs = packs_of([parameters[index] for index in ordered])
     return [_Pack([ordered[i] for i in pack], parameters, free_memory) for pack in packs]
-
-
-def _added(parameter: torch.Tensor) -> None:
-    assert isinstance(parameter, ReplicaParameter)
-    gradients = parameter.run.gradients
-    if gradients is not None and gradients.totals.overlapped is not None:
-        gradients.totals.overlapped.offer(parameter.position)

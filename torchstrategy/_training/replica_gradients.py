@@ -62,7 +62,7 @@ def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
 
 
 class EarlySender(Protocol):
-    """Sends gradients to other workers while backward still makes others."""
+    """Sends gradients to where they are added up while backward still makes others."""
 
     def offer(self, index: int) -> None:
         """Backward has added to the gradient of a parameter."""
@@ -75,10 +75,6 @@ class GradientTotals(Protocol):
     names: list[str]
     accumulated: list[torch.Tensor | None]
     hooked: set[int]
-
-    @property
-    def overlapped(self) -> EarlySender | None:
-        """Where gradients are sent during backward."""
 
     def accumulate(self, replica: int) -> None:
         """The replica has come to a synchronization point that reduces gradients."""
@@ -112,7 +108,7 @@ class ReplicaParameter(torch.nn.Parameter):
     position: int  # among the parameters of the replica
     delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
     counts = False  # whether hooks count its gradients; see `gradient_hooks`
-    is_sent_early = False  # whether a hook offers its gradients to `OverlappedSums`
+    is_sent_early = False  # whether a hook offers its gradients to an `EarlySender`
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
@@ -154,6 +150,14 @@ class ReplicaParameter(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def offer_gradient(parameter: torch.Tensor) -> None:
+    """Backward has added to the gradient of a replica's parameter, which may be sent now. A hook."""
+    assert isinstance(parameter, ReplicaParameter)
+    gradients = parameter.run.gradients
+    if gradients is not None and gradients.sender is not None:
+        gradients.sender.offer(parameter.position)
 
 
 class VisibleGradient(NamedTuple):
@@ -222,6 +226,7 @@ class ReplicaGradients:
         self.totals: GradientTotals = weakref.proxy(gradients)
         self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
+        self.sender: EarlySender | None = None
         # Below, a parameter is meant by its position. `reduced` empties the first three.
         self.visible: dict[int, VisibleGradient] = {}
         self.added_early: set[int] = set()  # whose local gradients `accumulate` has added to the total
