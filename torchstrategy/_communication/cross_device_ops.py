@@ -52,6 +52,13 @@ def devices_of(where: Destinations) -> list[Device]:
     return [memory_device(canonical_device(where))]
 
 
+def devices_of_each(pairs: Sequence[Pair]) -> list[list[Device]]:
+    """`devices_of` the destinations of each pair. Many pairs mostly share one destination, which is read once."""
+    known = {id(where): where for _, where in pairs}
+    devices = {key: devices_of(where) for key, where in known.items()}
+    return [devices[id(where)] for _, where in pairs]
+
+
 def delivered(value: torch.Tensor, destinations: Destinations) -> Tree:
     """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
     return as_meant(copied_to(value, devices_of(destinations)), destinations)
@@ -275,9 +282,10 @@ class CrossDeviceOps:
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
         checked = [(_of_tensors(value), destinations) for value, destinations in pairs]
         said = as_options(method, options)
-        for value, destinations in checked:
-            devices_of(destinations)  # raises an error for what is none
-            check_usable(method, said, partial(devices_of, value))
+        devices_of_each(checked)  # raises an error for what is none
+        if said != USUAL_OPTIONS:
+            for value, _ in checked:
+                check_usable(method, said, partial(devices_of, value))
         return checked, said
 
 
@@ -286,6 +294,8 @@ def _of_tensors(value: object) -> DistributedValues:
         return PerReplica([value])
     if not isinstance(value, DistributedValues):
         raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
+    if type(value) is PerReplica and {torch.Tensor}.issuperset(map(type, value._components)):
+        return value
     return PerReplica([as_tensor(component) for component in value.values])
 
 
@@ -349,7 +359,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> list[Tree]:
         """Does what `batch_reduce` is called for."""
         totals: dict[int, torch.Tensor] = {}
-        places = [devices_of(destinations) for _, destinations in value_destination_pairs]
+        places = devices_of_each(value_destination_pairs)
         targets = [self._device or devices[0] for devices in places]
         for target in dict.fromkeys(targets):
             indices = [index for index, other in enumerate(targets) if other == target]

@@ -270,7 +270,8 @@ class ReplicatedExtended(OneMachineExtended):
 
     def _on_parameter_device(self, value: DistributedValues) -> tuple[PerReplica, Device]:
         # A variable is a tensor, too, and would be reduced as the one tensor that it is outside of replicas.
-        return PerReplica(value.values), self._storage.parameter_device
+        plain = value if isinstance(value, PerReplica) else PerReplica(value.values)
+        return plain, self._storage.parameter_device
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
         check_component_counts([value], self._num_local)
