@@ -51,5 +51,5 @@ def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(how: s
 def test_small_packs_are_sent_in_one_order(monkeypatch: Any) -> None:
     parameters = [torch.zeros(size) for size in (5, 1, 4, 2)]
     monkeypatch.setattr(workers, "PACK", 20)
-    packs = overlapped_sums._packs([0, 1, 2, 3], parameters, torch.Tensor.new_empty)
-    assert [list(pack.places) for pack in packs] == [[3], [2, 1], [0]]
+    packs = overlapped_sums._packs([0, 1, 2, 3], parameters)
+    assert [pack.indices for pack in packs] == [[3], [2, 1], [0]]

@@ -277,13 +277,13 @@ def accumulate(
         new = [gradients[index] for index in fresh]
         if are_ours and torch_internals.are_alone_in_memory(new):  # backward may give one gradient to two parameters
             if weight != 1:
-                torch_internals.foreach_mul_(new, _as_factor(weight, new))
+                torch_internals.foreach_mul_(new, as_factor(weight, new))
         else:
             new = list(torch_internals.foreach_mul(new, weight))
         total.update(zip(fresh, new, strict=True))
 
 
-def _as_factor(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
+def as_factor(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
     """A number by which to multiply tensors: on the CPU a tensor, since torch makes one of a number for each factor."""
     kinds = set(map(_kind_of, tensors))
     is_usual = kinds <= {(torch.float32, "cpu")} or kinds <= {(torch.float64, "cpu")}

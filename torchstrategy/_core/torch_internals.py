@@ -152,6 +152,18 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
     return versions(tensors), pointers(tensors), how
 
 
+def shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
+    """The shape and the dtype of each of some tensors."""
+    return _of_each(_shape, tensors), _of_each(_dtype, tensors)
+
+
+def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The parts of a tensor that lie one after the other, in the shapes of other tensors."""
+    # In Python it would be two calls for each part, which for small tensors take longer than to add them up.
+    parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
+    return parts
+
+
 def _stride_or_layout(tensor: torch.Tensor) -> object:
     return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 

@@ -434,17 +434,17 @@ class GradientReducer:
 
     def _add_up(self, r: int) -> set[int]:
         """Adds the gradients of one more replica to the total, and returns the positions of their parameters."""
-        (local, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
-        if self.overlapped is not None:
-            self.overlapped.settle(local)
+        (taken, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
+        local = taken if self.overlapped is None else self.overlapped.settle(taken)
         if self._is_remote[r]:
             local = self._brought(local, self._early_copies[r])
         if weight == 1 and len(self._weights.weighing) == 1:
             self._total = {i: _apart(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
         else:
             accumulate(self._total, local, weight, are_ours and not self._is_remote[r])
+        self._total.update((index, taken[index]) for index in taken.keys() - local.keys())  # these were sent, weighted
         self._num_added += 1
-        return set(local)
+        return set(taken)
 
     def _brought(self, local: dict[int, torch.Tensor], early: EarlyCopies | None) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of the user's parameter."""

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
 
+from torchstrategy._communication.transfer import as_factor
 from torchstrategy._communication.workers import packs_of
-from torchstrategy._core.torch_internals import has_one_tensor, on_gradient, raw_grad, unseen_by_function_modes, version
+from torchstrategy._core.torch_internals import (
+    has_one_tensor,
+    on_gradient,
+    raw_grad,
+    shapes_and_dtypes,
+    unflattened,
+    unseen_by_function_modes,
+    version,
+)
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.replica_gradients import ReplicaParameter, offer_gradient
 from torchstrategy._training.replica_weights import ReplicaWeights
 
-_FreeMemory = Callable[[torch.Tensor, int], torch.Tensor]
-
 
 # Note [Gradients that are sent early]
-# A worker with one replica sends a gradient as soon as backward has added to it. The packs in which gradients are sent
-# are the same in all workers, since they are made of what the reduction before this one has told all of them: the
-# parameters that had a dense gradient in some worker. All workers send the packs in the same order, and whoever comes
-# to the reduction sends those that are left, with zeros in the places of gradients that it does not have.
+# A worker with one replica sends gradients in packs. A pack leaves as soon as backward has added to all gradients in it
+# and the packs before it have left. What is left goes when the gradients are about to be reduced, before the workers
+# have told each other what they have. The packs are the same in all workers, since they are made of what an earlier
+# reduction has told all of them: the parameters that had a dense gradient in some worker. All workers send the packs in
+# the same order. A worker that has no gradient of them comes to the reduction, hears that another has sent some, and
+# sends zeros.
 # - What was sent is an offer. The workers tell each other for which parameters their gradient is another one by the
 #   time of the reduction: a second backward has added to it, or the step has cleared it. The sums of these are thrown
 #   away, and the gradients are sent again. From then on, nothing is sent early: such a step would send them twice.
@@ -29,7 +37,7 @@ _FreeMemory = Callable[[torch.Tensor, int], torch.Tensor]
 #   messages of Note [Exchanges between workers], which have a group of their own.
 @final
 class OverlappedSums:
-    """What one worker sends during backward, in one run after the other.
+    """What one worker sends before a reduction, in one run after the other.
 
     Args:
         streams: The workers, and what they have told each other of the gradients of models.
@@ -41,6 +49,7 @@ class OverlappedSums:
         self._streams = streams
         self._parameters = parameters
         self._model = tuple((name, parameter.shape) for name, parameter in zip(names, parameters, strict=False))
+        self._made_for: object = None  # what the packs were made for
         self._packs: list[_Pack] = []
         # The memory of packs of earlier runs. The user's gradients are parts of it, until the next run replaces them.
         # New memory in each run would cost more time than to write on it.
@@ -73,113 +82,125 @@ class OverlappedSums:
             is_open: Whether gradients may be sent early in this worker.
         """
         indices = self._streams.dense_gradients.get(self._model) or ()
-        self._packs = _packs(indices, self._parameters, self._free_memory)
-        self._pack_of = {index: pack for pack in self._packs for index in pack.places}
+        made_for = indices, shapes_and_dtypes(self._parameters)
+        if made_for != self._made_for:
+            self._made_for, self._packs = made_for, _packs(indices, self._parameters)
+            self._pack_of = {index: pack for pack in self._packs for index in pack.indices}
         self._weight = weights.weights[0]
         self._is_open = is_open and not weights.is_understudy
-        self._num_sent = 0
-        self._offered: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients that were copied into packs
-        self._having: set[int] = set()  # the positions of parameters that have a gradient when gradients are reduced
-        self._valid: set[int] = set()  # those of them of which it is the gradient that was sent
-        for index in indices:
+        self._forget()
+        # If there is one pack, it leaves at the reduction: it would be full when backward ends.
+        for index in indices if len(self._packs) > 1 else ():
             parameter = self._parameters[index]
             if not parameter.is_sent_early and parameter.requires_grad:
                 parameter.is_sent_early = True  # the hook stays as long as the parameter
                 on_gradient(parameter, offer_gradient)
 
+    def _forget(self) -> None:
+        """Nothing is under way, and nothing was offered."""
+        self._num_sent = 0
+        self._offered: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients that were copied into packs
+        self._having: set[int] = set()  # the positions of parameters that have a gradient when gradients are reduced
+        self._valid: set[int] = set()  # those of them of which it is the gradient that was sent
+        for pack in self._packs:
+            pack.missing = set(pack.indices)
+
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
-        pack, gradient = self._pack_of.get(index), raw_grad(self._parameters[index])
-        if not self._is_open or pack is None or index not in pack.missing or gradient is None:
+        pack = self._pack_of.get(index)
+        if pack is None or not self._is_open:
             return
-        if gradient.requires_grad or gradient.layout is not torch.strided:
-            return
-        with unseen_by_function_modes(), torch.no_grad():
-            torch.mul(gradient, self._weight, out=pack.part(index))
-        self._offered[index] = gradient, version(gradient)
         pack.missing.discard(index)
-        self._send(only_full=True)
+        while self._num_sent < len(self._packs) and not (pack := self._packs[self._num_sent]).missing:
+            self._send(pack, {i: raw_grad(self._parameters[i]) for i in pack.indices})
 
-    def settle(self, local: Mapping[int, torch.Tensor]) -> None:
-        """Compares what was sent with the gradients that the replica has when gradients are reduced."""
-        offered = self._offered.items()
+    def settle(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Sends what is left of the gradients that the replica has when gradients are reduced.
+
+        Returns those that were not sent, or are not as they were sent.
+        """
         self._having = local.keys() & self._pack_of.keys()
+        while self._is_open and (self._having or self._num_sent) and self._num_sent < len(self._packs):
+            self._send(self._packs[self._num_sent], local)
+        offered = self._offered.items()
         self._valid = {i for i, (own, known) in offered if local.get(i) is own and version(own) == known}
+        return {i: gradient for i, gradient in local.items() if i not in self._valid}
+
+    def weighted(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What is to be sent again of a gradient: times its weight, which `settle` leaves out where it was sent."""
+        return gradient * self._weight if index in self._valid else gradient
 
     def finish(self) -> dict[int, torch.Tensor]:
         """The sums over all workers, by position. Each worker calls it if one of them has begun."""
-        self._send(only_full=False)
-        sums = {}
+        for pack in self._packs[self._num_sent :]:
+            self._send(pack, {})
+        sums: dict[int, torch.Tensor] = {}
         for pack in self._packs:
-            assert pack.arrived is not None
-            pack.arrived()
-            sums.update({index: pack.part(index) for index in pack.places})
-        self._packs, self._pack_of, self._num_sent = [], {}, 0
+            sums.update(pack.sums())
         return sums
 
     def learn(self, dense: Sequence[int], was_in_vain: bool) -> None:
         """All workers have told each other which gradients are dense, and whether some were sent in vain."""
         # If nobody has sent anything yet, the packs are as if nothing had been offered: these gradients are taken.
-        self._offered, self._having, self._valid = {}, set(), set()
-        for pack in self._packs:
-            pack.missing = set(pack.places)
+        self._forget()
         known = self._streams.dense_gradients
         if was_in_vain or known.get(self._model, ()) is None:
             known[self._model] = None
         elif dense:
             known[self._model] = tuple(index for index in dense if index < len(self._parameters))
 
-    def _free_memory(self, like: torch.Tensor, size: int) -> torch.Tensor:
-        """A tensor of some elements, in memory that nobody uses."""
-        known = (f for f in self._memory if (f.numel(), f.dtype, f.device) == (size, like.dtype, like.device))
+    def _free_memory(self, pack: _Pack) -> torch.Tensor:
+        """A tensor for the gradients of a pack, in memory that nobody uses."""
+        like = pack.like[0]
+        known = (f for f in self._memory if (f.numel(), f.dtype, f.device) == (pack.size, like.dtype, like.device))
         flat = next((one for one in known if has_one_tensor(one.untyped_storage())), None)
         if flat is None:
-            flat = like.new_empty(size)
+            flat = like.new_empty(pack.size)
             self._memory = [*self._memory[1 - 2 * len(self._packs) :], flat]
         return flat.detach()  # another tensor, so that its memory counts as used for as long as somebody has it
 
-    def _send(self, only_full: bool) -> None:
-        while self._num_sent < len(self._packs) and not (only_full and self._packs[self._num_sent].missing):
-            pack = self._packs[self._num_sent]
-            for index in pack.missing:
-                pack.part(index).zero_()
-            pack.missing.clear()
-            pack.arrived = self._streams.workers.begin_all_reduce(pack.flat)
-            self._num_sent += 1
+    def _send(self, pack: _Pack, gradients: Mapping[int, torch.Tensor | None]) -> None:
+        with unseen_by_function_modes(), torch.no_grad():
+            flat = self._free_memory(pack)
+            weight = as_factor(self._weight, [flat])
+            for index, part in zip(pack.indices, unflattened(flat, pack.like), strict=True):
+                gradient = gradients.get(index)
+                if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
+                    part.zero_()
+                else:
+                    torch.mul(gradient, weight, out=part)
+                    self._offered[index] = gradient, version(gradient)
+        pack.flat, pack.arrived = flat, self._streams.workers.begin_all_reduce(flat)
+        self._num_sent += 1
 
 
 class _Pack:
-    """Gradients of one dtype and device, one after the other in one tensor.
+    """Gradients of one dtype and device, which are sent one after the other in one tensor.
 
     Args:
         indices: The positions of their parameters.
-        like: All parameters.
-        free_memory: Returns memory, for a number of elements like those of a tensor.
+        like: These parameters.
     """
 
-    def __init__(self, indices: Sequence[int], like: Sequence[torch.Tensor], free_memory: _FreeMemory) -> None:
-        self.places: dict[int, tuple[int, int]] = {}  # by position: where it begins, and where it ends
-        end = 0
-        for index in indices:
-            self.places[index] = end, end + like[index].numel()
-            end += like[index].numel()
-        self._like = like
-        self._size = end
-        self._free_memory = free_memory
-        self.missing = set(indices)
-        self.arrived: Callable[[], None] | None = None  # waits until the sums are there
+    missing: set[int]  # those to which backward has not added yet
+    flat: torch.Tensor | None = None
+    arrived: Callable[[], None]  # waits until the sums are there
 
-    @functools.cached_property
-    def flat(self) -> torch.Tensor:
-        """Made when it is needed: a run without a backward needs none."""
-        return self._free_memory(self._like[next(iter(self.places))], self._size)
+    def __init__(self, indices: Sequence[int], like: Sequence[torch.Tensor]) -> None:
+        self.indices = indices
+        self.like = like
+        self.size = sum(tensor.numel() for tensor in like)
 
-    def part(self, index: int) -> torch.Tensor:
-        return self.flat[slice(*self.places[index])].view(self._like[index].shape)
+    def sums(self) -> dict[int, torch.Tensor]:
+        """The sums over all workers, by position, when they are there."""
+        self.arrived()
+        flat, self.flat = self.flat, None
+        assert flat is not None
+        return dict(zip(self.indices, unflattened(flat, self.like), strict=True))
 
 
-def _packs(indices: Sequence[int], parameters: Sequence[torch.Tensor], free_memory: _FreeMemory) -> list[_Pack]:
+def _packs(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[_Pack]:
     """Backward makes the gradients of the last parameters first."""
     ordered = sorted(indices, reverse=True)
-    packs = packs_of([parameters[index] for index in ordered])
-    return [_Pack([ordered[i] for i in pack], parameters, free_memory) for pack in packs]
+    packs = [[ordered[i] for i in pack] for pack in packs_of([parameters[index] for index in ordered])]
+    return [_Pack(pack, [parameters[index] for index in pack]) for pack in packs]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 
 from torchstrategy._core.options import ReduceOp
@@ -19,6 +20,8 @@ from torchstrategy._training.overlapped_sums import OverlappedSums
 from torchstrategy._training.replica_weights import ReplicaWeights
 
 _POINT = "the reduction of gradients"
+
+Table = np.ndarray[Any, Any]  # of whole numbers, or of truth values
 
 # What each worker tells of each parameter. The numbers of all workers are added up.
 _HAS, _SPARSE, _SEEN = 0, 1, 2  # whether there is a gradient to add, whether it is sparse, whether hooks see it
@@ -65,23 +68,23 @@ class WorkerReduction:
         Raises:
             RuntimeError: If the workers disagree about an accumulated gradient, or one was read before it was complete.
         """
-        of_all = self.streams.workers.add_up(self._told(), _POINT).tolist()
-        *columns, last = of_all
+        of_all = self.streams.workers.add_up(torch.from_numpy(self._told()), _POINT).numpy()
+        told, last = of_all[:-1].T, of_all[-1].tolist()
         if last[_DREW] or not _are_alike(self.streams.workers.count, last[_STREAM], last[_STREAM_SQUARE]):
             self.streams.follow(bool(last[_DREW]))
         self.streams.has_drawn = False
-        for index, told in enumerate(columns):
-            if told[_HAS] and (told[_DOUBTFUL] or (told[_IDLE_READ] and told[_UNREAD])):
-                raise RuntimeError(_TOO_EARLY.format(self.names[index]))
-        self._agree(columns, last[_COUNTS])
+        too_early = told[_HAS] * (told[_DOUBTFUL] + told[_IDLE_READ] * told[_UNREAD])
+        if too_early.any():
+            raise RuntimeError(_TOO_EARLY.format(self.names[_first(too_early)]))
+        self._agree(told, last[_COUNTS])
         sent = self.overlapped.finish() if self.overlapped is not None and last[_BEGUN] else {}
-        return self._added(columns, sent), {index for index, told in enumerate(columns) if told[_SEEN]}
+        return self._added(told, sent), _where(told[_SEEN])
 
-    def _told(self) -> torch.Tensor:
-        table = torch.zeros((len(self.owners) + 1, _WIDTH), dtype=torch.int64)
+    def _told(self) -> Table:
+        table = np.zeros((len(self.owners) + 1, _WIDTH), np.int64)
         mark = self.streams.mark()
         begun = self.overlapped is not None and self.overlapped.has_begun
-        table[-1, :5] = torch.tensor([not self.weights.is_understudy, mark, mark * mark, self.streams.has_drawn, begun])
+        table[-1, :5] = not self.weights.is_understudy, mark, mark * mark, self.streams.has_drawn, begun
         for column, indices in (
             (_HAS, self.total),
             (_SPARSE, [index for index, gradient in self.total.items() if gradient.is_sparse]),
@@ -96,25 +99,24 @@ class WorkerReduction:
         for index, (was, now) in enumerate(zip(self.before, self.accumulated, strict=True)):
             if now is not None and now is not was:
                 mark = _mark(now)
-                table[index, _CHANGED:_OUTDATED] = torch.tensor([not self.weights.is_understudy, 1, mark, mark * mark])
+                table[index, _CHANGED:_OUTDATED] = not self.weights.is_understudy, 1, mark, mark * mark
             elif now is not was and not self.weights.is_understudy:
                 table[index, _CLEARED] = 1
         return table
 
-    def _agree(self, columns: list[list[int]], counting: int) -> None:
+    def _agree(self, told: Table, counting: int) -> None:
         """Makes one of what the replicas of all workers have done to the accumulated gradients."""
-        unlike: list[int] = []
+        cleared, changed = told[_CLEARED], told[_CHANGED]
+        had = np.array([was is not None for was in self.before], bool)
+        some_cleared = (changed == 0) & (cleared > 0) & (cleared < counting)
+        disagree = some_cleared | ((changed > 0) & (changed < counting) & (had | (cleared > 0)))
+        if disagree.any():
+            raise RuntimeError(_DISAGREE.format(self.names[_first(disagree)]))
+        as_before = zip(self.before, self.accumulated, cleared.tolist(), changed.tolist(), strict=True)
+        self.accumulated[:] = [now if c else None if gone else was for was, now, gone, c in as_before]
         everyone = self.streams.workers.count
-        for index, told in enumerate(columns):
-            was = self.before[index]
-            if not told[_CHANGED]:
-                if 0 < told[_CLEARED] < counting:
-                    raise RuntimeError(_DISAGREE.format(self.names[index]))
-                self.accumulated[index] = None if told[_CLEARED] else was
-            elif told[_CHANGED] < counting and (was is not None or told[_CLEARED]):
-                raise RuntimeError(_DISAGREE.format(self.names[index]))
-            elif told[_MARKED] < everyone or not _are_alike(everyone, told[_MARK], told[_SQUARE]):
-                unlike.append(index)
+        marks = {index: told[_MARKED : _SQUARE + 1, index].tolist() for index in sorted(_where(changed))}
+        unlike = [index for index, (n, *mark) in marks.items() if n < everyone or not _are_alike(everyone, *mark)]
         if not unlike:
             return
         # Each put a gradient of its own rows there: they are weighted as local gradients are.
@@ -130,24 +132,22 @@ class WorkerReduction:
             return torch.zeros_like(self.owners[index])
         return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
 
-    def _added(self, columns: list[list[int]], sent: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        having = [index for index, told in enumerate(columns) if told[_HAS]]
-        valid = {index: sent[index] for index in having if index in sent and not columns[index][_OUTDATED]}
-        every = [index for index in having if columns[index][_HAS] > columns[index][_SPARSE]]
-        if self.overlapped is not None:
-            was_in_vain = bool(sent) and any(told[_OUTDATED] for told in columns)
-            self.overlapped.learn([index for index in every if not columns[index][_SPARSE]], was_in_vain)
-        dense = [index for index in every if index not in valid]
+    def _added(self, told: Table, sent: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        outdated, some_dense = _where(told[_OUTDATED]), told[_HAS] > told[_SPARSE]
+        added = {index: sent[index] for index in _where(told[_HAS]) & sent.keys() - outdated}
+        dense = sorted(_where(some_dense) - added.keys())
         here = [self._dense(index) for index in dense]
-        sums = self.streams.workers.all_reduce(here, _POINT, agreed=True) if dense else []
-        added = dict(zip(dense, sums, strict=True))
-        added.update(valid)
-        return {index: added[index] if index in added else self._sparse(index) for index in having}
+        if self.overlapped is not None:
+            self.overlapped.learn(sorted(_where(some_dense & (told[_SPARSE] == 0))), bool(sent and outdated))
+        if dense:
+            added.update(zip(dense, self.streams.workers.all_reduce(here, _POINT, agreed=True), strict=True))
+        return {index: added[index] if index in added else self._sparse(index) for index in sorted(_where(told[_HAS]))}
 
     def _dense(self, index: int) -> torch.Tensor:
         mine = self.total.get(index)
         if mine is None:
             return torch.zeros_like(self.owners[index])
+        mine = mine if self.overlapped is None else self.overlapped.weighted(index, mine)
         return mine.to_dense() if mine.is_sparse else mine
 
     def _sparse(self, index: int) -> torch.Tensor:
@@ -163,6 +163,15 @@ class WorkerReduction:
         values = self.streams.workers.all_gather(mine.values(), 0, _POINT)
         added = torch.cat(indices, 1), torch.cat(values)
         return torch.sparse_coo_tensor(*added, owner.shape, check_invariants=False).coalesce()
+
+
+def _where(counts: Table) -> set[int]:
+    """The positions of the parameters of which a column tells something."""
+    return set(np.flatnonzero(counts).tolist())
+
+
+def _first(counts: Table) -> int:
+    return int(np.flatnonzero(counts)[0])
 
 
 def _are_alike(count: int, total: int, squares: int) -> bool:
