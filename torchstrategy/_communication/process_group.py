@@ -253,11 +253,10 @@ class ProcessGroup(Workers):
     def _sent(self, message: bytes, where: str) -> list[bytes]:
         """The messages of all workers, which have the same length."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        of_all, size = mine.new_empty(self.count * len(message)), len(message)
+        of_all = list(mine.new_empty(self.count, len(message)))
         control = self._groups[_CONTROL]
-        self._wait(where, lambda: [dist.all_gather_into_tensor(of_all, mine, group=control, async_op=True)])
-        told = of_all.numpy().tobytes()
-        return [told[begin : begin + size] for begin in range(0, len(told), size)]
+        self._wait(where, lambda: [dist.all_gather(of_all, mine, group=control, async_op=True)])
+        return [one.numpy().tobytes() for one in of_all]
 
     def _wait(self, where: str, start: Callable[[], Iterable[dist.Work | None]]) -> None:
         try:

@@ -73,9 +73,12 @@ class WorkerReduction:
         if last[_DREW] or not _are_alike(self.streams.workers.count, last[_STREAM], last[_STREAM_SQUARE]):
             self.streams.follow(bool(last[_DREW]))
         self.streams.has_drawn = False
+        if not told.any() and not last[_BEGUN]:  # as at the end of most runs
+            self.accumulated[:] = self.before
+            return {}, set()
         too_early = told[_HAS] * (told[_DOUBTFUL] + told[_IDLE_READ] * told[_UNREAD])
         if too_early.any():
-            raise RuntimeError(_TOO_EARLY.format(self.names[_first(too_early)]))
+            raise RuntimeError(_TOO_EARLY.format(self.names[min(_where(too_early))]))
         self._agree(told, last[_COUNTS])
         sent = self.overlapped.finish() if self.overlapped is not None and last[_BEGUN] else {}
         return self._added(told, sent), _where(told[_SEEN])
@@ -111,7 +114,7 @@ class WorkerReduction:
         some_cleared = (changed == 0) & (cleared > 0) & (cleared < counting)
         disagree = some_cleared | ((changed > 0) & (changed < counting) & (had | (cleared > 0)))
         if disagree.any():
-            raise RuntimeError(_DISAGREE.format(self.names[_first(disagree)]))
+            raise RuntimeError(_DISAGREE.format(self.names[min(_where(disagree))]))
         as_before = zip(self.before, self.accumulated, cleared.tolist(), changed.tolist(), strict=True)
         self.accumulated[:] = [now if c else None if gone else was for was, now, gone, c in as_before]
         everyone = self.streams.workers.count
@@ -167,11 +170,7 @@ class WorkerReduction:
 
 def _where(counts: Table) -> set[int]:
     """The positions of the parameters of which a column tells something."""
-    return set(np.flatnonzero(counts).tolist())
-
-
-def _first(counts: Table) -> int:
-    return int(np.flatnonzero(counts)[0])
+    return set(counts.nonzero()[0].tolist())
 
 
 def _are_alike(count: int, total: int, squares: int) -> bool:
