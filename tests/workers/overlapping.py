@@ -107,8 +107,8 @@ def made() -> Net:
     return Net()
 
 
-def of_workers(name: str, count: int) -> tuple[list[torch.Tensor], int]:
-    """The weights after training, and how many packs were sent during backward."""
+def of_workers(name: str, count: int, pack: int) -> tuple[list[torch.Tensor], int]:
+    """The weights after training with packs of so many bytes, and how many packs were sent during backward."""
     body: Body = next(body for body in BODIES if body.__name__ == name)
     offered: list[int] = []
     offer = OverlappedSums.offer
@@ -119,7 +119,7 @@ def of_workers(name: str, count: int) -> tuple[list[torch.Tensor], int]:
         offered.append(self._num_sent - before)
 
     OverlappedSums.offer = counting  # type: ignore[method-assign]
-    size, workers.PACK = workers.PACK, 1  # each gradient is a pack of its own
+    size, workers.PACK = workers.PACK, pack
     try:
         strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
         with strategy.scope():

@@ -15,17 +15,18 @@ from workers.cluster import cluster
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("pack", [1, workers.PACK], ids=["each gradient by itself", "all in one pack"])
 @pytest.mark.parametrize("count", [6, 5, 1])
 @pytest.mark.parametrize("name", [body.__name__ for body in overlapping.BODIES])
-def test_the_sums_are_those_of_the_gradients_when_they_are_reduced(name: str, count: int) -> None:
+def test_the_sums_are_those_of_the_gradients_when_they_are_reduced(name: str, count: int, pack: int) -> None:
     if count == 1 and name == "part_by_part":
         pytest.skip("a single row cannot be split")
     expected = overlapping.of_plain(name, count, 2)
-    told = cluster(2).run(overlapping.of_workers, name, count)
+    told = cluster(2).run(overlapping.of_workers, name, count, pack)
     for weights, _ in told:
         for own, plain in zip(weights, expected, strict=True):
             torch.testing.assert_close(own, plain, rtol=1e-12, atol=1e-12)
-    assert told[0][1] > 0  # else nothing was sent early, and nothing is shown
+    assert (told[0][1] > 0) is (pack == 1)  # a lone pack is full when backward ends: it leaves at the reduction
 
 
 @pytest.mark.parametrize("num_kept", [0, 3])

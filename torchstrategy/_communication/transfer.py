@@ -234,7 +234,7 @@ def _have_primitives(devices: Sequence[Device]) -> bool:
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(torch_internals.requires_grad_of(tensors))
 
 
 def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
