@@ -11,11 +11,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from ..workers.cluster import cluster, end_all
 from .generation import Generator
 from .programs import parsed
 from .shrinking import shrunk
 from .trials import Outcome, Verdict, judged
-from .workers import Task, begin, done
+from .workers import Task, begin, done, of_all, together
 
 
 def main() -> int:
@@ -36,6 +37,8 @@ def main() -> int:
         examples.setdefault((outcome.verdict, outcome.kind), seed)
         if outcome.is_fault and kinds[outcome.verdict, outcome.kind] == 1:
             print(f"seed {seed}: {outcome.verdict.value}: {outcome.kind}", flush=True)
+            if options.workers:  # a shorter program is looked for in one process only
+                print(outcome.said, flush=True)
     took = time.perf_counter() - began
     print(f"\n{options.count} programs from seed {options.seed} in {took:.0f} s")
     for verdict in Verdict:
@@ -44,7 +47,7 @@ def main() -> int:
             if of is verdict and kind:
                 print(f"{'':8s} {count:6d} {kind}  (seed {examples[of, kind]})")
     for (verdict, _), seed in examples.items():
-        if verdict in (Verdict.DIFFERENT, Verdict.FAILED) and options.shrink:
+        if verdict in (Verdict.DIFFERENT, Verdict.FAILED) and options.shrink and not options.workers:
             _show(seed, options)
     return int(counts[Verdict.DIFFERENT] + counts[Verdict.FAILED] > 0)
 
@@ -54,6 +57,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="how many programs")
     parser.add_argument("--seed", type=int, default=1, help="the first one's")
     parser.add_argument("--simulate-devices", type=int, default=0, metavar="N", help="replicas on N simulated devices")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="replicas in N processes, which run each program together"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     parser.add_argument("--without", default="", help="parts of programs to leave out, as a regular expression")
     parser.add_argument("--kinds", type=lambda text: text.split("/"), help="topologies, with slashes")
@@ -65,12 +71,18 @@ def _options() -> argparse.Namespace:
 
 
 def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
-    size = 50
+    size = 10 if options.workers else 50
     every = range(options.seed, options.seed + options.count)
     tasks = [
         Task(every[i : i + size], options.simulate_devices, options.without, options.kinds)
         for i in range(0, len(every), size)
     ]
+    if options.workers:
+        for task in tasks:
+            for of_processes in zip(*cluster(options.workers).run(together, task), strict=True):
+                yield of_processes[0][0], of_all([outcome for _, outcome in of_processes])
+        end_all()
+        return
     begin(options.simulate_devices)
     if options.jobs == 1:
         for task in tasks:

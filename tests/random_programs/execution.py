@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy.testing import assert_replicas_agree
+from torchstrategy.testing import assert_replicas_agree, assert_workers_agree
 
 from .comparison import Snapshot, snapshot
 from .modules import numbers
@@ -253,7 +253,8 @@ class UnderStrategy(PlaceOfTrial):
     def check(self, training: Training) -> None:
         things = [training.model, *(o for o in training.optimizers if vars(o).get("defaults") is not None)]
         if self._strategy.num_replicas_in_sync > 1 and next(training.model.parameters(), None) is not None:
-            assert_replicas_agree(self._strategy, *things)
+            of_processes = isinstance(self._strategy, torchstrategy.MultiWorkerMirroredStrategy)
+            (assert_workers_agree if of_processes else assert_replicas_agree)(self._strategy, *things)
 
 
 def place_of(program: Program) -> PlaceOfTrial:

@@ -13,7 +13,7 @@ from .events import Event
 from .layers import Layer
 from .optimizers import Optimizer
 from .programs import Program
-from .topologies import DATA_PARALLEL, STRATEGIES, Topology
+from .topologies import DATA_PARALLEL, STRATEGIES, WORKERS, Topology
 
 T = TypeVar("T")
 
@@ -119,6 +119,8 @@ class _Draw:
     def _topology(self) -> Topology:
         draw, kind = self._draw, self._draw.choice(self._kinds)
         count = draw.choice([1, 2, 2, 2, 3, 3, 4])
+        if kind == WORKERS:
+            return Topology(kind, ("cpu",) * min(count, 2))
         if not self._simulated or draw.random() < 0.1:
             return Topology(kind, ("cpu",) * count)
         last = draw.choice([1, self._simulated - 1, self._simulated - 1])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torchstrategy
 
-_KINDS = {
+_KINDS: dict[str, Callable[[list[str], str], torchstrategy.Strategy]] = {
     "central": lambda devices, owner: torchstrategy.CentralStorageStrategy(devices, owner),
     "mirrored": lambda devices, owner: torchstrategy.MirroredStrategy(devices),
     "mirrored, hierarchical": lambda devices, owner: torchstrategy.MirroredStrategy(
@@ -19,6 +20,8 @@ _KINDS = {
 }
 STRATEGIES = list(_KINDS)
 DATA_PARALLEL = "data parallel"
+WORKERS = "workers"  # in several processes, each of which runs the program
+_KINDS[WORKERS] = lambda devices, owner: torchstrategy.MultiWorkerMirroredStrategy(devices=devices)
 
 
 @dataclass(frozen=True)

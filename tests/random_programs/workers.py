@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchstrategy.testing import simulate_devices
 
 from .generation import Generator
-from .trials import Outcome, judged
+from .topologies import WORKERS
+from .trials import Outcome, Verdict, judged
 
 
 class Task(NamedTuple):
@@ -23,6 +25,21 @@ def begin(simulated: int) -> None:
     """Done once, in each process."""
     if simulated:
         simulate_devices(simulated)
+
+
+def together(task: Task) -> list[tuple[int, Outcome]]:
+    """What came of each seed in this process, while the other processes of a group run the same programs with it."""
+    # A strategy of several processes cannot be used any more after a step that failed.
+    without = "|".join(filter(None, (task.without, "Fail")))
+    return done(task._replace(kinds=[WORKERS], without=without))
+
+
+def of_all(outcomes: Sequence[Outcome]) -> Outcome:
+    """What came of one program: the same in all processes, or a fault."""
+    if len({outcome.verdict for outcome in outcomes}) == 1:
+        return outcomes[0]
+    said = "\n".join(f"{outcome.verdict.value} {outcome.kind}\n{outcome.said}" for outcome in outcomes)
+    return Outcome(Verdict.FAILED, "the processes came to different ends", said)
 
 
 def done(task: Task) -> list[tuple[int, Outcome]]:

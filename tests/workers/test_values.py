@@ -59,6 +59,13 @@ def test_values_that_each_replica_has_begin_with_those_of_worker_0(replicas: int
         assert late == ([7.0] * replicas, 7.0)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_expanded_buffer_begins_with_the_values_of_worker_0(replicas: int) -> None:
+    """The first run failed: torch refused to write on a tensor that has each of its numbers several times."""
+    for found in cluster(2).run(values.of_an_expanded_buffer, replicas):
+        assert torch.equal(found, torch.arange(3.0).expand(2, 2, 3))
+
+
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_metrics_count_the_rows_of_all_workers(workers: int, replicas: int) -> None:
     alone = values.metrics_of(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))

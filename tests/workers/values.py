@@ -122,6 +122,17 @@ def of_variables_that_begin(replicas: int) -> list[tuple[list[float], float]]:
     ]
 
 
+def of_an_expanded_buffer(replicas: int) -> torch.Tensor:
+    """A buffer that repeats one row, where each worker makes the row with other numbers."""
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        net = torch.nn.Linear(3, 1)
+        row = torch.arange(3.0) + strategy.extended._workers.index
+        net.register_buffer("mask", row.expand(2, 4, 3))
+    strategy.run(lambda: net.mask.sum())
+    return net.mask[:, ::3].clone()
+
+
 def of_variables(replicas: int) -> dict[str, torch.Tensor]:
     return variables_of(strategy_of(replicas))
 

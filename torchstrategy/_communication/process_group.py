@@ -211,7 +211,7 @@ class ProcessGroup(Workers):
             parts = one.view(pack[0].dtype).split([tensor.numel() for tensor in pack])
             with torch.no_grad():
                 for tensor, part in zip(pack, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                    _write(tensor, part.view(tensor.shape))
 
     def failed(self, error: BaseException) -> None:
         if self._why_over is None and not isinstance(error, WorkerError):
@@ -344,6 +344,14 @@ _ADDED_AS = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes on a tensor, which may be an expanded one: torch refuses to write on each number several times."""
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.numel():
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _comparable(named: Any) -> bytes:
