@@ -10,7 +10,8 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     mirrored          a value with one component for each replica, known to be equal
     present, absent   a replica that got no rows sits the step out: it is absent
     fraction          a replica's rows, divided by the rows of the whole batch
-    weight            what a replica's gradient is multiplied by: its fraction for MEAN, 1 for SUM, 0 if it is dropped
+    weight            what a replica's gradient is multiplied by: if gradients are averaged (`ReduceOp.MEAN`), its
+                      fraction; if they are added up (`SUM`), 1; if its gradient is dropped, 0
     weighing          said of a replica whose weight is not 0
     accumulated       the `.grad` of an owner from before the run, and all gradients that were reduced since
     owner             a parameter of the user's own module, which the optimizer updates
@@ -18,6 +19,7 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     plain attribute   an attribute of a module that is no parameter, buffer, layer or table of torch's: `model.config`
     trainer           an object of the user's that holds models or what trains them
     stepper           a learning-rate scheduler or a `GradScaler`, which counts steps
+    merge function    what `get_replica_context().merge_call` calls, once for all replicas
     outsider          a trainable tensor that a step names and of which replicas have no copies
     lead              the first replica that is present: where one replica speaks for all of them, it does
     worker            one of several processes that train together, each with replicas of its own

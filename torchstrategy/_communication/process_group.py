@@ -1,16 +1,4 @@
-"""Workers that are joined by a process group of `torch.distributed`. This is the only file that talks to it.
-
-Note [Exchanges between workers]
-Every exchange begins with a message of one size: each worker tells all others at which exchange of which run it is,
-with tensors of which shapes, and a few bytes that the exchange is about. What fits into these bytes needs no more than
-that. Tensors are sent when all have told the same, since tensors of different exchanges would be mixed up, or wait for
-ever. So a group has nothing under way where a worker goes another way or fails, and it can be closed at once.
-
-When an operation of torch fails, one of three things has happened to another worker. It left a run by an exception:
-then it has put the reason into the store, and has closed its groups so that the others fail. It was killed: then its
-connections are closed. Or it hangs, and torch's timeout has passed. Whoever fails says so in the store, and waits a
-little for the others to say the same. Who says nothing is the one that is gone or hangs.
-"""
+"""Workers that are joined by a process group of `torch.distributed`. This is the only file that talks to it."""
 
 from __future__ import annotations
 
@@ -87,6 +75,17 @@ def _end(groups: list[dist.ProcessGroup], under_way: Sequence[dist.Work | None])
         groups.pop()
 
 
+# Note [Exchanges between workers]
+# Every exchange begins with a message of one size: each worker tells all others at which exchange of which run it is,
+# with tensors of which shapes, and a few bytes that the exchange is about. What fits into these bytes needs no more
+# than that. Tensors are sent when all have told the same, since tensors of different exchanges would be mixed up, or
+# wait for ever. So a group has nothing under way where a worker goes another way or fails, and it can be closed at
+# once.
+#
+# When an operation of torch fails, one of three things has happened to another worker. It left a run by an exception:
+# then it has put the reason into the store, and has closed its groups so that the others fail. It was killed: then its
+# connections are closed. Or it hangs, and torch's timeout has passed. Whoever fails says so in the store, and waits a
+# little for the others to say the same. Who says nothing is the one that is gone or hangs.
 @final
 class ProcessGroup(Workers):
     """The processes of a group of `torch.distributed`.

@@ -59,12 +59,15 @@ from torchstrategy._variables.variable import Variable
 #   parameters at a synchronization point, while all replicas stand still, within `ReplicatedRun._published`. An
 #   optimizer that calls a closure does so on the thread of the first replica. Then `refresh_parameters` brings the
 #   values to the copies that have memory of their own, unless `OptimizerCopies` has updated these alike.
-# - In a run, too: a hook that the user has registered on a parameter. It is called at a synchronization point.
-# - Never the step itself, and no thread that it starts: every replica would write once. `check_unwritten` compares the
-#   version counters before each update and at the end of the run, and refuses the run. A replica's `.data` counts its
-#   writes, unlike torch's (`ReplicaParameter.data`).
-# - Nobody while another run of the same parameters is under way, but these writes: then no version can be compared
-#   (`GradientReducer.is_alone`).
+# - In a run, too: a hook that the user has registered on a parameter. It is called once for all replicas, where
+#   gradients are reduced: at a synchronization point, or when the run ends. Then the next run brings the values.
+# - When a run begins and a worker has new modules or variables: `take_from_first_worker`, which is not undone.
+# - Never the step itself, and no thread that it starts: every replica would write once. `ReplicatedRun` looks for such
+#   writes before each update and at the end of the run. `check_unwritten` compares the version counters, and refuses
+#   the run. A replica's `.data` counts its writes, unlike torch's (`ReplicaParameter.data`).
+# - While another run has the same parameters, the same rules hold, but versions are not compared: a changed version may
+#   come from the other run (`GradientReducer.is_alone`).
+# A strategy with a plain `Storage` has one replica, which uses the user's own parameters. Its step may write on them.
 @final
 class ReplicatedModules:
     """The copies that all replicas have of the user's modules.

@@ -1,4 +1,4 @@
-"""The user's parameters, and the replica sets that runs have of them.
+"""The user's modules and parameters, and their replica sets. A replica set has the copies of all replicas for one run.
 
 Each run borrows a replica set. One set serves all runs that follow one another. Runs at the same time, of several
 threads or from a merge function, get sets of their own, so no two runs ever use the same copy.
@@ -42,7 +42,7 @@ from torchstrategy._variables.variable import Variable
 
 @final
 class ReplicatedStorage(Storage):
-    """The user's parameters live on one device, and each replica has copies, which follow them or are updated alike.
+    """The user's parameters live on one device, and each replica has copies. An update reaches them, or they take it alike.
 
     Args:
         layout: Where the copies are, and how they are kept in step.
@@ -65,7 +65,9 @@ class ReplicatedStorage(Storage):
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._has_new_on_read = False  # whether there are variables with `ON_READ` that no run has had yet
         self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
-        self._generation = 0  # counts changes of the set of modules: replica sets of an earlier one are not used again
+        self._generation = (
+            0  # grows by 1 when modules or variables come or go: a replica set of another number is not used again
+        )
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's
@@ -74,23 +76,27 @@ class ReplicatedStorage(Storage):
             listen_to_data()
 
     # Note [The order of a run and of its undoing]
+    # 0. If a worker has new modules or variables, all workers take the values of worker 0. This is not undone.
     # 1. The run takes a replica set that no other run has, and brings it up to date.
     # 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
-    # 3. Optimizers tell the run before they step, so that one which is not the strategy's is refused.
-    # 4. Metrics hand out their states.
+    # 3. From here on, the run is told of every step of an optimizer before it is taken. It refuses those of optimizers
+    #    that are not the strategy's.
+    # 4. The first replica gets the states of the user's metrics, the others the default states.
     # 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
-    # 6. Proxies take the place of the user's objects. The replicas run, and the proxies are taken away.
+    # 6. The user's objects become proxies: in a replica, each acts as the replica's own object. The replicas run, and
+    #    the objects get their own classes back.
     # 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
     # If anything fails after 1, the set is never used again, and what was done is undone in this order:
-    # - This thread leaves the replica that it was in (6). The proxies are taken away (6), since all else writes on the
-    #   user's own objects.
-    # - Tensors of which the user's modules have a `PerReplica`, and which steps may write, get their numbers back (1).
-    # - If the loop of an optimizer with a closure was under way, the block that shows it gradients is closed. What any
-    #   optimizer has written on parameters stays.
+    # - This thread leaves the replica that it was in (6). The user's objects are no proxies any more (6), since all
+    #   else writes on them.
+    # - The user's modules may have a `PerReplica` of tensors, on which the step may have written in place. These
+    #   tensors get back the values from before the run (1).
+    # - If the loop of an optimizer with a closure was under way, the block in which the user's parameters have
+    #   gradients is left. What any optimizer has written on parameters stays.
     # - The gradients are given back (5): those from before the run, or those that its last update left.
     # The states of metrics (4) are not undone: the replicas have copies of them, which are dropped with the set.
-    # Whether or not the run failed, 3 and 1 are undone last. Each undoing may find that nothing was done: a signal's
-    # handler may raise anywhere.
+    # Whether or not the run failed, 3 and 1 are undone last. A signal's handler may raise at any line. So each of these
+    # must also work if what it undoes was not done.
     @contextmanager
     def begin_run(
         self, replica_weights: ReplicaWeights, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
@@ -113,7 +119,7 @@ class ReplicatedStorage(Storage):
         run_state = None
         originals: list[Any] = []
         if replica_weights.has_news:
-            self._take_from_first_worker()
+            self._take_from_first_worker()  # 0
         leave_replicas = frames_kept()
         copies = self._borrow(variables)  # 1
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
@@ -194,12 +200,12 @@ class ReplicatedStorage(Storage):
         return bool(self._new) or self._has_new_on_read
 
     def as_before(self) -> AbstractContextManager[None]:
-        """A block in which nothing that replicas write on their own values of variables counts."""
+        """A block for an understudy: after it, variables with a value for each replica have the values from before."""
         return unwritten(_alive(self._on_read))
 
     def _take_from_first_worker(self) -> None:
         self._has_new_on_read = False
-        # What the user has dropped is not compared, also if Python's collector of cycles has not come to it yet.
+        # What the user has dropped must not be compared, so Python's collector of cycles runs first.
         gc.collect()
         roots, variables = _roots(parts_of(_alive(self._modules))), [*_alive(self._variables), *_alive(self._on_read)]
         take_from_first_worker(self.layout.workers, roots, variables)
@@ -263,7 +269,7 @@ class ReplicatedStorage(Storage):
                     break
             else:
                 copies = self._copied(variables, optimizers)
-            if self._in_use:
+            if self._in_use:  # none of these runs can tell which of them has written a parameter
                 for other in (copies, *self._in_use):
                     other.gradients.is_alone = False
             copies.thread = threading.get_ident()
@@ -301,7 +307,7 @@ class ReplicatedStorage(Storage):
                 self._idle.append(copies)
 
     def _take_around(self, named: StepReferences) -> None:
-        """Takes in wrappers around modules or optimizers of the scope, if they have no parameters of their own."""
+        """Takes in wrappers that hold modules or optimizers of the scope, if they have no parameters of their own."""
         for optimizer in [optimizer for optimizer in named.optimizers if id(optimizer) not in self._optimizers]:
             is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
             # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
@@ -341,7 +347,7 @@ class ReplicatedStorage(Storage):
         if self.layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():
                 copies.step(optimizer)
-        # Only torch's own optimizers are known to write in ways that torch counts, and fused ones do not.
+        # Version counters show what torch's own optimizers write, except for fused ones. What others write is noted.
         if not is_torchs(optimizer) or any(group.get("fused") for group in users_own(optimizer, "param_groups")):
             for copies in (*self._idle, *self._in_use):
                 copies.replicated.note_written(parameters_of(optimizer))

@@ -1,4 +1,4 @@
-"""Several replicas on one machine, and the story of a step in them."""
+"""Several replicas, in one process or in several workers, and the story of a step in them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReplicatedExtended(OneMachineExtended):
     Args:
         storage: Where parameters live, and on which devices replicas run.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
-        between_graph: What TensorFlow says of `experimental_between_graph` under a strategy of this kind.
+        between_graph: The value of `extended.experimental_between_graph`, which changes nothing here.
         cross_device_ops: How `reduce` and the like bring values together on the parameter device.
         workers: The processes that train together.
     """
@@ -73,19 +73,22 @@ class ReplicatedExtended(OneMachineExtended):
         self._replicas = Replicas(storage.devices, workers.index * len(storage.devices))
         self._streams = storage.layout.streams if isinstance(storage, ReplicatedStorage) else None
         self._gradient_reduction = gradient_reduction
-        self._is_running = False  # kept only where there are several workers
+        self._is_running = False  # whether a run is under way, where there are several workers
 
     # Note [The story of a step]
-    # 1. Weigh: how much each replica counts follows from the rows that it was given (`_training/replica_weights`).
-    # 2. Begin the run: each replica gets its copies, up to date, and names in the step mean them
-    #    (`_replication/replicated_storage`; Note [The order of a run and of its undoing] tells what undoes it).
+    # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
+    #    (`_training/replica_weights`).
+    # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
+    #    gets the copy of its replica (`_replication/replicated_storage`; Note [The order of a run and of its undoing]
+    #    there tells what undoes it).
     # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
     #    another (`_execution/replica_threads`).
     # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas stand still while one function runs
     #    for them on this thread. At `optimizer.step()` gradients become one (`_training/gradient_reducer`).
     # 5. Regroup: what the replicas returned becomes one result (`_core/distributed_values`).
-    # 6. End the run: what the step has changed in its copies comes to the user's own objects. This may be refused, and
-    #    then the run is undone.
+    # 6. End the run: what the step has changed in its copies comes to the user's own objects. If the changes of the
+    #    replicas do not fit together, the run raises an error and is undone.
+    # A strategy with a plain `Storage` has nothing of this to do: it calls the step with the user's own objects.
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
@@ -156,6 +159,7 @@ class ReplicatedExtended(OneMachineExtended):
                     finally:
                         context._ends()
 
+            # With several workers, a replica draws random numbers from the stream of its number among all replicas.
             drawing = call if self._streams is None else self._streams.around(call)
             results = self._replicas.run(drawing, weights.present, run_state.watch)
             if self._streams is not None:
@@ -167,7 +171,7 @@ class ReplicatedExtended(OneMachineExtended):
         return result
 
     def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
-        """One tree of those that the replicas of this worker have returned."""
+        """Makes one tree of those that the replicas of this worker have returned."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
             run_state.results_require_grad()
         by_replica = [results.get(r, ABSENT) for r in range(len(self._storage.devices))]
@@ -176,7 +180,7 @@ class ReplicatedExtended(OneMachineExtended):
         return regroup(by_replica, are_results=True)
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
-        """How much each replica counts. Where there are several workers, they tell each other what they have."""
+        """How much each replica counts. Where there are several workers, they tell each other their rows."""
         known = leaves, len(storage.devices), options, self._gradient_reduction
         if self._streams is None:
             return ReplicaWeights.of(*known)
@@ -226,7 +230,7 @@ class ReplicatedExtended(OneMachineExtended):
             return combined(op, values, axis, self._storage.parameter_device, self._workers, matter)
 
     def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
-        """What this worker brings of a value, and whether it counts. A plain value is the same in every replica.
+        """What this worker has of a value, by replica, and whether it counts. A plain value is the same in every replica.
 
         If no replica of this worker is present, it brings a value that only tells the shape and dtype.
         """
@@ -269,7 +273,7 @@ class ReplicatedExtended(OneMachineExtended):
         return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
 
     def _on_parameter_device(self, value: DistributedValues) -> tuple[PerReplica, Device]:
-        # A variable is a tensor, too, and would be reduced as the one tensor that it is outside of replicas.
+        # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
         plain = value if isinstance(value, PerReplica) else PerReplica(value.values)
         return plain, self._storage.parameter_device
 

@@ -1,8 +1,8 @@
 """Gradients of several replicas become the gradient of the whole batch, and one update follows for all of them.
 
-Backward adds to the parameters of each replica (`replica_gradients`). At a synchronization point `gradient_reducer`
-multiplies the gradients of each replica by its weight (`replica_weights`), adds them up, and gives the sum to the
-user's own parameters, which the user's optimizer then updates once.
+Backward adds to the gradients of each replica's parameters (`replica_gradients`). At a synchronization point
+`gradient_reducer` multiplies the gradients of each replica by its weight (`replica_weights`), adds them up, and gives
+the sum to the user's own parameters, which the user's optimizer then updates once.
 
     replica_gradients        the gradients of one replica, as its step sees them
     user_gradients           the tensors that hold the user's gradients, and are written in place

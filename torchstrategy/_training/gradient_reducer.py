@@ -90,7 +90,7 @@ Together = Callable[[Callable[[], None]], None]
 # - kept: in `_kept`, what the user's parameters get if the run fails: what they had before it, or at its last update.
 # `reduce` empties the local and visible gradients of all replicas, and `_total`, into the accumulated ones. From
 # `begin` on, `.grad` of the user's own parameter is None, so that a backward which reaches it by mistake is noticed. It
-# has a gradient only inside `published` (an update, a merge function), in `_add` while the user's hooks look at it, and
+# has a gradient only inside `published` (an update, a merge function), in `_send_through_hooks`, and
 # from `end` or `abort` on.
 
 
