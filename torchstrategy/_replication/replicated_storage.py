@@ -42,7 +42,7 @@ from torchstrategy._variables.variable import Variable
 
 @final
 class ReplicatedStorage(Storage):
-    """The user's parameters live on one device, and each replica has copies. An update reaches them, or they take it alike.
+    """The user's parameters live on one device, and each replica has copies. These follow, or take the same updates.
 
     Args:
         layout: Where the copies are, and how they are kept in step.
@@ -65,9 +65,8 @@ class ReplicatedStorage(Storage):
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._has_new_on_read = False  # whether there are variables with `ON_READ` that no run has had yet
         self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
-        self._generation = (
-            0  # grows by 1 when modules or variables come or go: a replica set of another number is not used again
-        )
+        # Grows by 1 when modules or variables come or go. A replica set with another number is not used again.
+        self._generation = 0
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's

@@ -230,7 +230,7 @@ class ReplicatedExtended(OneMachineExtended):
             return combined(op, values, axis, self._storage.parameter_device, self._workers, matter)
 
     def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
-        """What this worker has of a value, by replica, and whether it counts. A plain value is the same in every replica.
+        """What this worker has of a value, and whether it counts. A plain value is the same in every replica.
 
         If no replica of this worker is present, it brings a value that only tells the shape and dtype.
         """
