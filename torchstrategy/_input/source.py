@@ -80,7 +80,7 @@ class Source:
             )
         self._given = self._dataset = dataset
         if shards is not None:
-            self._dataset = _with_batches(dataset, shards(dataset.batch_sampler))
+            self._dataset = _alike(dataset, shards(dataset.batch_sampler))
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_batched = not is_map_style(dataset)
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
@@ -331,15 +331,17 @@ class Source:
                 )
             return iterator
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        rest = _RemainingIndices(sampler, position.count)
         if asked is None:
-            iterator = iter(_with_indices(loader, rest, loader.generator))  # draws the seed
+            rest = _RemainingIndices(sampler, position.count)
+            iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
             if self.has_workers:
                 return iterator  # it has begun to iterate over the sampler, too
-        indices = iter(rest)
+        indices = iter(sampler)
         _set(generators, asked or [])
-        rest.leave_out()
-        return iter(_with_indices(loader, indices, None))  # None: a seed is drawn, but not from the loader's generator
+        for _ in islice(indices, position.count):
+            pass  # the sampler draws these indices now
+        # A seed is drawn, but not from the loader's generator.
+        return iter(_alike(loader, indices, persistent_workers=False, generator=None))
 
     def _count_of(self, state: State) -> int:
         """How many elements of this source are skipped for a state.
@@ -418,17 +420,9 @@ class _RemainingIndices:
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler = sampler
         self._count = count
-        self._left_out: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._sampler)
-        self._left_out = islice(indices, self._count)
-        return chain((index for index in self._left_out if False), indices)
-
-    def leave_out(self) -> None:
-        """Makes the sampler draw the first `count` indices now, if it has not done so, and none after them."""
-        for _ in self._left_out:
-            pass
+        return islice(iter(self._sampler), self._count, None)
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -457,17 +451,11 @@ def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
     return (loader.collate_fn([sample] if batches else sample) for sample in samples)
 
 
-def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
+def _alike(loader: DataLoader[Any], indices: Iterable[Any], **changed: Any) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
     chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
-    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _CHOSEN}
-    return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
-
-
-def _with_batches(loader: DataLoader[Any], batches: ShardedBatches) -> DataLoader[Any]:
-    """A loader like `loader` that yields the batches of another batch sampler, epoch after epoch."""
-    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_BATCHES}
-    return DataLoader(loader.dataset, batch_sampler=batches, **alike)
+    given = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_INDICES}
+    return DataLoader(**{**given, **chosen, **changed})
 
 
 def _generators(*loaders: Any) -> list[torch.Generator]:
@@ -500,6 +488,5 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 _OF_THE_ORDER = ("sampler", "batch_sampler")
-# The options of a loader that are not those of another loader for the rest of an epoch.
-_CHOSEN = {"dataset", "batch_size", "shuffle", *_OF_THE_ORDER, "drop_last", "generator", "persistent_workers"}
-_OF_BATCHES = _CHOSEN - {"generator", "persistent_workers"}
+# The options of a loader that say which indices it reads.
+_OF_INDICES = {"batch_size", "shuffle", *_OF_THE_ORDER, "drop_last"}
