@@ -291,9 +291,9 @@ class DistributedDataset(Generic[T]):
         reading: Reading = (
             Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         )
+        _endings.update(dict.fromkeys(shared, reading.ending()))
         if self._splitter.reads_its_own:
             reading = InStep(reading, self._splitter.workers, self._routes[0].device)
-        _endings.update(dict.fromkeys(shared, reading.ending()))
         positions = [source.position for source in sources]
 
         def ended() -> None:

@@ -187,9 +187,10 @@ class Reading(ABC):
         """Ends the epoch, and the threads and workers that it has started."""
         self._steps = None  # the loader's workers end with its iterator
 
-    @abstractmethod
     def ending(self) -> Callable[[], None]:
         """A function that ends the epoch, and waits until nobody reads the loader. It holds no reference to `self`."""
+        close = weakref.WeakMethod(self.close)
+        return lambda: (close() or nothing)()
 
 
 def nothing() -> None:
@@ -218,10 +219,6 @@ class OnDemand(Reading):
             if route.has_copies:
                 transfer.staged[r] = route.copy(transfer.staged[r])
         return transfer.received(self._routes)
-
-    def ending(self) -> Callable[[], None]:
-        close = weakref.WeakMethod(self.close)
-        return lambda: (close() or nothing)()
 
 
 _PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
