@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, plural, warn
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import LEAF, PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
-from torchstrategy._core.types import Tree
+from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
 from torchstrategy._input.sharding import Cut, Shard, Share
@@ -222,9 +222,7 @@ class Splitter(ABC):
             them.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers = LONE
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers) -> None:
         self.sources = tuple(sources)
         self.replicas = replicas
         self.is_alone = replicas == 1 and workers.count == 1
@@ -330,22 +328,21 @@ class SplitSteps(Splitter):
 
     Args:
         source: The source of batches, of the global size unless `options` say that each worker has its own.
-        replicas: How many replicas there are.
+        devices: The device of each replica.
         options: What the user has said about the dataset.
-        is_moved: Whether parts will be moved to devices. Then each replica gets its own copy of every tensor, also of
-            a tensor without rows.
+        workers: The processes that train together.
     """
 
-    def __init__(
-        self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool, workers: Workers = LONE
-    ) -> None:
+    def __init__(self, source: Source, devices: Sequence[Device], options: InputOptions, workers: Workers) -> None:
+        replicas = len(devices)
         super().__init__([source], replicas, options.lists_are_rows, workers)
         self._is_even = options.row_shares is None
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
         # A batch has the rows of this worker, or those of all.
         count, index = (1, 0) if self.reads_its_own else (workers.count, workers.index)
         self._cut, self._first = cut_of(options, replicas * count), replicas * index
-        self._is_moved = is_moved
+        # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
+        self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 
     def __len__(self) -> int:
         return len(self.sources[0])
