@@ -43,7 +43,7 @@ from torchstrategy._core.distributed_values import ABSENT, Unmade
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.batch_types import applied_within, memory_of, moved
-from torchstrategy._input.steps import ResumePoint, SplitBatch, Steps
+from torchstrategy._input.steps import SplitBatch, Steps
 
 
 class StagedBatch(NamedTuple):
@@ -140,15 +140,15 @@ class BatchTransfer(NamedTuple):
     """The batch of one step, whose parts are being copied to the replicas' devices."""
 
     split_batch: SplitBatch
-    marks: list[ResumePoint]
+    marks: list[Callable[[], None]]  # they say that the consumer has received it
     staged: list[StagedBatch]
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, made of the parts on the devices. Runs on the consumer's thread."""
         # See Note [Promises for a copied batch].
         arrived = list(map(Route.receive, routes, self.staged))
-        for mark in self.marks:
-            mark.reach()
+        for reach in self.marks:
+            reach()
         return self.split_batch.assembled(arrived)
 
 

@@ -51,6 +51,10 @@ class Position:
         self.asked: list[torch.Tensor] | None = None
         self.loader: Any = None
 
+    def reach(self, count: int, loader: Any) -> None:
+        """Says that the consumer has received an element. The arguments are the attributes of these names after it."""
+        self.count, self.loader = count, loader
+
 
 @final
 class Source:

@@ -26,7 +26,7 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
 from torchstrategy._input.sharding import Cut, Shard, Share
-from torchstrategy._input.source import Epoch, Position, Source
+from torchstrategy._input.source import Epoch, Source
 
 
 @final
@@ -193,18 +193,6 @@ class PerReplicaSpec:
     """
 
     value_specs: tuple[TensorSpec | type, ...]
-
-
-class ResumePoint(NamedTuple):
-    """The position in an epoch after the consumer has received a step, from which the epoch can be resumed."""
-
-    position: Position
-    consumed: int
-    loader: Any
-
-    def reach(self) -> None:
-        """Says that the consumer has received the step."""
-        self.position.count, self.position.loader = self.consumed, self.loader
 
 
 class Splitter(ABC):
@@ -494,8 +482,8 @@ class Steps:
         self._passes = passes
         self._is_ahead = is_ahead
         self._elements: list[Tree] = []
-        for mark in self._marks():
-            mark.reach()
+        for reach in self._marks():
+            reach()
 
     def next_whole(self) -> Tree:
         """The element of the next step, if it can be given as it is: to one replica. Else `ABSENT`.
@@ -510,10 +498,10 @@ class Steps:
         if not are_in_host_memory(self._elements[0]):
             return ABSENT  # `__next__` goes on with it
         for one in self._passes:
-            one.position.count, one.position.loader = one.count, None
+            one.position.reach(one.count, None)
         return self._elements.pop()
 
-    def __next__(self) -> tuple[SplitBatch, list[ResumePoint]]:
+    def __next__(self) -> tuple[SplitBatch, list[Callable[[], None]]]:
         with self._splitter.sources[0].reading():
             if not self._elements or not self._splitter.is_alone:
                 self._splitter.read(self._passes, self._elements)
@@ -522,8 +510,9 @@ class Steps:
             self._splitter.saw(split_batch)
             return split_batch, self._marks()
 
-    def _marks(self) -> list[ResumePoint]:
+    def _marks(self) -> list[Callable[[], None]]:
+        """The functions that say of each epoch that the consumer has received what was read until now."""
         return [
-            ResumePoint(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            functools.partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
             for one in self._passes
         ]
