@@ -199,12 +199,13 @@ class Splitter(ABC):
     """Reads elements from sources and splits them among the replicas, for each step.
 
     Args:
-        sources: The sources that are read.
+        sources: The sources that are read in turn.
         replicas: How many replicas there are in this process.
         lists_are_rows: Whether each item of a list is a row. None: the user has not said.
         workers: The processes that train together.
 
     Attributes:
+        elements_of_step: How many elements are read for a step: one for each replica, or one for all.
         is_alone: Whether one replica gets every element whole.
         reads_its_own: Whether this worker reads data that other workers do not have, and may come to its end before
             them.
@@ -212,7 +213,7 @@ class Splitter(ABC):
 
     def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers) -> None:
         self.sources = tuple(sources)
-        self.replicas = replicas
+        self.replicas = self.elements_of_step = replicas
         self.is_alone = replicas == 1 and workers.count == 1
         self.reads_its_own = workers.count > 1
         self.workers = workers
@@ -283,21 +284,33 @@ class Splitter(ABC):
             shape[0] = rows
         return TensorSpec(tuple(shape), tensor.dtype)
 
-    @abstractmethod
     def __len__(self) -> int:
         """How many steps an epoch has."""
+        elements = max(map(len, self.sources)) * len(self.sources)
+        return -(-elements // self.elements_of_step)
+
+    def first(self) -> Sequence[Tree]:
+        """Elements for one step, from which to read the spec. No epoch loses them."""
+        elements = [source.first() for source in self.sources]
+        return elements * (self.elements_of_step // len(elements))
+
+    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
+        """Reads the elements of one step into a list. After an error, the list keeps those that were read before.
+
+        If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
+        """
+        for r in range(len(elements), self.elements_of_step):
+            try:
+                elements.append(next(passes[r % len(passes)]))
+            except StopIteration:
+                elements.append(ABSENT)
+        if all(element is ABSENT for element in elements):
+            elements.clear()
+            raise StopIteration
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
         """How many rows each replica gets in every step, if this is certain beforehand."""
-
-    @abstractmethod
-    def first(self) -> Sequence[Tree]:
-        """Elements for one step, from which to read the spec. No epoch loses them."""
-
-    @abstractmethod
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        """Reads the elements of one step into a list. After an error, the list keeps those that were read before."""
 
     @abstractmethod
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
@@ -324,6 +337,7 @@ class SplitSteps(Splitter):
     def __init__(self, source: Source, devices: Sequence[Device], options: InputOptions, workers: Workers) -> None:
         replicas = len(devices)
         super().__init__([source], replicas, options.lists_are_rows, workers)
+        self.elements_of_step = 1
         self._is_even = options.row_shares is None
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
         # A batch has the rows of this worker, or those of all.
@@ -332,20 +346,11 @@ class SplitSteps(Splitter):
         # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
         self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 
-    def __len__(self) -> int:
-        return len(self.sources[0])
-
     def rows(self) -> Sequence[int | None]:
         rows = self.sources[0].rows
         if rows is None or self.workers.count > 1 or (self._is_even and rows % self.replicas):
             return [None] * self.replicas
         return [piece.stop - piece.start for piece in self._cut(rows)]
-
-    def first(self) -> Sequence[Tree]:
-        return [self.sources[0].first()]
-
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        elements.append(next(passes[0]))
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,), total = elements, None
@@ -416,31 +421,10 @@ _A_FEW = 3  # a list of two tensors probably has inputs and targets
 
 @final
 class OneForEach(Splitter):
-    """Gives each replica an element of its own: from one source in turn, or from a source for each replica.
-
-    If the data runs out in the middle of a step, the remaining replicas get no element, and no element is lost.
-    """
-
-    def __len__(self) -> int:
-        of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
-        return -(-of_each // self.replicas)
+    """Gives each replica an element of its own: from one source in turn, or from a source for each replica."""
 
     def rows(self) -> Sequence[int | None]:
         return [self.sources[0].rows if self.is_alone else None] * self.replicas  # the data may run out in a step
-
-    def first(self) -> Sequence[Tree]:
-        elements = [source.first() for source in self.sources]
-        return elements * (self.replicas // len(elements))
-
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        for r in range(len(elements), self.replicas):
-            try:
-                elements.append(next(passes[r % len(passes)]))
-            except StopIteration:
-                elements.append(ABSENT)
-        if all(element is ABSENT for element in elements):
-            elements.clear()
-            raise StopIteration
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
@@ -494,7 +478,7 @@ class Steps:
         if not splitter.is_alone or splitter.is_to_be_seen or self._elements:
             return ABSENT
         with splitter.sources[0].reading():
-            splitter.read(self._passes, self._elements)
+            self._elements.append(next(self._passes[0]))
         if not are_in_host_memory(self._elements[0]):
             return ABSENT  # `__next__` goes on with it
         for one in self._passes:
@@ -503,8 +487,7 @@ class Steps:
 
     def __next__(self) -> tuple[SplitBatch, list[Callable[[], None]]]:
         with self._splitter.sources[0].reading():
-            if not self._elements or not self._splitter.is_alone:
-                self._splitter.read(self._passes, self._elements)
+            self._splitter.read(self._passes, self._elements)
             elements, self._elements = self._elements, []
             split_batch = self._splitter.split_batch(elements)
             self._splitter.saw(split_batch)
