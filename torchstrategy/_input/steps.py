@@ -21,7 +21,7 @@ from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, plural, warn
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import LEAF, PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
+from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
@@ -39,9 +39,8 @@ class SplitBatch(NamedTuple):
     """An element of a dataset that was split among the replicas. A strategy of one replica gets it whole."""
 
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
-    spec: TreeSpec
+    spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
-    is_whole: bool = False
     # For each leaf that was split, what the first replica has in a process whose replicas all have no rows: it is an
     # understudy. Empty: some replica has rows.
     spare: Sequence[Tree] = ()
@@ -54,7 +53,7 @@ class SplitBatch(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
-        if self.is_whole:
+        if self.spec is None:
             return arrived[0][0]
         count = len(arrived[0]) - len(self.spare)
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
@@ -64,11 +63,6 @@ class SplitBatch(NamedTuple):
             for leaf in self.leaves
         ]
         return self.spec.unflatten(leaves)
-
-
-def whole(element: Tree) -> SplitBatch:
-    """An element for a strategy of one replica. It need not have rows."""
-    return SplitBatch([Parts([element])], LEAF, (1,), is_whole=True)
 
 
 def in_equal_parts(replicas: int, rows: int) -> list[slice]:
@@ -234,7 +228,7 @@ class Splitter(ABC):
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if self.is_alone:
-            return whole(elements[0])
+            return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
         return self.split(list(map(batch_types.lists_as_rows, elements)) if self._lists_are_rows else elements)
 
     def begin(self) -> list[Epoch]:
@@ -264,7 +258,7 @@ class Splitter(ABC):
             parts = [shown if type(piece) is Unmade else piece for piece in leaf]
             return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
-        if split_batch.is_whole:
+        if split_batch.spec is None:
             (element,) = split_batch.leaves[0]
             return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
         return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
