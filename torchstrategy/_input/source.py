@@ -15,6 +15,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain, islice
 from typing import Any, final
@@ -31,6 +32,7 @@ from torchstrategy._input.sharding import Shard, ShardedBatches
 
 
 @final
+@dataclass(eq=False)
 class Position:
     """The position of the consumer in one epoch. A reader that reads ahead is at a later position.
 
@@ -44,12 +46,11 @@ class Position:
             `state_dict`, or nothing is read ahead, so that the library can call it later.
     """
 
-    def __init__(self) -> None:
-        self.is_begun = False
-        self.count = 0
-        self.began: list[torch.Tensor] = []
-        self.asked: list[torch.Tensor] | None = None
-        self.loader: Any = None
+    is_begun: bool = False
+    count: int = 0
+    began: list[torch.Tensor] = field(default_factory=list)
+    asked: list[torch.Tensor] | None = None
+    loader: Any = None
 
     def reach(self, count: int, loader: Any) -> None:
         """Says that the consumer has received an element. The arguments are the attributes of these names after it."""
@@ -98,13 +99,10 @@ class Source:
         return len(self._dataset)
 
     def __str__(self) -> str:
-        within = getattr(self._given, "dataset", None)
-        of = (
-            ""
-            if within is None
-            else f" of {an(type(within).__name__)}, batch_size={getattr(self._given, 'batch_size', None)}"
-        )
-        return type(self._given).__name__ + of
+        kind, within = type(self._given).__name__, getattr(self._given, "dataset", None)
+        if within is None:
+            return kind
+        return f"{kind} of {an(type(within).__name__)}, batch_size={getattr(self._given, 'batch_size', None)}"
 
     def of_loader(self, name: str) -> Any:
         """An attribute of the loader that was given.
@@ -236,14 +234,13 @@ class Source:
         """Makes the next epoch go on from the position of `state`, which `check_state` has checked."""
         if self.keeps_state:
             self._dataset.load_state_dict(state["loader"])
-        elif not state["is_begun"]:
+            self.position = Position(state["is_begun"], loader=state["loader"])
+        elif state["is_begun"]:
+            self.position = Position(True, self._count_of(state), state["began"], state["asked"])
+        else:
+            self.position = Position()
             _set(_generators(self._dataset)[1:], state["began"][1:])  # the program restores torch's default generator
-        self.position = position = Position()
-        self._is_resumed = position.is_begun = state["is_begun"]
-        if self.keeps_state:
-            position.loader = state["loader"]
-        elif position.is_begun:
-            position.count, position.began, position.asked = self._count_of(state), state["began"], state["asked"]
+        self._is_resumed = state["is_begun"]
 
     def is_over(self, position: Position) -> None:
         """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""
@@ -374,9 +371,7 @@ class Source:
 class Epoch:
     """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
 
-    def __init__(
-        self, source: Source, iterator: Iterator[Tree], position: Position, totals: deque[int] | None = None
-    ) -> None:
+    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position, totals: deque[int] | None) -> None:
         self.source = source
         self._iterator = iterator
         self.position = position
