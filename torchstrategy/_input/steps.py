@@ -229,7 +229,9 @@ class Splitter(ABC):
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if self.is_alone:
             return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
-        return self.split(list(map(batch_types.lists_as_rows, elements)) if self._lists_are_rows else elements)
+        if self._lists_are_rows:
+            elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
+        return self.split(elements)
 
     def begin(self) -> list[Epoch]:
         """A new epoch over each source. The caller's thread draws their seeds."""
@@ -433,7 +435,8 @@ class OneForEach(Splitter):
                 "a dataset yields has to be alike."
             ) from None
         rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-        return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
+        leaves = [Parts(batch_types.exchanged(part, batch_types.Rows, list) for part in column) for column in columns]
+        return SplitBatch(leaves, spec, rows)
 
 
 def are_in_host_memory(element: Tree) -> bool:
