@@ -196,22 +196,14 @@ class Rows(list[Any]):
     """
 
 
-def lists_as_rows(batch: Tree) -> Tree:
-    """A batch in which each list is `Rows`."""
-    return _exchanged(batch, list, Rows)
+def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
+    """A batch with a `new` in place of each `old`: `Rows` in place of `list`, or the reverse."""
 
-
-def rows_as_lists(piece: Tree) -> Tree:
-    """The reverse of `lists_as_rows`."""
-    return _exchanged(piece, Rows, list)
-
-
-def _exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     def change(leaf: Any) -> Any:
         if type(leaf) is old:
             return new(leaf)
         if _is_record(leaf):
-            return with_parts(leaf, lambda _, part: _exchanged(part, old, new))
+            return with_parts(leaf, lambda _, part: exchanged(part, old, new))
         return leaf
 
     return map_leaves(change, batch, lambda value: type(value) is old or is_leaf(value))

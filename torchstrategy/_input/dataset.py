@@ -11,7 +11,7 @@ from typing import Any, Generic, final
 
 from typing_extensions import TypeVar
 
-from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core.errors import an, plural, unpicklable, warn
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.loader_state import State
@@ -281,23 +281,22 @@ class DistributedDataset(Generic[T]):
 
     def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
-        sources = self._splitter.sources
         # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
         # last epoch over the loader is ended first.
-        shared = [source._dataset for source in sources if source.allows_one_pass_at_a_time]
+        shared = [source._dataset for source in self._splitter.sources if source.allows_one_pass_at_a_time]
         for loader in shared:
             _endings.pop(loader, nothing)()
         steps = Steps(self._splitter, self._splitter.begin(), is_ahead=self._is_ahead)
         reading: Reading = (
             Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
         )
+        _endings.update(dict.fromkeys(shared, reading.ending()))
         if self._splitter.reads_its_own:
             reading = InStep(reading, self._splitter.workers, self._routes[0].device)
-        _endings.update(dict.fromkeys(shared, reading.ending()))
-        positions = [source.position for source in sources]
+        positions = [source.position for source in self._splitter.sources]
 
         def ended() -> None:
-            for source, position in zip(sources, positions, strict=True):
+            for source, position in zip(self._splitter.sources, positions, strict=True):
                 source.is_over(position)
 
         return DistributedIterator(reading, self._splitter, ended)
@@ -434,7 +433,7 @@ class DistributedDataset(Generic[T]):
 
 
 def distributed(
-    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers = LONE
+    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers
 ) -> DistributedDataset[Any]:
     """A dataset whose batches of the global size are split into a part for each device.
 
@@ -474,15 +473,11 @@ def distributed(
             "dataset of each worker: strategy.distribute_datasets_from_function(dataset_fn).",
             UserWarning,
         )
-    routes = _routes(devices, options)
-    is_moved = any(route.has_copies for route in routes)
-    return DistributedDataset(
-        SplitSteps(source, replicas, options, is_moved=is_moved, workers=workers), routes, options
-    )
+    return DistributedDataset(SplitSteps(source, devices, options, workers), _routes(devices, options), options)
 
 
 def distributed_from_function(
-    dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers = LONE
+    dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers
 ) -> DistributedDataset[Any]:
     """A dataset whose elements are not split: each goes to one replica.
 

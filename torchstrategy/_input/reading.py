@@ -43,7 +43,7 @@ from torchstrategy._core.distributed_values import ABSENT, Unmade
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.batch_types import applied_within, memory_of, moved
-from torchstrategy._input.steps import ResumePoint, SplitBatch, Steps
+from torchstrategy._input.steps import SplitBatch, Steps
 
 
 class StagedBatch(NamedTuple):
@@ -140,15 +140,15 @@ class BatchTransfer(NamedTuple):
     """The batch of one step, whose parts are being copied to the replicas' devices."""
 
     split_batch: SplitBatch
-    marks: list[ResumePoint]
+    marks: list[Callable[[], None]]  # they say that the consumer has received it
     staged: list[StagedBatch]
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, made of the parts on the devices. Runs on the consumer's thread."""
         # See Note [Promises for a copied batch].
         arrived = list(map(Route.receive, routes, self.staged))
-        for mark in self.marks:
-            mark.reach()
+        for reach in self.marks:
+            reach()
         return self.split_batch.assembled(arrived)
 
 
@@ -187,9 +187,10 @@ class Reading(ABC):
         """Ends the epoch, and the threads and workers that it has started."""
         self._steps = None  # the loader's workers end with its iterator
 
-    @abstractmethod
     def ending(self) -> Callable[[], None]:
         """A function that ends the epoch, and waits until nobody reads the loader. It holds no reference to `self`."""
+        close = weakref.WeakMethod(self.close)
+        return lambda: (close() or nothing)()
 
 
 def nothing() -> None:
@@ -218,10 +219,6 @@ class OnDemand(Reading):
             if route.has_copies:
                 transfer.staged[r] = route.copy(transfer.staged[r])
         return transfer.received(self._routes)
-
-    def ending(self) -> Callable[[], None]:
-        close = weakref.WeakMethod(self.close)
-        return lambda: (close() or nothing)()
 
 
 _PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch

@@ -15,6 +15,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain, islice
 from typing import Any, final
@@ -31,6 +32,7 @@ from torchstrategy._input.sharding import Shard, ShardedBatches
 
 
 @final
+@dataclass(eq=False)
 class Position:
     """The position of the consumer in one epoch. A reader that reads ahead is at a later position.
 
@@ -44,12 +46,15 @@ class Position:
             `state_dict`, or nothing is read ahead, so that the library can call it later.
     """
 
-    def __init__(self) -> None:
-        self.is_begun = False
-        self.count = 0
-        self.began: list[torch.Tensor] = []
-        self.asked: list[torch.Tensor] | None = None
-        self.loader: Any = None
+    is_begun: bool = False
+    count: int = 0
+    began: list[torch.Tensor] = field(default_factory=list)
+    asked: list[torch.Tensor] | None = None
+    loader: Any = None
+
+    def reach(self, count: int, loader: Any) -> None:
+        """Says that the consumer has received an element. The arguments are the attributes of these names after it."""
+        self.count, self.loader = count, loader
 
 
 @final
@@ -80,7 +85,7 @@ class Source:
             )
         self._given = self._dataset = dataset
         if shards is not None:
-            self._dataset = _with_batches(dataset, shards(dataset.batch_sampler))
+            self._dataset = _alike(dataset, shards(dataset.batch_sampler))
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_batched = not is_map_style(dataset)
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
@@ -94,13 +99,10 @@ class Source:
         return len(self._dataset)
 
     def __str__(self) -> str:
-        within = getattr(self._given, "dataset", None)
-        of = (
-            ""
-            if within is None
-            else f" of {an(type(within).__name__)}, batch_size={getattr(self._given, 'batch_size', None)}"
-        )
-        return type(self._given).__name__ + of
+        kind, within = type(self._given).__name__, getattr(self._given, "dataset", None)
+        if within is None:
+            return kind
+        return f"{kind} of {an(type(within).__name__)}, batch_size={getattr(self._given, 'batch_size', None)}"
 
     def of_loader(self, name: str) -> Any:
         """An attribute of the loader that was given.
@@ -232,14 +234,13 @@ class Source:
         """Makes the next epoch go on from the position of `state`, which `check_state` has checked."""
         if self.keeps_state:
             self._dataset.load_state_dict(state["loader"])
-        elif not state["is_begun"]:
+            self.position = Position(state["is_begun"], loader=state["loader"])
+        elif state["is_begun"]:
+            self.position = Position(True, self._count_of(state), state["began"], state["asked"])
+        else:
+            self.position = Position()
             _set(_generators(self._dataset)[1:], state["began"][1:])  # the program restores torch's default generator
-        self.position = position = Position()
-        self._is_resumed = position.is_begun = state["is_begun"]
-        if self.keeps_state:
-            position.loader = state["loader"]
-        elif position.is_begun:
-            position.count, position.began, position.asked = self._count_of(state), state["began"], state["asked"]
+        self._is_resumed = state["is_begun"]
 
     def is_over(self, position: Position) -> None:
         """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""
@@ -331,15 +332,17 @@ class Source:
                 )
             return iterator
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        rest = _RemainingIndices(sampler, position.count)
         if asked is None:
-            iterator = iter(_with_indices(loader, rest, loader.generator))  # draws the seed
+            rest = _RemainingIndices(sampler, position.count)
+            iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
             if self.has_workers:
                 return iterator  # it has begun to iterate over the sampler, too
-        indices = iter(rest)
+        indices = iter(sampler)
         _set(generators, asked or [])
-        rest.leave_out()
-        return iter(_with_indices(loader, indices, None))  # None: a seed is drawn, but not from the loader's generator
+        for _ in islice(indices, position.count):
+            pass  # the sampler draws these indices now
+        # A seed is drawn, but not from the loader's generator.
+        return iter(_alike(loader, indices, persistent_workers=False, generator=None))
 
     def _count_of(self, state: State) -> int:
         """How many elements of this source are skipped for a state.
@@ -368,9 +371,7 @@ class Source:
 class Epoch:
     """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
 
-    def __init__(
-        self, source: Source, iterator: Iterator[Tree], position: Position, totals: deque[int] | None = None
-    ) -> None:
+    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position, totals: deque[int] | None) -> None:
         self.source = source
         self._iterator = iterator
         self.position = position
@@ -418,17 +419,9 @@ class _RemainingIndices:
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler = sampler
         self._count = count
-        self._left_out: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._sampler)
-        self._left_out = islice(indices, self._count)
-        return chain((index for index in self._left_out if False), indices)
-
-    def leave_out(self) -> None:
-        """Makes the sampler draw the first `count` indices now, if it has not done so, and none after them."""
-        for _ in self._left_out:
-            pass
+        return islice(iter(self._sampler), self._count, None)
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -457,17 +450,11 @@ def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
     return (loader.collate_fn([sample] if batches else sample) for sample in samples)
 
 
-def _with_indices(loader: DataLoader[Any], indices: Iterable[Any], generator: Any) -> DataLoader[Any]:
+def _alike(loader: DataLoader[Any], indices: Iterable[Any], **changed: Any) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
     chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
-    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _CHOSEN}
-    return DataLoader(loader.dataset, generator=generator, **chosen, **alike)
-
-
-def _with_batches(loader: DataLoader[Any], batches: ShardedBatches) -> DataLoader[Any]:
-    """A loader like `loader` that yields the batches of another batch sampler, epoch after epoch."""
-    alike = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_BATCHES}
-    return DataLoader(loader.dataset, batch_sampler=batches, **alike)
+    given = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_INDICES}
+    return DataLoader(**{**given, **chosen, **changed})
 
 
 def _generators(*loaders: Any) -> list[torch.Generator]:
@@ -500,6 +487,5 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 _OF_THE_ORDER = ("sampler", "batch_sampler")
-# The options of a loader that are not those of another loader for the rest of an epoch.
-_CHOSEN = {"dataset", "batch_size", "shuffle", *_OF_THE_ORDER, "drop_last", "generator", "persistent_workers"}
-_OF_BATCHES = _CHOSEN - {"generator", "persistent_workers"}
+# The options of a loader that say which indices it reads.
+_OF_INDICES = {"batch_size", "shuffle", *_OF_THE_ORDER, "drop_last"}

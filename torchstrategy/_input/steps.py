@@ -16,17 +16,17 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, plural, warn
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import LEAF, PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
-from torchstrategy._core.types import Tree
+from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
+from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
 from torchstrategy._input.sharding import Cut, Shard, Share
-from torchstrategy._input.source import Epoch, Position, Source
+from torchstrategy._input.source import Epoch, Source
 
 
 @final
@@ -39,9 +39,8 @@ class SplitBatch(NamedTuple):
     """An element of a dataset that was split among the replicas. A strategy of one replica gets it whole."""
 
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
-    spec: TreeSpec
+    spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
-    is_whole: bool = False
     # For each leaf that was split, what the first replica has in a process whose replicas all have no rows: it is an
     # understudy. Empty: some replica has rows.
     spare: Sequence[Tree] = ()
@@ -54,7 +53,7 @@ class SplitBatch(NamedTuple):
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
-        if self.is_whole:
+        if self.spec is None:
             return arrived[0][0]
         count = len(arrived[0]) - len(self.spare)
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
@@ -64,11 +63,6 @@ class SplitBatch(NamedTuple):
             for leaf in self.leaves
         ]
         return self.spec.unflatten(leaves)
-
-
-def whole(element: Tree) -> SplitBatch:
-    """An element for a strategy of one replica. It need not have rows."""
-    return SplitBatch([Parts([element])], LEAF, (1,), is_whole=True)
 
 
 def in_equal_parts(replicas: int, rows: int) -> list[slice]:
@@ -195,38 +189,25 @@ class PerReplicaSpec:
     value_specs: tuple[TensorSpec | type, ...]
 
 
-class ResumePoint(NamedTuple):
-    """The position in an epoch after the consumer has received a step, from which the epoch can be resumed."""
-
-    position: Position
-    consumed: int
-    loader: Any
-
-    def reach(self) -> None:
-        """Says that the consumer has received the step."""
-        self.position.count, self.position.loader = self.consumed, self.loader
-
-
 class Splitter(ABC):
     """Reads elements from sources and splits them among the replicas, for each step.
 
     Args:
-        sources: The sources that are read.
+        sources: The sources that are read in turn.
         replicas: How many replicas there are in this process.
         lists_are_rows: Whether each item of a list is a row. None: the user has not said.
         workers: The processes that train together.
 
     Attributes:
+        elements_of_step: How many elements are read for a step: one for each replica, or one for all.
         is_alone: Whether one replica gets every element whole.
         reads_its_own: Whether this worker reads data that other workers do not have, and may come to its end before
             them.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers = LONE
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers) -> None:
         self.sources = tuple(sources)
-        self.replicas = replicas
+        self.replicas = self.elements_of_step = replicas
         self.is_alone = replicas == 1 and workers.count == 1
         self.reads_its_own = workers.count > 1
         self.workers = workers
@@ -247,8 +228,10 @@ class Splitter(ABC):
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
         if self.is_alone:
-            return whole(elements[0])
-        return self.split(list(map(batch_types.lists_as_rows, elements)) if self._lists_are_rows else elements)
+            return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
+        if self._lists_are_rows:
+            elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
+        return self.split(elements)
 
     def begin(self) -> list[Epoch]:
         """A new epoch over each source. The caller's thread draws their seeds."""
@@ -277,7 +260,7 @@ class Splitter(ABC):
             parts = [shown if type(piece) is Unmade else piece for piece in leaf]
             return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
-        if split_batch.is_whole:
+        if split_batch.spec is None:
             (element,) = split_batch.leaves[0]
             return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
         return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
@@ -297,21 +280,33 @@ class Splitter(ABC):
             shape[0] = rows
         return TensorSpec(tuple(shape), tensor.dtype)
 
-    @abstractmethod
     def __len__(self) -> int:
         """How many steps an epoch has."""
+        elements = max(map(len, self.sources)) * len(self.sources)
+        return -(-elements // self.elements_of_step)
+
+    def first(self) -> Sequence[Tree]:
+        """Elements for one step, from which to read the spec. No epoch loses them."""
+        elements = [source.first() for source in self.sources]
+        return elements * (self.elements_of_step // len(elements))
+
+    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
+        """Reads the elements of one step into a list. After an error, the list keeps those that were read before.
+
+        If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
+        """
+        for r in range(len(elements), self.elements_of_step):
+            try:
+                elements.append(next(passes[r % len(passes)]))
+            except StopIteration:
+                elements.append(ABSENT)
+        if all(element is ABSENT for element in elements):
+            elements.clear()
+            raise StopIteration
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
         """How many rows each replica gets in every step, if this is certain beforehand."""
-
-    @abstractmethod
-    def first(self) -> Sequence[Tree]:
-        """Elements for one step, from which to read the spec. No epoch loses them."""
-
-    @abstractmethod
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        """Reads the elements of one step into a list. After an error, the list keeps those that were read before."""
 
     @abstractmethod
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
@@ -330,37 +325,28 @@ class SplitSteps(Splitter):
 
     Args:
         source: The source of batches, of the global size unless `options` say that each worker has its own.
-        replicas: How many replicas there are.
+        devices: The device of each replica.
         options: What the user has said about the dataset.
-        is_moved: Whether parts will be moved to devices. Then each replica gets its own copy of every tensor, also of
-            a tensor without rows.
+        workers: The processes that train together.
     """
 
-    def __init__(
-        self, source: Source, replicas: int, options: InputOptions, *, is_moved: bool, workers: Workers = LONE
-    ) -> None:
+    def __init__(self, source: Source, devices: Sequence[Device], options: InputOptions, workers: Workers) -> None:
+        replicas = len(devices)
         super().__init__([source], replicas, options.lists_are_rows, workers)
+        self.elements_of_step = 1
         self._is_even = options.row_shares is None
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
         # A batch has the rows of this worker, or those of all.
         count, index = (1, 0) if self.reads_its_own else (workers.count, workers.index)
         self._cut, self._first = cut_of(options, replicas * count), replicas * index
-        self._is_moved = is_moved
-
-    def __len__(self) -> int:
-        return len(self.sources[0])
+        # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
+        self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 
     def rows(self) -> Sequence[int | None]:
         rows = self.sources[0].rows
         if rows is None or self.workers.count > 1 or (self._is_even and rows % self.replicas):
             return [None] * self.replicas
         return [piece.stop - piece.start for piece in self._cut(rows)]
-
-    def first(self) -> Sequence[Tree]:
-        return [self.sources[0].first()]
-
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        elements.append(next(passes[0]))
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,), total = elements, None
@@ -431,31 +417,10 @@ _A_FEW = 3  # a list of two tensors probably has inputs and targets
 
 @final
 class OneForEach(Splitter):
-    """Gives each replica an element of its own: from one source in turn, or from a source for each replica.
-
-    If the data runs out in the middle of a step, the remaining replicas get no element, and no element is lost.
-    """
-
-    def __len__(self) -> int:
-        of_each = len(self.sources[0]) if len(self.sources) == 1 else max(map(len, self.sources)) * self.replicas
-        return -(-of_each // self.replicas)
+    """Gives each replica an element of its own: from one source in turn, or from a source for each replica."""
 
     def rows(self) -> Sequence[int | None]:
         return [self.sources[0].rows if self.is_alone else None] * self.replicas  # the data may run out in a step
-
-    def first(self) -> Sequence[Tree]:
-        elements = [source.first() for source in self.sources]
-        return elements * (self.replicas // len(elements))
-
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        for r in range(len(elements), self.replicas):
-            try:
-                elements.append(next(passes[r % len(passes)]))
-            except StopIteration:
-                elements.append(ABSENT)
-        if all(element is ABSENT for element in elements):
-            elements.clear()
-            raise StopIteration
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
@@ -470,7 +435,8 @@ class OneForEach(Splitter):
                 "a dataset yields has to be alike."
             ) from None
         rows = tuple(1 if count is None else count for count in counts)  # an element without rows is one example
-        return SplitBatch([Parts(map(batch_types.rows_as_lists, column)) for column in columns], spec, rows)
+        leaves = [Parts(batch_types.exchanged(part, batch_types.Rows, list) for part in column) for column in columns]
+        return SplitBatch(leaves, spec, rows)
 
 
 def are_in_host_memory(element: Tree) -> bool:
@@ -497,8 +463,8 @@ class Steps:
         self._passes = passes
         self._is_ahead = is_ahead
         self._elements: list[Tree] = []
-        for mark in self._marks():
-            mark.reach()
+        for reach in self._marks():
+            reach()
 
     def next_whole(self) -> Tree:
         """The element of the next step, if it can be given as it is: to one replica. Else `ABSENT`.
@@ -509,24 +475,24 @@ class Steps:
         if not splitter.is_alone or splitter.is_to_be_seen or self._elements:
             return ABSENT
         with splitter.sources[0].reading():
-            splitter.read(self._passes, self._elements)
+            self._elements.append(next(self._passes[0]))
         if not are_in_host_memory(self._elements[0]):
             return ABSENT  # `__next__` goes on with it
         for one in self._passes:
-            one.position.count, one.position.loader = one.count, None
+            one.position.reach(one.count, None)
         return self._elements.pop()
 
-    def __next__(self) -> tuple[SplitBatch, list[ResumePoint]]:
+    def __next__(self) -> tuple[SplitBatch, list[Callable[[], None]]]:
         with self._splitter.sources[0].reading():
-            if not self._elements or not self._splitter.is_alone:
-                self._splitter.read(self._passes, self._elements)
+            self._splitter.read(self._passes, self._elements)
             elements, self._elements = self._elements, []
             split_batch = self._splitter.split_batch(elements)
             self._splitter.saw(split_batch)
             return split_batch, self._marks()
 
-    def _marks(self) -> list[ResumePoint]:
+    def _marks(self) -> list[Callable[[], None]]:
+        """The functions that say of each epoch that the consumer has received what was read until now."""
         return [
-            ResumePoint(one.position, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            functools.partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
             for one in self._passes
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -54,9 +53,6 @@ class InStep(Reading):
     def close(self) -> None:
         self._reading.close()
         self._last.clear()
-
-    def ending(self) -> Callable[[], None]:
-        return self._reading.ending()
 
 
 def _copied(batch: Tree, device: Device) -> Tree:

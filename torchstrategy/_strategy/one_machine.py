@@ -110,10 +110,10 @@ class OneMachineExtended(StrategyExtended):
         return _sent(tensor, destinations)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distributed(dataset, self._storage.devices, options)
+        return distributed(dataset, self._storage.devices, options, self._workers)
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distributed_from_function(dataset_fn, self._storage.devices, options)
+        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)

@@ -31,8 +31,6 @@ from torchstrategy._core.tree import tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
-from torchstrategy._input.dataset import distributed, distributed_from_function
-from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._replication.replicated_run import ReplicatedRun
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
@@ -288,12 +286,6 @@ class ReplicatedExtended(OneMachineExtended):
         with self._telling_others():
             values, matter = self._parts_of(value)
             return gathered(values, as_axis(axis), self._storage.parameter_device, self._workers, matter)
-
-    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distributed(dataset, self._storage.devices, options, self._workers)
-
-    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
 
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
         if self._workers.count > 1:

@@ -52,11 +52,6 @@ class DistributedVariable(Variable):
     def __repr__(self) -> str:  # type: ignore[override]
         return super().__repr__() if self._replica() is not None else listed(type(self).__name__, self._components)
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """A block in which the components may be written. The caller has to write the same on all of them."""
-        yield
-
 
 DistributedValues.register(DistributedVariable)
 
@@ -76,7 +71,8 @@ class MirroredVariable(DistributedVariable):
         self._held = ()
 
     @contextmanager
-    def _updating(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
+        """A block in which the components may be written. The caller has to write the same on all of them."""
         for component in self._components:
             component._stand_in()
             component.is_open = True
@@ -346,9 +342,9 @@ class VariablesOfExtended:
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
                 "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
             )
-        whole = var if isinstance(var, DistributedVariable) else None
-        components: Sequence[Any] = (var,) if whole is None else whole._components
-        with Frame(self._container_strategy()), nullcontext() if whole is None else whole._updating():
+        components: Sequence[Any] = var._components if isinstance(var, DistributedVariable) else (var,)
+        opened = var.updating() if isinstance(var, MirroredVariable) else nullcontext()
+        with Frame(self._container_strategy()), opened:
             results = [fn(one, *select(tuple(args), r), **select(kwargs, r)) for r, one in enumerate(components)]
         return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
 

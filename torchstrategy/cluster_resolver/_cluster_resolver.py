@@ -51,7 +51,7 @@ class ClusterSpec:
                 "A cluster is a dict from jobs to the addresses of their tasks, such as {'worker': ['a:2222', "
                 f"'b:2222']}}; got {cluster!r}."
             )
-        self._tasks = {_job(job): _tasks(job, tasks) for job, tasks in cluster.items()}
+        self._tasks = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -143,14 +143,10 @@ def as_index(value: object) -> int:
     return index
 
 
-def _job(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"The name of a job is a string; got {name!r}.")
-    return name
-
-
-def _tasks(job: str, tasks: object) -> dict[int, str]:
+def _tasks(job: object, tasks: object) -> dict[int, str]:
     """The addresses of the tasks of a job, by index, in order."""
+    if not isinstance(job, str):
+        raise TypeError(f"The name of a job is a string; got {job!r}.")
     if isinstance(tasks, (list, tuple)):
         tasks = dict(enumerate(tasks))
     if not isinstance(tasks, Mapping):
@@ -458,14 +454,11 @@ def _united(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | di
     """The tasks of one job."""
     if all(isinstance(part, list) for part in parts):
         return [address for part in parts for address in part]  # type: ignore[misc]  # they are lists
-    united: dict[int, str] = {}
-    for part in parts:
-        tasks = dict(enumerate(part)) if isinstance(part, list) else part
-        twice = sorted(united.keys() & tasks.keys())
-        if twice:
-            raise KeyError(f"The clusters to unite both have a task {twice[0]} of the job {job!r}.")
-        united.update(tasks)
-    return united
+    tasks = [task for part in parts for task in (enumerate(part) if isinstance(part, list) else part.items())]
+    counts = Counter(index for index, _ in tasks)
+    if twice := sorted(index for index in counts if counts[index] > 1):
+        raise KeyError(f"The clusters to unite both have a task {twice[0]} of the job {job!r}.")
+    return dict(tasks)
 
 
 T = TypeVar("T")
