@@ -375,17 +375,12 @@ def _take_everything_off() -> None:
         torch.set_autocast_dtype(device_type, dtype)
 
 
-def undisturbed() -> AbstractContextManager[None]:
+@final
+class undisturbed(AbstractContextManager[None]):
     """A block whose tensors are no inference tensors, and whose operations autograd does not record.
 
-    It does not depend on the modes of the caller.
+    It does not depend on the modes of the caller. A run enters several of these blocks, so that it is no generator.
     """
-    return _Undisturbed()
-
-
-@final
-class _Undisturbed(AbstractContextManager[None]):
-    """A run enters several of these blocks, so that it is no generator."""
 
     __slots__ = ("_state",)
 
