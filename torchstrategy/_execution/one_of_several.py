@@ -50,7 +50,7 @@ class OneOfSeveral(Replica):
             return self._ended(Failed(self.index, error))
 
     def _ended(self, outcome: Report) -> Report:
-        if os.getpid() != self.process and not was_stopped(outcome):
+        if os.getpid() != self.process:
             _end_child(outcome)
         self.thread = None
         return outcome
@@ -81,13 +81,13 @@ class OneOfSeveral(Replica):
         return self.stand_still(report)
 
 
-def waiting_for(inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report) -> Tree:
-    """How a replica on a thread of its own stands still: it waits for the message that wakes it."""
+def await_turn(inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report) -> Tree:
+    """How a replica on a thread of its own stands still: it reports, and waits for the message that wakes it."""
     reports.put(report)
     answer = inbox.get()
     if answer is STOP:
         raise ReplicaStopped
-    return answer.value
+    return answer
 
 
 _FORKED = (
@@ -124,20 +124,14 @@ Report = Synchronizing | Paused | Ended | Failed
 RunIn = Callable[[Device, Callable[[], Tree]], Tree]
 
 
-class Answer(NamedTuple):
-    value: Tree
-
-
-def was_stopped(report: Report) -> bool:
-    return isinstance(report, Failed) and isinstance(report.error, ReplicaStopped)
-
-
-BEGIN, STOP = object(), object()
+STOP = object()  # the message to a replica that shall not go on
 
 
 def _end_child(outcome: Report) -> None:
     """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
     error = outcome.error if isinstance(outcome, Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
+    if isinstance(error, ReplicaStopped):
+        return
     if not isinstance(error, SystemExit):
         traceback.print_exception(type(error), error, error.__traceback__)
     sys.stdout.flush()

@@ -33,18 +33,7 @@ from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import Turns, begins, held, performed_alone
-from torchstrategy._execution.one_of_several import (
-    BEGIN,
-    STOP,
-    Answer,
-    Ended,
-    OneOfSeveral,
-    Paused,
-    Report,
-    Synchronizing,
-    waiting_for,
-    was_stopped,
-)
+from torchstrategy._execution.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
 from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaStopped, Watch
 
@@ -135,6 +124,7 @@ class ReplicaThreads:
                 self._threads[r].join(_PATIENCE_S)
 
 
+_BEGIN = object()  # the message to a replica that has not begun
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
 _PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is again if it has caught the exception
 
@@ -173,8 +163,8 @@ class _Run:
         self._on_threads: dict[int, OneOfSeveral] = {}
         self._reports: SimpleQueue[Report] = SimpleQueue()
         self._process = os.getpid()
-        # For each replica that stands still, the message that wakes it.
-        self._to_send: dict[int, Any] = dict.fromkeys(present, BEGIN)
+        # For each replica that stands still, the message that wakes it: `_BEGIN`, `STOP`, or what it is told.
+        self._to_send: dict[int, Any] = dict.fromkeys(present, _BEGIN)
         self._running: set[int] = set()
         self._arrived: dict[int, Synchronizing] = {}
         self._results: dict[int, Tree] = {}
@@ -223,7 +213,7 @@ class _Run:
     def _run_here(self) -> None:
         """Calls the step in one replica after the other on this thread, until one has waited for those after it."""
         for r in sorted(self._to_send):
-            if self._to_send.get(r) is not BEGIN or self._errors:
+            if self._to_send.get(r) is not _BEGIN or self._errors:
                 return
             here = OneOfSeveral(r, self._all.devices[r], stand_still=self._meet_outside)
             self._take_turn(r)
@@ -246,7 +236,7 @@ class _Run:
             if not self._is_over and isinstance(report, Synchronizing):
                 self._go_on()
             if not self._is_over:
-                return self._take_turn(report.replica).value
+                return self._take_turn(report.replica)
         except BaseException as error:
             self._interruption = error
         self._arrived.pop(report.replica, None)
@@ -297,8 +287,8 @@ class _Run:
         message = self._take_turn(r)
         self._threads = self._threads or self._all.borrow()
         inbox = self._threads.inboxes[r]
-        if message is BEGIN:
-            wait = functools.partial(waiting_for, inbox, self._reports)
+        if message is _BEGIN:
+            wait = functools.partial(await_turn, inbox, self._reports)
             self._on_threads[r] = replica = OneOfSeveral(r, self._all.devices[r], stand_still=wait)
             message = functools.partial(replica.serve, self._state.run_in, self._call, self._reports)
         inbox.put(message)
@@ -315,10 +305,10 @@ class _Run:
         if isinstance(report, Synchronizing):
             self._arrived[report.replica] = report
         elif isinstance(report, Paused):
-            self._to_send[report.replica] = Answer(None)
+            self._to_send[report.replica] = None
         elif isinstance(report, Ended):
             self._results[report.replica] = report.result
-        elif not (was_stopped(report) or report.replica == self._stopped_here):
+        elif not (isinstance(report.error, ReplicaStopped) or report.replica == self._stopped_here):
             self._errors[report.replica] = report.error
 
     def _next_report(self) -> Report:
@@ -337,7 +327,7 @@ class _Run:
         held(points[0].name)
         with traced("synchronize at {}", points[0].name):
             answers = points[0].combine([point.brought for point in points])
-        self._to_send = {point.replica: Answer(answer) for point, answer in zip(points, answers, strict=True)}
+        self._to_send = {point.replica: answer for point, answer in zip(points, answers, strict=True)}
         self._arrived.clear()
         self._look(())
 
@@ -349,7 +339,7 @@ class _Run:
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        waiting = {r for r, message in self._to_send.items() if isinstance(message, Answer)} | self._arrived.keys()
+        waiting = {r for r, message in self._to_send.items() if message is not _BEGIN} | self._arrived.keys()
         self._to_send.clear()
         self._arrived.clear()
         while waiting:
@@ -359,7 +349,7 @@ class _Run:
             self._wake(r)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
-            if self._arrived.pop(r, None) or self._to_send.pop(r, None):
+            if self._arrived.pop(r, None) or self._to_send.pop(r, _BEGIN) is not _BEGIN:
                 waiting.add(r)
 
     def _error(self) -> BaseException:
