@@ -16,6 +16,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -25,29 +26,20 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.trace import warn_of_unseen_threads
 from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree
 
-_NOTHING: Mapping[int, object] = {}
 
-
+@dataclass(eq=False, slots=True)
 class Frame:
     """One entry of a thread's stack. It is a context manager: the frame is on top of the stack while its block runs.
 
     Args:
         strategy: The strategy that the thread has entered.
-        replica_context: The context of the replica that runs. None: this is a cross-replica frame.
+        _replica_context: The context of the replica that runs. None: this is a cross-replica frame.
         local_objects: By the id of an object of the user's, the object that this replica uses in its place.
     """
 
-    __slots__ = ("_replica_context", "local_objects", "strategy")
-
-    def __init__(
-        self,
-        strategy: StrategyLike,
-        replica_context: ReplicaContextLike | None = None,
-        local_objects: Mapping[int, object] = _NOTHING,
-    ) -> None:
-        self.strategy = strategy
-        self._replica_context = replica_context
-        self.local_objects = local_objects
+    strategy: StrategyLike
+    _replica_context: ReplicaContextLike | None = None
+    local_objects: Mapping[int, object] = field(default_factory=dict)
 
     @property
     def replica_context(self) -> ReplicaContextLike | None:
@@ -383,17 +375,12 @@ def _take_everything_off() -> None:
         torch.set_autocast_dtype(device_type, dtype)
 
 
-def undisturbed() -> AbstractContextManager[None]:
+@final
+class undisturbed(AbstractContextManager[None]):
     """A block whose tensors are no inference tensors, and whose operations autograd does not record.
 
-    It does not depend on the modes of the caller.
+    It does not depend on the modes of the caller. A run enters several of these blocks, so that it is no generator.
     """
-    return _Undisturbed()
-
-
-@final
-class _Undisturbed(AbstractContextManager[None]):
-    """A run enters several of these blocks, so that it is no generator."""
 
     __slots__ = ("_state",)
 

@@ -18,17 +18,7 @@ from typing_extensions import Self, TypeVar
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
 from torchstrategy._core.refused_uses import refuse_uses
-from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import (
-    LEAF,
-    PLAIN_LEAVES,
-    first_unlike,
-    is_container,
-    map_leaves,
-    tree_flatten,
-    uneven_lists,
-    zip_leaves,
-)
+from torchstrategy._core.tree import PLAIN_LEAVES, columns_of, is_container, map_leaves, tree_flatten
 from torchstrategy._core.types import Tree
 
 # A value of which nobody says what it holds holds anything.
@@ -369,7 +359,7 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
         ValueError: If the containers of two replicas differ in type, length or keys.
     """
     present = [r for r, tree in enumerate(by_replica) if tree is not ABSENT]
-    columns, spec = _columns([by_replica[r] for r in present], present, are_results)
+    columns, spec = columns_of([by_replica[r] for r in present], present, are_results)
 
     def leaf(column: list[Tree]) -> Tree:
         first, is_alone = column[0], len(by_replica) == 1
@@ -404,25 +394,3 @@ def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_re
         return PerReplica([ABSENT] * count, understudy=value) if is_understudy else PerReplica([value])
 
     return map_leaves(leaf, next(tree for tree in by_replica if tree is not ABSENT))
-
-
-def _columns(trees: Sequence[Tree], present: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
-    """The leaves of the trees of some replicas side by side, and the common structure of the trees."""
-    if PLAIN_LEAVES.issuperset(map(type, trees)):
-        return [list(trees)], LEAF
-    try:
-        return zip_leaves(trees)
-    except ValueError:
-        whole = uneven_lists(trees) if are_results else frozenset()
-
-    def is_leaf(value: Tree) -> bool:
-        return id(value) in whole or not is_container(value)
-
-    try:
-        return zip_leaves(trees, is_leaf)
-    except ValueError:
-        other, path = first_unlike(trees, is_leaf)
-        raise ValueError(
-            f"Replicas {present[0]} and {present[other]} returned values of different structure, which cannot be put "
-            f"together: {path}. Return the same containers from every replica."
-        ) from None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchstrategy._core.errors import plural
+from torchstrategy._core.tree import tree_leaves
 
 
 def misused(value: Any, use: str) -> str:
@@ -54,13 +55,8 @@ def _formatted(self: Any, spec: str) -> str:
 
 
 def _no_function(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    value = next(found for found in _flat([args, kwargs or {}]) if isinstance(found, cls))
+    value = next(found for found in tree_leaves((args, kwargs)) if isinstance(found, cls))
     raise TypeError(misused(value, f"torch.{getattr(func, '__name__', func)}(value)"))
-
-
-def _flat(tree: Any) -> list[Any]:
-    items = tree.values() if isinstance(tree, dict) else tree
-    return [leaf for item in items for leaf in _flat(item)] if isinstance(tree, (dict, list, tuple)) else [tree]
 
 
 _CALLS = ("float", "int", "bool", "complex", "len", "iter", "abs", "round", "divmod")

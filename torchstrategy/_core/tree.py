@@ -146,7 +146,35 @@ def _flatten(tree: Tree, is_leaf: IsLeaf, leaves: list[Tree]) -> TreeSpec:
 LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is one leaf
 
 
-def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
+def columns_of(trees: Sequence[Tree], replicas: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
+    """The leaves of the trees of some replicas side by side, and the common structure of the trees.
+
+    If `are_results`, lists that differ in length are leaves.
+
+    Raises:
+        ValueError: If the trees differ in structure.
+    """
+    if PLAIN_LEAVES.issuperset(map(type, trees)):
+        return [list(trees)], LEAF
+    try:
+        return zip_leaves(trees)
+    except ValueError:
+        whole = _uneven_lists(trees) if are_results else frozenset()
+
+    def is_leaf(value: Tree) -> bool:
+        return id(value) in whole or not is_container(value)
+
+    try:
+        return zip_leaves(trees, is_leaf)
+    except ValueError:
+        other, path = first_unlike(trees, is_leaf)
+        raise ValueError(
+            f"Replicas {replicas[0]} and {replicas[other]} returned values of different structure, which cannot be put "
+            f"together: {path}. Return the same containers from every replica."
+        ) from None
+
+
+def _uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
     """The ids of the lists that have the same path in several trees of one structure, and different lengths."""
     first = trees[0]
     if all(type(tree) is list for tree in trees) and any(len(tree) != len(first) for tree in trees):
@@ -157,7 +185,7 @@ def uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
         columns, _ = zip_leaves(trees, lambda value: all(value is not tree for tree in trees))
     except ValueError:
         return frozenset()  # the trees differ in structure
-    return frozenset().union(*map(uneven_lists, columns))
+    return frozenset().union(*map(_uneven_lists, columns))
 
 
 def _difference(path: str, first: Tree, other: Tree, is_leaf: IsLeaf) -> str | None:

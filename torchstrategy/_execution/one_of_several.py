@@ -6,29 +6,32 @@ answers. Note [Who may call what on which thread] in `replica_threads` tells who
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import os
 import sys
 import threading
 import traceback
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
-from torchstrategy._core.context import in_use, nowhere
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import performed, reached
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped
 
 
+@final
 @dataclass(eq=False)
 class OneOfSeveral(Replica):
-    """One of several replicas, on the caller's thread or on one of its own."""
+    """One of several replicas, on the caller's thread or on one of its own.
 
+    Args:
+        stand_still: Reports to the run, waits until it is this replica's turn again, and returns what it is told then.
+    """
+
+    stand_still: Callable[[Report], Tree] = field(kw_only=True)
     process: int = field(default_factory=os.getpid)
     thread: int | None = None  # the thread on which the step runs; None before and after
     is_cancelled: bool = False  # written by the caller's thread
@@ -47,10 +50,14 @@ class OneOfSeveral(Replica):
             return self._ended(Failed(self.index, error))
 
     def _ended(self, outcome: Report) -> Report:
-        if os.getpid() != self.process and not was_stopped(outcome):
+        if os.getpid() != self.process:
             _end_child(outcome)
         self.thread = None
         return outcome
+
+    def serve(self, run_in: RunIn, call: Callable[[Replica], Tree], reports: SimpleQueue[Report]) -> None:
+        """Performs the step on a thread of its own."""
+        reports.put(self.perform(run_in, call))
 
     def pause(self) -> None:
         self._report(Paused(self.index))
@@ -71,46 +78,16 @@ class OneOfSeveral(Replica):
     def _report(self, report: Report) -> Tree:
         if os.getpid() != self.process:
             raise RuntimeError(_FORKED.format(replica=self.index))
-        return self._stand_still(report)
-
-    @abstractmethod
-    def _stand_still(self, report: Report) -> Tree:
-        """Waits until it is this replica's turn again, and returns what it is told then."""
+        return self.stand_still(report)
 
 
-@final
-@dataclass(eq=False)
-class CallersReplica(OneOfSeveral):
-    """A replica on the thread that called `run`: all replicas before it have ended."""
-
-    meet: Callable[[Report], Tree] = field(kw_only=True)
-    callers_device: Device = field(kw_only=True)
-    callers_variables: contextvars.Context = field(kw_only=True)
-
-    def _stand_still(self, report: Report) -> Tree:
-        # What the caller's thread does for all replicas, it does outside of this one.
-        with nowhere(), in_use(self.callers_device):
-            return self.callers_variables.run(self.meet, report)
-
-
-@final
-@dataclass(eq=False)
-class ThreadReplica(OneOfSeveral):
-    """A replica on a thread of its own."""
-
-    inbox: SimpleQueue[Any] = field(kw_only=True)  # of messages that wake it: its task, an answer, or `STOP`
-    reports: SimpleQueue[Report] = field(kw_only=True)
-
-    def _stand_still(self, report: Report) -> Tree:
-        self.reports.put(report)
-        answer = self.inbox.get()
-        if answer is STOP:
-            raise ReplicaStopped
-        return answer.value
-
-    def serve(self, run_in: RunIn, call: Callable[[Replica], Tree]) -> None:
-        """Performs the step on this replica's thread."""
-        self.reports.put(self.perform(run_in, call))
+def await_turn(inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report) -> Tree:
+    """How a replica on a thread of its own stands still: it reports, and waits for the message that wakes it."""
+    reports.put(report)
+    answer = inbox.get()
+    if answer is STOP:
+        raise ReplicaStopped
+    return answer
 
 
 _FORKED = (
@@ -147,24 +124,14 @@ Report = Synchronizing | Paused | Ended | Failed
 RunIn = Callable[[Device, Callable[[], Tree]], Tree]
 
 
-class Answer(NamedTuple):
-    value: Tree
-
-
-def was_stopped(report: Report) -> bool:
-    return isinstance(report, Failed) and isinstance(report.error, ReplicaStopped)
-
-
-BEGIN, STOP = object(), object()
-
-
-def nobody(report: Report) -> Tree:
-    raise AssertionError("a replica stands still only during its step")
+STOP = object()  # the message to a replica that shall not go on
 
 
 def _end_child(outcome: Report) -> None:
     """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
     error = outcome.error if isinstance(outcome, Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
+    if isinstance(error, ReplicaStopped):
+        return
     if not isinstance(error, SystemExit):
         traceback.print_exception(type(error), error, error.__traceback__)
     sys.stdout.flush()

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -217,14 +218,10 @@ class ReplicaGroup:
         def given(r: int, columns: _Columns) -> list[torch.Tensor]:
             if (device := self.devices[r]) in made:
                 return [total.clone() for total in made[device]]
-            for column in columns:
-                check_addable(column)
             made[device] = self._sums(r, columns)
             return made[device]
 
         def over_workers(columns: _Columns) -> _Columns:
-            for column in columns:
-                check_addable(column)
             return self._added_over_workers(columns, [1.0] * len(self.present), name)
 
         outputs, wants_grad = self._exchange(name, tensors, given, names, over_workers)
@@ -251,7 +248,6 @@ class ReplicaGroup:
         def over_workers(columns: _Columns) -> _Columns:
             joined: _Columns = []
             for column in columns:
-                check_gatherable(column, axis)
                 mine = concatenated(column, axis, self._where(self.present[0], column))
                 mine = mine.narrow(axis, 0, 0) if self.is_understudy else mine
                 parts = self.workers.all_gather(mine, axis % mine.dim(), f"{name}(axis={axis})")
@@ -261,14 +257,13 @@ class ReplicaGroup:
             return joined
 
         def gathered(r: int, columns: _Columns) -> list[tuple[torch.Tensor, tuple[int, list[int]]]]:
-            for column in columns:
-                check_gatherable(column, axis)
             there = zip(*(self._sent(tensors, r) for tensors in zip(*columns, strict=True)), strict=True)
             joined = [concatenated(column, axis, self._where(r, column)) for column in there]
             known = lengths or [(0, [t.shape[axis] for t in column]) for column in columns]
             return list(zip(joined, known, strict=True))
 
-        pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names, over_workers)
+        fits = partial(check_gatherable, axis=axis)
+        pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names, over_workers, fits)
         outputs, known = [output for output, _ in pairs], [length for _, length in pairs]
         shapes = [tensor.shape for tensor in tensors]
 
@@ -342,8 +337,11 @@ class ReplicaGroup:
         given: Callable[[int, _Columns], list[Any]],
         names: Sequence[str] = (),
         over_workers: Callable[[_Columns], _Columns] = list,
+        check: Callable[[Sequence[torch.Tensor]], None] = check_addable,
     ) -> tuple[list[Any], bool]:
         """One synchronization point: `given` makes, for each replica, a result of the tensors that all replicas bring.
+
+        `check` raises an error for a column that does not fit together.
 
         Returns:
             The result of this replica, and whether any replica wants gradients. The output of one replica depends on
@@ -360,6 +358,8 @@ class ReplicaGroup:
                         f"has {_listed(brought[0][2])}, the other {_listed(other)}."
                     )
             columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
+            for column in columns:
+                check(column)
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
                 wants_grad = any(self.workers.all_gather_object(wants_grad, name))

@@ -26,26 +26,14 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._core.context import CallerState, in_use
+from torchstrategy._core.context import CallerState, in_use, nowhere
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import Turns, begins, held, performed_alone
-from torchstrategy._execution.one_of_several import (
-    BEGIN,
-    STOP,
-    Answer,
-    CallersReplica,
-    Ended,
-    Paused,
-    Report,
-    Synchronizing,
-    ThreadReplica,
-    nobody,
-    was_stopped,
-)
+from torchstrategy._execution.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
 from torchstrategy._execution.random_streams import RandomStreams
 from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaStopped, Watch
 
@@ -54,12 +42,12 @@ from torchstrategy._execution.replica import InlineReplica, Replica, ReplicaStop
 # The single replica of a strategy runs on the caller's thread, and so does its `combine`. For that while,
 # `InlineReplica` puts the replica's frame and default device aside. All that follows is about several replicas.
 # The caller's thread runs everything of `_Run`: it gives the turns, switches the random streams, and calls `combine`.
-# A replica's thread only runs the step, up to `_stand_still`: there it reports and waits until the caller's thread
+# A replica's thread only runs the step, up to `stand_still`: there it reports and waits until the caller's thread
 # answers. So at a synchronization point all replicas stand still, and `combine` may use all that replicas share without
 # a lock.
 # If all replicas are in one lane, and nobody gives the turns, the caller's thread also runs the step in a replica: in
-# the first one, and in each one after it for as long as those before it have ended. Where such a `CallersReplica`
-# stands still, the caller's thread goes on with `_Run.meet`, which lets the others come to the same point. Nothing but
+# the first one, and in each one after it for as long as those before it have ended. Where such a replica stands
+# still, the caller's thread goes on with `_Run._meet`, which lets the others come to the same point. Nothing but
 # `ReplicaStopped` is raised there: the step must not catch an error of another replica. Who raises it is `result`.
 # Between two such points, the replicas of one lane run one at a time. A lane is a physical device; if somebody gives
 # the turns, or a `Watch` asks for it, all replicas are in one lane. The replicas of two lanes may run at the same time:
@@ -113,7 +101,7 @@ class ReplicaThreads:
         """Whether the threads can be used: they were not stopped, and exist here, unlike in a forked process."""
         return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
 
-    def abandon(self, replicas: Mapping[int, ThreadReplica]) -> None:
+    def abandon(self, replicas: Mapping[int, OneOfSeveral]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
 
         After this, `is_fit` is false. The method does not use what `_Run` knows about the replicas, since this may be
@@ -136,6 +124,7 @@ class ReplicaThreads:
                 self._threads[r].join(_PATIENCE_S)
 
 
+_BEGIN = object()  # the message to a replica that has not begun
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
 _PATIENCE_S = 0.1  # the time before a replica is interrupted, and before it is again if it has caught the exception
 
@@ -168,13 +157,14 @@ class _Run:
     ) -> None:
         turns, devices = begins(len(replicas.devices)), replicas.devices
         self._state, self._callers_device = CallerState(devices), torch.get_default_device()
+        self._callers_variables = self._state.variables.copy()  # what `combine` sees where a replica is on this thread
         self._all, self._call = replicas, call
         self._threads: ReplicaThreads | None = None  # borrowed when a replica first has to run on one of them
-        self._on_threads: dict[int, ThreadReplica] = {}
+        self._on_threads: dict[int, OneOfSeveral] = {}
         self._reports: SimpleQueue[Report] = SimpleQueue()
         self._process = os.getpid()
-        # For each replica that stands still, the message that wakes it.
-        self._to_send: dict[int, Any] = dict.fromkeys(present, BEGIN)
+        # For each replica that stands still, the message that wakes it: `_BEGIN`, `STOP`, or what it is told.
+        self._to_send: dict[int, Any] = dict.fromkeys(present, _BEGIN)
         self._running: set[int] = set()
         self._arrived: dict[int, Synchronizing] = {}
         self._results: dict[int, Tree] = {}
@@ -223,34 +213,34 @@ class _Run:
     def _run_here(self) -> None:
         """Calls the step in one replica after the other on this thread, until one has waited for those after it."""
         for r in sorted(self._to_send):
-            if self._to_send.get(r) is not BEGIN or self._errors:
+            if self._to_send.get(r) is not _BEGIN or self._errors:
                 return
-            here = CallersReplica(
-                r,
-                self._all.devices[r],
-                meet=self.meet,
-                callers_device=self._callers_device,
-                callers_variables=self._state.variables.copy(),
-            )
+            here = OneOfSeveral(r, self._all.devices[r], stand_still=self._meet_outside)
             self._take_turn(r)
             report = here.perform(self._state.run_here, self._call)
-            here.meet = nobody  # else the replica and this run would refer to each other
+            del here.stand_still  # else the replica and this run would refer to each other
             self._take(report)
             del report  # its error may refer to this frame
             if self._interruption is not None:
                 raise self._interruption
 
-    def meet(self, report: Report) -> Tree:
+    def _meet_outside(self, report: Report) -> Tree:
+        """The same as `_meet`, outside of the replica: what this thread does there, it does for all replicas."""
+        with nowhere(), in_use(self._callers_device):
+            return self._callers_variables.run(self._meet, report)
+
+    def _meet(self, report: Report) -> Tree:
         """Lets the other replicas come to where the one on this thread stands still. Returns what this one gets."""
         self._take(report)
         try:
             if not self._is_over and isinstance(report, Synchronizing):
                 self._go_on()
             if not self._is_over:
-                return self._take_turn(report.replica).value
+                return self._take_turn(report.replica)
         except BaseException as error:
             self._interruption = error
         self._arrived.pop(report.replica, None)
+        self._to_send.pop(report.replica, None)
         self._stopped_here = report.replica
         raise ReplicaStopped
 
@@ -295,13 +285,13 @@ class _Run:
 
     def _wake(self, r: int) -> None:
         message = self._take_turn(r)
-        if message is BEGIN:
-            if self._threads is None:
-                self._threads = self._all.borrow()
-            replica = ThreadReplica(r, self._all.devices[r], inbox=self._threads.inboxes[r], reports=self._reports)
-            self._on_threads[r] = replica
-            message = functools.partial(replica.serve, self._state.run_in, self._call)
-        self._on_threads[r].inbox.put(message)
+        self._threads = self._threads or self._all.borrow()
+        inbox = self._threads.inboxes[r]
+        if message is _BEGIN:
+            wait = functools.partial(await_turn, inbox, self._reports)
+            self._on_threads[r] = replica = OneOfSeveral(r, self._all.devices[r], stand_still=wait)
+            message = functools.partial(replica.serve, self._state.run_in, self._call, self._reports)
+        inbox.put(message)
 
     def _receive(self) -> int:
         report = self._next_report()
@@ -315,10 +305,10 @@ class _Run:
         if isinstance(report, Synchronizing):
             self._arrived[report.replica] = report
         elif isinstance(report, Paused):
-            self._to_send[report.replica] = Answer(None)
+            self._to_send[report.replica] = None
         elif isinstance(report, Ended):
             self._results[report.replica] = report.result
-        elif not (was_stopped(report) or report.replica == self._stopped_here):
+        elif not (isinstance(report.error, ReplicaStopped) or report.replica == self._stopped_here):
             self._errors[report.replica] = report.error
 
     def _next_report(self) -> Report:
@@ -337,7 +327,7 @@ class _Run:
         held(points[0].name)
         with traced("synchronize at {}", points[0].name):
             answers = points[0].combine([point.brought for point in points])
-        self._to_send = {point.replica: Answer(answer) for point, answer in zip(points, answers, strict=True)}
+        self._to_send = {point.replica: answer for point, answer in zip(points, answers, strict=True)}
         self._arrived.clear()
         self._look(())
 
@@ -349,7 +339,7 @@ class _Run:
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        waiting = {r for r, message in self._to_send.items() if isinstance(message, Answer)} | self._arrived.keys()
+        waiting = {r for r, message in self._to_send.items() if message is not _BEGIN} | self._arrived.keys()
         self._to_send.clear()
         self._arrived.clear()
         while waiting:
@@ -359,7 +349,7 @@ class _Run:
             self._wake(r)
             self._receive()
             # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
-            if self._arrived.pop(r, None) or self._to_send.pop(r, None):
+            if self._arrived.pop(r, None) or self._to_send.pop(r, _BEGIN) is not _BEGIN:
                 waiting.add(r)
 
     def _error(self) -> BaseException:

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor
-from torchstrategy._core.context import Frame, current_frame, current_replica_context
+from torchstrategy._core.context import Frame, current_frame, current_replica_context, frames_of_this_thread
 from torchstrategy._core.distributed_values import check_component_counts, select
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.tree import by_name, tree_flatten
@@ -62,7 +62,6 @@ class ReplicaContext:
         self._group: ReplicaGroup | None = None
         self._published: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_over = False
-        self._entries: list[Frame] = []
 
     @property
     def strategy(self) -> Strategy:
@@ -209,13 +208,11 @@ class ReplicaContext:
         return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, as_axis(axis), names))
 
     def __enter__(self) -> Self:
-        entry = Frame(self._strategy, self)
-        entry.__enter__()
-        self._entries.append(entry)
+        frames_of_this_thread().append(Frame(self._strategy, self))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entries.pop().__exit__(*exception)
+        frames_of_this_thread().pop()
 
     def __repr__(self) -> str:
         return f"<torchstrategy.ReplicaContext {self._replica_id} of {self.num_replicas_in_sync}>"
@@ -227,17 +224,14 @@ class ReplicaContext:
         self._is_over = True
 
     def _require_active(self, what: str) -> ReplicaGroup:
-        if self._entries and self._group is None and not self._is_over and current_replica_context() is self:
-            if self.num_replicas_in_sync > 1:
-                raise RuntimeError(
-                    f"{what} is where replicas synchronize, and replica {self._replica_id} of "
-                    f"{self.num_replicas_in_sync} of {self._strategy!r} was entered by hand: nothing says where the "
-                    "others are. Bring the replicas' results together after run."
-                )
-            return ALONE
-        self._require_here(what, can_synchronize=self._group is not None)
-        assert self._group is not None
-        return self._group
+        self._require_here(what, can_synchronize=not self._is_over)
+        if self._group is None and self.num_replicas_in_sync > 1:
+            raise RuntimeError(
+                f"{what} is where replicas synchronize, and replica {self._replica_id} of {self.num_replicas_in_sync} "
+                f"of {self._strategy!r} was entered by hand: nothing says where the others are. Bring the replicas' "
+                "results together after run."
+            )
+        return self._group or ALONE
 
     def _require_here(self, what: str, can_synchronize: bool = True) -> None:
         if current_replica_context() is not self or not can_synchronize:
