@@ -106,7 +106,7 @@ class ReplicatedModules:
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
-        self.metrics = metrics_of(self._insides, self._paths, self.replicas)
+        self.metrics = metrics_of(self._insides, self._paths, self.replicas, layout.workers)
         # The position of each of the `owners`, by its id.
         self.index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
