@@ -339,6 +339,33 @@ def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
             close(got, wanted, msg=lambda m, given=is_given: f"distribute_module: {given}. {m}")
 
 
+def test_a_module_that_an_object_of_the_users_holds_is_trained(make):
+    """`distribute_module` did not find it. Each replica had a copy that nobody updated, and nobody was told."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.layers = [nn.Linear(3, 3, **F64)]
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(3, 2, **F64)
+            self.holder = Holder()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.holder.layers[0](x).tanh())
+
+    strategy, twin = make(3), Around()
+    model = strategy.distribute_module(copy.deepcopy(twin))
+    ours, plain = ([*m.parameters(), *m.holder.layers[0].parameters()] for m in (model, twin))
+    optimizer = strategy.distribute_optimizer(torch.optim.SGD(ours, lr=0.1))
+    for k in range(2):
+        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, data(7, seed=k)),))
+        train(twin, torch.optim.SGD(plain, lr=0.1), data(7, seed=k))
+    for got, wanted in zip(ours, plain, strict=True):
+        close(got, wanted)
+
+
 def test_an_optimizer_that_a_module_has_through_another_object_is_the_users(make):
     """As in PyTorch Lightning, `self.trainer.optimizer`: the replica had a copy, which belonged to no scope."""
 

@@ -90,7 +90,8 @@ def _over(array: Any) -> torch.Tensor:
 
 def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The tensors, arrays, modules, `PerReplica`s, containers and other objects in a value, each with its path."""
-    return ((where, held) for where, held, _ in _walk(path, value, (), set()))
+    walked = () if type(value) in _PLAIN_TYPES else _walk(path, value, (), set())
+    return ((where, held) for where, held, _ in walked)
 
 
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Attribute]:

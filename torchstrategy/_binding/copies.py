@@ -14,7 +14,6 @@ import functools
 import traceback
 import types
 from collections.abc import Mapping
-from operator import is_
 from typing import Any, TypeGuard, final
 
 import torch
@@ -74,22 +73,20 @@ class ClosureRebinder:
         return self._made[id(value)]
 
     def _rebound(self, fn: types.FunctionType) -> types.FunctionType:
-        old = dict(closed_over(fn)), fn.__defaults__ or (), fn.__kwdefaults__ or {}
-        closed = {name: self._held(value) for name, value in old[0].items()}
-        defaults = tuple(map(self._held, old[1]))
-        keywords = {name: self._held(value) for name, value in old[2].items()}
-        before = (*old[0].values(), *old[1], *old[2].values())
-        if all(map(is_, (*closed.values(), *defaults, *keywords.values()), before)):
+        closed, defaults, keywords = dict(closed_over(fn)), fn.__defaults__ or (), fn.__kwdefaults__ or {}
+        used = {id(value): value for value in (*closed.values(), *defaults, *keywords.values())}
+        own = {key: held for key, value in used.items() if (held := self._held(value)) is not value}
+        if not own:
             return fn
         cells = tuple(
             # A cell whose value is not replaced stays the user's own, so that a counter in it counts for all replicas.
-            cell if closed.get(name) is old[0].get(name) else types.CellType(closed[name])
+            types.CellType(own[id(closed[name])]) if name in closed and id(closed[name]) in own else cell
             for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
         )
-        made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults or None, cells or None)
-        made.__kwdefaults__ = keywords
-        made.__qualname__, made.__module__, made.__doc__ = fn.__qualname__, fn.__module__, fn.__doc__
-        made.__annotations__ = fn.__annotations__
+        by_position = tuple(own.get(id(value), value) for value in defaults)
+        made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, by_position or None, cells or None)
+        made.__kwdefaults__ = {name: own.get(id(value), value) for name, value in keywords.items()}
+        functools.update_wrapper(made, fn, updated=())
         made.__dict__ = fn.__dict__  # the same object, so that a counter in it counts for all replicas
         return made
 

@@ -1,20 +1,19 @@
-"""The parts of a module: its children, and the modules and tensors in its plain lists and dicts."""
+"""The parts of a module: its children, and the modules and tensors in its plain attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-_DEPTH = 3  # how deep containers are looked into: more than a list of lists of modules is rare
+from torchstrategy._binding.attribute_contents import things_in
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules and everything below them, each once, parents before their children.
 
-    Modules that a module holds in a plain list or dict are included, unlike in `Module.modules()`.
+    Modules that a module holds in a container or object are included, unlike in `Module.modules()`.
     """
     found: dict[int, nn.Module] = {}
     waiting = list(modules)
@@ -28,10 +27,10 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-def held_plainly(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """The modules and tensors among the plain attributes of a module, each with its path."""
+def held_plainly(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules, tensors and other things in the plain attributes of a module, each with its path."""
     for name, value in plain_attributes(module).items():
-        yield from within(f".{name}", value)
+        yield from things_in(f".{name}", value)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -47,18 +46,6 @@ def computed_by_hooks(module: nn.Module) -> set[str]:
     hooks = module._forward_pre_hooks.values()
     names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks)
     return {str(name) for name in names if any(known.startswith(f"{name}_") for known in module._parameters)}
-
-
-def within(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """A module or tensor, or those in a plain list, tuple or dict, each with its path."""
-    if isinstance(value, (nn.Module, torch.Tensor)):
-        yield path, value
-    elif depth and type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from within(f"{path}[{index}]", item, depth - 1)
-    elif depth and type(value) is dict:
-        for key, item in value.items():
-            yield from within(f"{path}[{key!r}]", item, depth - 1)
 
 
 def tables_of(insides: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[Any, Any]]:

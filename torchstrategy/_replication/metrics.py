@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._binding.changes import are_same
-from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.torch_internals import version
-from torchstrategy._core.types import Device
 from torchstrategy._execution.replica import group_here
 from torchstrategy._replication.module_replica import ModuleReplica
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -45,30 +44,28 @@ class Metric:
     Args:
         original: The `__dict__` of the user's metric.
         name: What the user calls it.
-        local: The `__dict__` of the copy in each replica.
-        devices: The device of each replica.
+        replicas: The copies of the user's modules.
+        position: Which of the modules the metric is.
+        workers: The processes that train together.
     """
 
-    def __init__(self, original: Inside, name: str, local: Sequence[Inside], devices: Sequence[Device]) -> None:
+    def __init__(
+        self, original: Inside, name: str, replicas: Sequence[ModuleReplica], position: int, workers: Workers
+    ) -> None:
         self._original = original
         self._name = name
-        self._local = local
-        self._devices = devices
+        self._local = [replica.insides[position] for replica in replicas]
+        self._devices = [replica.device for replica in replicas]
+        self._workers = workers
         # By replica and name: what each state was when the run began.
         self._given: dict[tuple[int, str], list[object]] = {}
-        self._workers: Workers = LONE
         self._together: dict[str, Any] = {}  # by name: the states with the counts of all replicas
 
-    def hand_out(self, present: Sequence[int], workers: Workers = LONE, leads: bool = True) -> None:
-        """Before a run: the first replica gets the states of the user's metric, the others the default states.
-
-        Args:
-            present: The replicas of this process that take part.
-            workers: The processes that train together.
-            leads: Whether the first of the replicas is the first one of all processes.
-        """
-        original, self._workers = self._original, workers
-        if workers.count > 1 and not _is_collection(original) and original["dist_sync_fn"] is None:
+    def hand_out(self, replica_weights: ReplicaWeights) -> None:
+        """Before a run: the first replica gets the states of the user's metric, the others the default states."""
+        original, present = self._original, replica_weights.present
+        leads = replica_weights.lead_worker == self._workers.index  # the first of the replicas is that of all processes
+        if self._workers.count > 1 and not _is_collection(original) and original["dist_sync_fn"] is None:
             # The user's metric has counted the rows of all workers: its `compute` would add them up once more.
             original["distributed_available_fn"] = _never
         for r in present:
@@ -80,7 +77,7 @@ class Metric:
                 local["_groups_checked"] = True
                 continue
             local["_computed"] = None
-            if original["dist_sync_fn"] is None and len(present) * workers.count > 1:
+            if original["dist_sync_fn"] is None and len(present) * self._workers.count > 1:
                 local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, is_in_replica
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
@@ -178,14 +175,12 @@ def _is_collection(inside: Inside) -> bool:
     return inside.keys() >= {"_groups", "_groups_checked", "_modules"}
 
 
-def metrics_of(insides: Sequence[Inside], names: Sequence[str], replicas: Sequence[ModuleReplica]) -> list[Metric]:
+def metrics_of(
+    insides: Sequence[Inside], names: Sequence[str], replicas: Sequence[ModuleReplica], workers: Workers
+) -> list[Metric]:
     """The metrics and collections of metrics among some modules, of which the `__dict__`s and the copies are given."""
-    devices = [replica.device for replica in replicas]
-    return [
-        Metric(inside, names[position], [replica.insides[position] for replica in replicas], devices)
-        for position, inside in enumerate(insides)
-        if is_metric(inside) or _is_collection(inside)
-    ]
+    found = [position for position, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
+    return [Metric(insides[position], names[position], replicas, position, workers) for position in found]
 
 
 def states_of(inside: Inside) -> list[str]:

@@ -127,9 +127,9 @@ class ModuleReplica:
         data = [o.detach() if aliased else next(sent) for o, aliased in zip(owners, self.aliased, strict=True)]
         self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
         self.trained = requires_grad_of(self.parameters)
-        # The parameters with memory of their own. Writes on the others are counted by the user's parameters: both have
-        # one version counter.
-        self._counting = [index for index, aliased in enumerate(self.aliased) if not aliased]
+        # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
+        # the memory from the beginning, both have one version counter.
+        self._is_counted_by_users = all(self.aliased)
         self.note_parameters()
         self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
@@ -213,24 +213,20 @@ class ModuleReplica:
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        counting: set[int] = set()  # the positions of those that get memory of their own, or other memory, here
-        for index in changed if self._counting else moved:
+        for index in moved if self._is_counted_by_users else changed:
             if self.aliased[index] and index not in moved:
                 continue
             local, owner = self.parameters[index], owners[index]
             if self.aliased[index] and owner.device == local.device:
                 set_plain_data(local, owner.detach())
-                counting.add(index)
             elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
                 self.aliased[index] = False
-                counting.add(index)
             else:
                 # The source is the same tensor for every replica, so that `write` can broadcast it.
                 targets.append(local)
                 sources.append(owner)
-        if counting:
-            self._counting = sorted({*self._counting, *counting})
+        self._is_counted_by_users &= not moved
         return Write(targets, sources)
 
     def note_parameters(self) -> None:
@@ -238,15 +234,13 @@ class ModuleReplica:
         self._versions = self._counted()
 
     def written_parameters(self) -> list[int]:
-        """The positions of parameters with memory of their own on which the step wrote."""
+        """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
         counted = self._counted()
-        if counted == self._versions:
-            return []
-        triples = zip(self._counting, self._versions, counted, strict=True)
-        return [index for index, before, after in triples if before != after]
+        pairs = zip(self._versions, counted, strict=True) if counted != self._versions else ()
+        return [index for index, (before, after) in enumerate(pairs) if before != after]
 
     def _counted(self) -> list[int]:
-        return versions([self.parameters[index] for index in self._counting]) if self._counting else []
+        return [] if self._is_counted_by_users else versions(self.parameters)
 
     def bring_requires_grad(self, flags: Sequence[bool]) -> None:
         """Brings the `requires_grad` of the user's parameters."""

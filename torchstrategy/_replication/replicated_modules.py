@@ -13,7 +13,6 @@ on buffers and plain attributes of its own copy (`model.train()`, a counter) rea
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors, are_same
 from torchstrategy._binding.module_traversal import HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
 from torchstrategy._binding.proxies import plain_class
@@ -110,18 +109,21 @@ class ReplicatedModules:
         ]
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
-        self.metrics = metrics_of(self._insides, self._paths, self.replicas)
-        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
+        self.metrics = metrics_of(self._insides, self._paths, self.replicas, layout.workers)
+        # The position of each of the `owners`, by its id.
+        self.index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
-        self._known_tensors = self._index_of.keys() | set(map(id, self._buffers.tensors))
+        self._known_tensors = self.index_of.keys() | set(map(id, self._buffers.tensors))
         self._attributes = PlainAttributes(
-            modules, self._paths, self.replicas, self._index_of.keys(), self._known_tensors, self._home
+            modules, self._paths, self.replicas, self.index_of.keys(), self._known_tensors, self._home
         )
-        self._pointers = self._current_pointers()
-        self._overlaps = self._find_overlaps()
+        # The ids of the tensors that share memory with one another, in groups, and their addresses then.
+        self._overlaps: list[list[int]] = []
+        self._pointers: list[list[int]] = []
+        self._overlap_as_before()
         self._buffer_versions = versions(self._buffers.tensors)  # as the last run left them
 
     @property
@@ -165,26 +167,18 @@ class ReplicatedModules:
 
     def _overlap_as_before(self) -> bool:
         """Whether the same tensors share memory as when the copies were made."""
-        if all(map(operator.is_, self._current_pointers(), self._pointers)):
+        tracked = self._parameters, self._buffers, self._attributes.tensors
+        before, self._pointers = self._pointers, [one.pointers for one in tracked]
+        if are_same(self._pointers, before):
             return True
-        self._pointers = self._current_pointers()
-        return self._find_overlaps() == self._overlaps
-
-    def _current_pointers(self) -> list[list[int]]:
-        return [tracked.pointers for tracked in self._tracked()]
-
-    def _find_overlaps(self) -> list[list[int]]:
-        """The ids of the tensors that share memory with one another, in groups."""
-        tensors = [tensor for tracked in self._tracked() for tensor in tracked.tensors]
-        return sorted([id(tensors[index]) for index in group] for group in sharing_memory(tensors))
-
-    def _tracked(self) -> tuple[TrackedTensors, ...]:
-        return self._parameters, self._buffers, self._attributes.tensors
+        known, tensors = self._overlaps, [tensor for one in tracked for tensor in one.tensors]
+        self._overlaps = sorted([id(tensors[index]) for index in group] for group in sharing_memory(tensors))
+        return self._overlaps == known
 
     def _have_same_classes(self) -> bool:
         """Whether nobody has given a module another class, as some libraries do to patch layers."""
         originals = self.originals()
-        if not all(map(operator.is_, map(vars, originals), self._insides)):  # somebody has written a `__dict__`
+        if not are_same(list(map(vars, originals)), self._insides):  # somebody has written a `__dict__`
             return False
         now = list(map(type, originals))
         # During a run of another thread they are proxies.
@@ -236,12 +230,11 @@ class ReplicatedModules:
         """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
         for replica in self.replicas:
             replica.note_parameters()
-        self._parameters.note_agreement(self._index_of[id(owner)] for owner in owners)
+        self._parameters.note_agreement(self.index_of[id(owner)] for owner in owners)
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Says that some of the user's parameters were written in a way that torch does not count."""
-        index_of = self._index_of
-        self._parameters.note_uncounted(index_of[id(p)] for p in parameters if id(p) in index_of)
+        self._parameters.note_uncounted(self.index_of[id(p)] for p in parameters if id(p) in self.index_of)
 
     def check_unwritten(self, present: Sequence[int]) -> None:
         """Refuses writes of a step on parameters. See Note [Who may write a parameter].
@@ -374,7 +367,8 @@ class ReplicatedModules:
             {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in edits
         ]
         if (workers := self._layout.workers).count > 1:
-            told = [] if replica_weights.is_understudy else [_on_cpu(own) for own in of_replicas]
+            told = [{key: made.cpu() for key, made in own.items()} for own in of_replicas]
+            told = [] if replica_weights.is_understudy else told
             of_all = workers.all_gather_object(told, "the buffers that the step made")
             of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
         for ((position, _), name), value in of_replicas[0].items():
@@ -458,10 +452,6 @@ def _shown(edit: Edit) -> str:
     if edit.place[1] != "_buffers":
         return f"{edit.place[1]} {edit.verb()}"
     return f"{edit.name} {'made' if isinstance(edit.after, torch.Tensor) else 'taken away'}"
-
-
-def _on_cpu(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)

@@ -59,10 +59,8 @@ class ReplicaSet:
         self.workers = layout.workers
         with undisturbed():
             self.replicated = ReplicatedModules(roots, layout, variables)
-        owners = self.replicated.owners
-        self._index_of = {id(owner): index for index, owner in enumerate(owners)}
         # A variable needs no proxy: it asks by itself which replica it is in.
-        self.plain_owners = [o for o in owners if isinstance(o, nn.Parameter) and not is_variable(o)]
+        self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
         self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
@@ -90,7 +88,7 @@ class ReplicaSet:
         self._optimizer_signature = _signature(optimizers)
         # Parameters that an optimizer has and no module, such as those of a layer that the user has removed. Replicas
         # have no copies of them, and may clear and read their gradients.
-        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self._index_of}
+        loose = {id(p): (name, p) for o in optimizers for name, p in _named(o) if id(p) not in self.replicated.index_of}
         self.gradients = GradientReducer(
             [*self.replicated.owners, *(p for _, p in loose.values())],
             [*self.replicated.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
@@ -100,7 +98,7 @@ class ReplicaSet:
             self._layout.all_reduce,
             self._layout.streams,
         )
-        indices = {key: index for index, key in enumerate([*self._index_of, *loose])}
+        indices = {key: index for index, key in enumerate([*self.replicated.index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         self._sharing = self.replicated.sharing()
@@ -131,7 +129,7 @@ class ReplicaSet:
         """The user's optimizer has taken a step: its copies take the same step."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
-            owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._index_of]
+            owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self.replicated.index_of]
             if copies.step(optimizer, owners, self.gradients.arrived):
                 self.replicated.note_updated(owners)
 

@@ -128,8 +128,7 @@ class ReplicatedStorage(Storage):
             originals += [*run_state.steppers, *(trainer.original for trainer in run_state.trainers)]
             self._runs[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
-                workers = self.layout.workers
-                metric.hand_out(replica_weights.present, workers, replica_weights.lead_worker == workers.index)
+                metric.hand_out(replica_weights)
             copies.gradients.begin(replica_weights, run_state.outsiders, run_state.together)  # 5
             install(originals, copies)  # 6
             yield run_state

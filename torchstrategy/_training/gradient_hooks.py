@@ -75,23 +75,8 @@ def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch
         # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         with torch.enable_grad():
-            roots = list(map(_root, owners))  # autograd begins with the node that was made last
+            roots = [_link(owner, []) for owner in owners]  # autograd begins with the node that was made last
         torch.autograd.backward(roots, list(gradients))
-
-
-class _Root(torch.autograd.Function):
-    """A node from which a gradient goes on to a parameter as it is, also a sparse one."""
-
-    @staticmethod
-    def forward(ctx: Any, owner: torch.Tensor) -> torch.Tensor:
-        return owner.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients
-
-
-_root: Callable[[torch.Tensor], torch.Tensor] = _Root.apply
 
 
 def seen_by_hooks(
@@ -242,13 +227,16 @@ def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:
 
 
 class _Link(torch.autograd.Function):
-    """Makes a tensor with the memory of the replica's parameter and the history of the user's."""
+    """Makes a tensor with the memory of the replica's parameter and the history of the user's.
+
+    Without a replica's parameter, it is a node from which a gradient, also a sparse one, goes on to the user's.
+    """
 
     @staticmethod
     def forward(ctx: Any, owner: torch.Tensor, leaf: list[torch.Tensor]) -> torch.Tensor:
         # The replica's parameter comes in a list, so that autograd does not take it for an input of this function.
         ctx.device, ctx.leaf = owner.device, leaf
-        return leaf[0].detach()
+        return (leaf[0] if leaf else owner).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

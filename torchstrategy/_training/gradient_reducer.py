@@ -49,7 +49,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
-from torchstrategy._training.early_reads import EarlyReads, refuse_early_reads
+from torchstrategy._training.early_reads import EarlyReads
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
 from torchstrategy._training.overlapped_sums import OverlappedSums
 from torchstrategy._training.replica_gradients import (
@@ -331,9 +331,9 @@ class GradientReducer:
         Raises:
             RuntimeError: Naming the parameter and the replicas.
         """
-        refuse_early_reads(of_replicas := [self.of_replicas[r] for r in self._weights.present], reads, self.names)
-        if self._streams is not None and not self._weights.is_understudy:
-            self._early = EarlyReads.of(of_replicas, reads)
+        if self._streams is not None or any(read.all for read in reads):
+            early = EarlyReads.of([self.of_replicas[r] for r in self._weights.present], reads, self.names)
+            self._early = EarlyReads() if self._weights.is_understudy else early
 
     def _show_again(self) -> None:
         for of_replica in self.of_replicas:

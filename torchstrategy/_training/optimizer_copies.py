@@ -15,14 +15,13 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from torchstrategy._binding.changes import TrackedTensor, TrackedTensors
+from torchstrategy._binding.changes import TrackedTensor, TrackedTensors, are_same
 from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._binding.torch_hooks import others_are_told
 from torchstrategy._communication.transfer import brought
@@ -125,8 +124,7 @@ class _State:
 
     def is_that_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has the very same objects in its state."""
-        values = _values(optimizer)
-        return len(values) == len(self._values) and all(map(is_, values, self._values))
+        return are_same(_values(optimizer), self._values)
 
     def take_changes(self) -> bool:
         """Whether any tensor of the state was written since this was last asked."""

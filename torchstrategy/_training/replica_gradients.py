@@ -508,16 +508,6 @@ def stray_gradient(name: str) -> str:
     )
 
 
-def read_too_early(name: str, replica: int, other: int) -> str:
-    """The message for a gradient that a replica has read before it was complete."""
-    return (
-        f"Replica {replica} read the gradient of {name} to which replica {other} still had to add. This happens if a "
-        "replica that did not use the parameter ran no backward, or if backward ran twice in it without a new forward "
-        "and without a read of all gradients in between. Run backward in every replica; where there is no loss, call "
-        "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
-    )
-
-
 # A compiled step calls these where it reads, writes and clears gradients. A compiler that traced them would bake the
 # state of one call into its graph.
 hide_from_compiler(ReplicaGradients.read)

@@ -291,8 +291,9 @@ class ReplicaOptimizer:
 
 
 _STATE_WRITTEN = (
-    "A step wrote in place on the state of {name} in a replica: every replica would write once, and they share the "
-    "optimizer. Do it outside of strategy.run, or in a merge function: get_replica_context().merge_call(...)."
+    "A step wrote on the state of {name} in a replica, which shares the optimizer with the others. Write on it in a "
+    "method of the optimizer's class, which is called once for all of them; after strategy.run; or in a merge "
+    "function: get_replica_context().merge_call(...)."
 )
 
 
@@ -310,11 +311,7 @@ class _Shown(dict[Any, Any]):
         raise KeyError(key)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"The step wrote on the state of {self._optimizer} in a replica, which shares the optimizer with the "
-            "others. Write on it in a method of the optimizer's class, which is called once for all of them; after "
-            "strategy.run; or in a merge function: get_replica_context().merge_call(...)."
-        )
+        raise RuntimeError(_STATE_WRITTEN.format(name=self._optimizer))
 
     __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = __ior__ = _refuse
 
