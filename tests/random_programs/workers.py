@@ -29,9 +29,13 @@ def begin(simulated: int) -> None:
 
 def together(task: Task) -> list[tuple[int, Outcome]]:
     """What came of each seed in this process, while the other processes of a group run the same programs with it."""
-    # A strategy of several processes cannot be used any more after a step that failed.
-    without = "|".join(filter(None, (task.without, "Fail")))
-    return done(task._replace(kinds=[WORKERS], without=without))
+    return done(task._replace(kinds=[WORKERS], without="|".join(filter(None, (task.without, *_NOT_IN_WORKERS)))))
+
+
+_NOT_IN_WORKERS = (
+    "Fail",  # a strategy of several processes cannot be used any more after a step that failed
+    r"WriteGradients\(how='storage'",  # a gradient lies beside others, in the memory in which they were sent
+)
 
 
 def of_all(outcomes: Sequence[Outcome]) -> Outcome:
