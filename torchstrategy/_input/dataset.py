@@ -277,7 +277,8 @@ class DistributedDataset(Generic[T]):
         self._routes = tuple(routes)
         has_workers = any(source.has_workers for source in splitter.sources)
         self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
-        self._depth = options.experimental_per_replica_buffer_size
+        ahead = functools.partial(Prefetcher, depth=options.experimental_per_replica_buffer_size)
+        self._read: Callable[[Steps, Sequence[Route]], Reading] = ahead if self._is_ahead else OnDemand
 
     def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
@@ -287,9 +288,7 @@ class DistributedDataset(Generic[T]):
         for loader in shared:
             _endings.pop(loader, nothing)()
         steps = Steps(self._splitter, self._splitter.begin(), is_ahead=self._is_ahead)
-        reading: Reading = (
-            Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
-        )
+        reading = self._read(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
         if self._splitter.reads_its_own:
             reading = InStep(reading, self._splitter.workers, self._routes[0].device)
@@ -432,9 +431,7 @@ class DistributedDataset(Generic[T]):
             source.load_state(state)
 
 
-def distributed(
-    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers
-) -> DistributedDataset[Any]:
+def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers) -> DistributedDataset:
     """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:
