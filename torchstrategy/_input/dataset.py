@@ -274,10 +274,11 @@ class DistributedDataset(Generic[T]):
 
     def __init__(self, splitter: Splitter, routes: Sequence[Route], options: InputOptions) -> None:
         self._splitter = splitter
-        self._routes = tuple(routes)
+        self._routes, self._options = tuple(routes), options
         has_workers = any(source.has_workers for source in splitter.sources)
         self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
-        self._depth = options.experimental_per_replica_buffer_size
+        ahead = functools.partial(Prefetcher, depth=options.experimental_per_replica_buffer_size)
+        self._read: Callable[[Steps, Sequence[Route]], Reading] = ahead if self._is_ahead else OnDemand
 
     def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
@@ -287,9 +288,7 @@ class DistributedDataset(Generic[T]):
         for loader in shared:
             _endings.pop(loader, nothing)()
         steps = Steps(self._splitter, self._splitter.begin(), is_ahead=self._is_ahead)
-        reading: Reading = (
-            Prefetcher(steps, self._routes, self._depth) if self._is_ahead else OnDemand(steps, self._routes)
-        )
+        reading = self._read(steps, self._routes)
         _endings.update(dict.fromkeys(shared, reading.ending()))
         if self._splitter.reads_its_own:
             reading = InStep(reading, self._splitter.workers, self._routes[0].device)
@@ -326,10 +325,10 @@ class DistributedDataset(Generic[T]):
         return f"DistributedDataset({self._splitter})"
 
     def __copy__(self) -> DistributedDataset[T]:
-        return self._with(vars(self))
+        return DistributedDataset(self._splitter, self._routes, self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset[T]:
-        return self._with(copy.deepcopy(vars(self), memo))
+        return DistributedDataset(copy.deepcopy(self._splitter, memo), self._routes, self._options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
@@ -337,11 +336,6 @@ class DistributedDataset(Generic[T]):
             "it distributes batches to replicas of this process. Save where it stands, dataset.state_dict(); where it "
             "goes on, distribute the loader anew, and give it that with load_state_dict.",
         )
-
-    def _with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
-        copied = object.__new__(DistributedDataset)
-        vars(copied).update(attributes)
-        return copied
 
     @property
     def dataset(self) -> Any:
@@ -432,9 +426,7 @@ class DistributedDataset(Generic[T]):
             source.load_state(state)
 
 
-def distributed(
-    dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers
-) -> DistributedDataset[Any]:
+def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers) -> DistributedDataset:
     """A dataset whose batches of the global size are split into a part for each device.
 
     Raises:

@@ -34,9 +34,8 @@ class InStep(Reading):
         self._last: list[Tree] = []  # the last batch, once there was one
 
     def next(self) -> Tree:
-        has = True
         try:
-            self._last = [self._reading.next()]
+            self._last, has = [self._reading.next()], True
         except StopIteration:
             has = False
         of_all = self._workers.all_gather_object((has, bool(self._last)), "the next batch of a dataset")
