@@ -81,8 +81,8 @@ class CrossDeviceOps:
     """Reduces values of several devices to one, and copies it back to them. Users may derive classes from it.
 
     A subclass implements `reduce_implementation`. It may also implement `batch_reduce_implementation`, if it has a
-    better way for many values than one by one, and `broadcast_implementation`, if it has a better way than copies. The
-    arguments of these methods have been checked.
+    better way for many values than one by one, or for all of them; and `broadcast_implementation`, if it has a better
+    way than copies. The arguments of these methods have been checked.
 
     Example:
         >>> class Largest(torchstrategy.CrossDeviceOps):
@@ -197,7 +197,7 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """Reduces one value; `reduce` calls it. Subclasses implement it.
+        """Reduces one value; `reduce` calls it. Subclasses implement it, or `batch_reduce_implementation`.
 
         Args:
             reduce_op: `SUM` or `MEAN`.
@@ -205,10 +205,12 @@ class CrossDeviceOps:
             destinations: The destinations of the result.
             options: How values are sent.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say how to reduce: override reduce_implementation, or take one that does, "
-            "such as ReductionToOneDevice."
-        )
+        if type(self).batch_reduce_implementation is CrossDeviceOps.batch_reduce_implementation:
+            raise NotImplementedError(
+                f"{type(self).__name__} does not say how to reduce: override reduce_implementation, or take one that "
+                "does, such as ReductionToOneDevice."
+            )
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
@@ -343,16 +345,6 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
         self._accumulation_fn = accumulation_fn
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: DistributedValues,
-        destinations: Destinations,
-        options: CommunicationOptions,
-    ) -> Tree:
-        """Does what `reduce` is called for."""
-        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
