@@ -86,37 +86,26 @@ class Metric:
                 local[name], self._given[r, name] = state, _noted(state)
 
     def put_together(self, replica_weights: ReplicaWeights) -> None:
-        """After a run: computes the states with the counts of all replicas, for `write_back`.
+        """After a run: computes the states with the counts of the replicas of all processes, for `write_back`.
 
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
-        present = replica_weights.present
-        of_replicas = {
+        own = {
             name: [
                 _Counted(self._on_device(name, r), self._is_touched(name, r), replica_weights.fractions[r])
-                for r in present
+                for r in replica_weights.present
             ]
             for name in dict.fromkeys(name for _, name in self._given)
         }
-        if self._workers.count > 1:
-            of_replicas = self._of_workers(of_replicas, replica_weights.is_understudy)
-        self._together = {
-            name: self._one(name, counted)
-            for name, counted in of_replicas.items()
-            if any(one.is_touched for one in counted)
-        }
-
-    def _of_workers(self, own: dict[str, list[_Counted]], is_understudy: bool) -> dict[str, list[_Counted]]:
-        """What the replicas of all processes have counted, in their order. An understudy has counted nothing."""
-        point = f"the states of {self._name}"
-        here = {} if is_understudy else own
+        here = {} if replica_weights.is_understudy else own  # an understudy has counted nothing
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
+        point = f"the states of {self._name}"
         names = sorted(set().union(*self._workers.all_gather_object(touched, point)))
-        if not names:
-            return {}
-        of_all = self._workers.all_gather_object({name: here[name] for name in names if name in here}, point)
-        return {name: [one for counted in of_all for one in counted.get(name, [])] for name in names}
+        sent = {name: here[name] for name in names if name in here}
+        of_all = self._workers.all_gather_object(sent, point) if names else []
+        for name in names:
+            self._together[name] = self._one(name, [one for counted in of_all for one in counted.get(name, [])])
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -119,7 +119,6 @@ class ModuleReplica:
     ) -> None:
         self._which = which
         self.device = device
-        self._buffers = StepWrites([])
         # See Note [What is aliased and what is copied].
         owners = parameters.tensors
         self.aliased = [may_alias and owner.device == device for owner in owners]
@@ -131,9 +130,11 @@ class ModuleReplica:
         # the memory from the beginning, both have one version counter.
         self._is_counted_by_users = all(self.aliased)
         self.note_parameters()
-        self._memo: dict[int, Any] = {id(owner): p for owner, p in zip(owners, self.parameters, strict=True)}
+        self._memo = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
+        self._memo.update((id(owner), p) for owner, p in zip(owners, self.parameters, strict=True))
+        named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
-        outputs, self._held = self._tensors_in_attributes(modules, buffers.tensors, device)
+        outputs, self._held = self._own_in(named, self._memo.keys() | set(map(id, buffers.tensors)), is_new=True)
         tensors = [*buffers.tensors, *self._held]
         copies = copies_of(tensors, device)
         own = copies[: len(buffers.tensors)]
@@ -161,38 +162,40 @@ class ModuleReplica:
         self._attributes = Snapshot(dict(enumerate(self.insides)), TABLES)
         self._structure = Snapshot(tables_of(self.insides))
 
-    def _tensors_in_attributes(
-        self, modules: Sequence[nn.Module], buffers: Sequence[torch.Tensor], device: Device
+    def _own_in(
+        self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool
     ) -> tuple[dict[int, Any], list[torch.Tensor]]:
-        """Of the tensors in plain attributes: copies of those with a history, by the user's ids; and all others."""
+        """What this replica has in the place of what some values of the user's hold, by the ids of the user's objects.
+
+        Args:
+            named: The values, each with what to call it.
+            known: The ids of things that the replica has already.
+            is_new: Whether the replica is made now, and has none of the parts that an earlier one had.
+
+        Returns:
+            That, and tensors of which it is to have copies that share memory with each other where the user's do.
+        """
         # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
         # does not hold it, so that the user can drop it.
-        outputs: dict[int, Any] = {}
+        own: dict[int, Any] = {}
         others: dict[int, torch.Tensor] = {}
-        known = self._memo.keys() | set(map(id, buffers))
-        for module in modules:
-            self._memo.update((id(hook), hook) for hook in _hooks_to_share(module))
-            for name, value in plain_attributes(module).items():
-                for path, held in things_in(f"{type(module).__name__}.{name}", value):
-                    if isinstance(held, _ONE_FOR_ALL):
-                        self._memo[id(held)] = held
-                    elif isinstance(held, PerReplica):
-                        own = self._component(held)
-                        if is_function(own):
-                            raise RuntimeError(_OUTDATED.format(path=path))
-                        has_history = isinstance(own, torch.Tensor) and own.requires_grad and not own.is_leaf
-                        outputs[id(held)] = _copy_of(own, device, path) if has_history else own
-                    elif isinstance(held, torch.Tensor) and id(held) not in known and id(held) not in outputs:
-                        if is_variable(held):
-                            self._memo[id(held)] = held
-                        elif held.is_leaf or not held.requires_grad:
-                            others[id(held)] = held
-                        else:
-                            outputs[id(held)] = _copy_of(held, device, path)
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if id(tensor) not in known:  # a variable that holds a component for each replica
-                    self._memo[id(tensor)] = tensor
-        return outputs, list(others.values())
+        for path, held in (pair for name, value in named for pair in things_in(name, value)):
+            if id(held) in known or id(held) in own:
+                continue
+            if isinstance(held, _ONE_FOR_ALL) or is_variable(held):
+                own[id(held)] = held
+            elif isinstance(held, PerReplica):
+                own[id(held)] = component = self._component(held)
+                if is_new and is_function(component):
+                    raise RuntimeError(_OUTDATED.format(path=path))
+                if is_new and isinstance(component, torch.Tensor) and _has_history(component):
+                    own[id(held)] = _without_history(component, self.device, path)
+            elif isinstance(held, torch.Tensor):
+                if _has_history(held):
+                    own[id(held)] = _without_history(held, self.device, path)
+                else:
+                    others[id(held)] = held
+        return own, list(others.values())
 
     def _close_over_own(self) -> None:
         """Makes functions that the copies hold close over this replica's objects instead of the user's."""
@@ -306,14 +309,9 @@ class ModuleReplica:
         ours = set(map(id, self._buffers.tensors))
         memo = {key: held for key, held in self._memo.items() if type(held) is not torch.Tensor or id(held) in ours}
         memo.update(own)
-        for (_, name), value in values.items():
-            for path, held in things_in(name, value):
-                if isinstance(held, _ONE_FOR_ALL):
-                    memo[id(held)] = held
-                elif isinstance(held, PerReplica):
-                    memo[id(held)] = self._component(held)
-                elif isinstance(held, torch.Tensor) and id(held) not in memo:
-                    memo[id(held)] = _copy_of(held, self.device, path)
+        given, tensors = self._own_in(((name, value) for (_, name), value in values.items()), memo, is_new=False)
+        memo.update(given)
+        memo.update(zip(map(id, tensors), copies_of(tensors, self.device), strict=True))
         rebinding = ClosureRebinder({**self._memo, **own})
         copies = deep_copied(dict(values), memo)
         if any(value is MISSING for value in memo.values()):
@@ -431,11 +429,12 @@ def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     return local
 
 
-def _hooks_to_share(module: nn.Module) -> list[object]:
-    """The hooks of which a replica uses the user's own object."""
+def _shared_with_user(module: nn.Module) -> Iterator[Any]:
+    """The user's own objects that a copy of a module has, too: hooks, and variables that hold a component for each."""
     # A hook that records activations, say, is to record those of all replicas, in the object that the user reads.
     hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
-    return [h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))]
+    yield from (h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module)))
+    yield from (held for held in chain(module._parameters.values(), module._buffers.values()) if is_variable(held))
 
 
 _ONE_FOR_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)  # a module may hold one, which is not copied
@@ -446,15 +445,14 @@ def _is_trainable(thing: object) -> bool:
     return isinstance(thing, torch.Tensor) and thing.is_leaf and thing.requires_grad
 
 
-def _copy_of(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
-    """A replica's copy of a tensor that a module holds in a plain attribute."""
-    if is_variable(tensor):
-        return tensor
-    copied = sent_to([tensor], [device])[0][0]
-    if tensor.is_leaf or not tensor.requires_grad:
-        return copied
+def _has_history(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf
+
+
+def _without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
+    """A replica's copy of an output that a module holds in a plain attribute."""
     return end_history(
-        copied,
+        sent_to([tensor], [device])[0][0],
         f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
         "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
         "detach it.",

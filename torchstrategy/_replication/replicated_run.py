@@ -266,8 +266,7 @@ class ReplicatedRun(OptimizerHost):
             return result
 
     def compare(self, name: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        if self.copies.workers.count > 1:
-            self.copies.workers.compare(f"the arguments of {name}:", given)
+        self.copies.workers.compare(f"the arguments of {name}:", given)
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
@@ -292,10 +291,8 @@ class ReplicatedRun(OptimizerHost):
             return None
         weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
         total = sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-        workers = self.copies.workers
-        if workers.count == 1:
-            return total
-        (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
+        here = [torch.as_tensor(total, dtype=torch.float64)]
+        (of_all,) = self.copies.workers.all_reduce(here, "the loss of a closure")
         return of_all.to(losses[0].dtype) if isinstance(losses[0], torch.Tensor) else of_all.item()
 
     def results_require_grad(self) -> None:

@@ -27,7 +27,6 @@ from torchstrategy._core.context import frames_kept, is_accelerator, is_in_repli
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
-from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
@@ -171,16 +170,12 @@ class ReplicatedStorage(Storage):
         shared = [SharedTrainer(name, thing) for name, thing in others]
         outsiders = list(self._outsiders(named, copies))
         several = len(replica_weights.present) > 1
-        watch = self._watch_of(named, copies) if several else None
+        # None if the step reaches no tensor that all replicas share.
+        may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
+        watch = self._shared.watch(named, self._modules, copies.known) if several and may_share else None
         may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
         parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
         return ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))
-
-    def _watch_of(self, named: StepReferences, copies: ReplicaSet) -> Watch | None:
-        """Looks on in a run for writes on tensors that all replicas share; None if the step reaches no such tensor."""
-        reaches_more = any(id(module) not in self._modules for _, module in named.modules)
-        may_share = named.others or named.tensors or reaches_more
-        return self._shared.watch(named, self._modules, copies.known) if may_share else None
 
     def _steppers_of(self, named: StepReferences) -> list[Any]:
         """The schedulers and scalers of the scope, and those that the step names, ready for a run."""

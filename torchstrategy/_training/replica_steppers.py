@@ -245,14 +245,10 @@ class ReplicaOptimizer:
 
     def settings(self) -> list[dict[str, Any]]:
         """For each group, the settings of the next update that are numbers, flags or the like."""
-        written = self.written_settings()
-        groups = [
+        return [
             {name: value for name, value in group.items() if isinstance(value, _SETTINGS) or _is_number(value)}
-            for group in self._central_groups
+            for group in self._groups or self._central_groups
         ]
-        for (i, name), value in written.items():
-            groups[i][name] = value
-        return groups
 
     def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
         """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
@@ -319,7 +315,7 @@ class _Shown(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-_SETTINGS = (bool, int, float, tuple, type(None))
+_SETTINGS = (int, float, str, tuple, type(None))
 
 
 def _is_number(value: object) -> bool:
