@@ -78,10 +78,10 @@ class OneMachineExtended(StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return len(self._storage.devices)
+        return len(self._storage.devices) * self._workers.count
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
-        return local_results(distributed_value, self._num_replicas_in_sync)
+        return local_results(distributed_value, len(self._storage.devices))
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
         return self._reduced_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
@@ -110,10 +110,10 @@ class OneMachineExtended(StrategyExtended):
         return _sent(tensor, destinations)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distributed(dataset, self._storage.devices, options)
+        return distributed(dataset, self._storage.devices, options, self._workers)
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distributed_from_function(dataset_fn, self._storage.devices, options)
+        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)
