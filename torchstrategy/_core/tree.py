@@ -4,7 +4,7 @@ Containers are lists, tuples, named tuples, dicts, and all types that are regist
 is a leaf: a tensor, a string, a set, an object of the user's own class.
 
 Some leaves are objects with known parts: dataclasses and mutable mappings, which this file calls records. The trees do
-not look into them; `leaves_within` does.
+not look into them; `leaves_within` and `map_within` do.
 """
 
 from __future__ import annotations
@@ -235,6 +235,25 @@ def leaves_within(
             continue
         for part, held in parts_of(leaf).items():
             yield from leaves_within(held, f"{name}{path}{part}", is_leaf, is_record)
+
+
+def map_within(
+    fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing, is_record: Callable[[Any], bool] = is_record
+) -> Tree:
+    """`tree` with `fn(leaf)` in place of each leaf, also in its records; one of which no part changes stays the same.
+
+    The arguments are as for `leaves_within`.
+    """
+
+    def change(leaf: Tree) -> Tree:
+        if not is_record(leaf):
+            return fn(leaf)
+        parts = parts_of(leaf)
+        changed = {name: map_within(fn, part, is_leaf, is_record) for name, part in parts.items()}
+        is_same = all(changed[name] is part for name, part in parts.items())
+        return leaf if is_same else with_parts(leaf, lambda name, _: changed[name])
+
+    return map_leaves(change, tree, is_leaf)
 
 
 def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:

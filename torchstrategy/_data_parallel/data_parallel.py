@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -38,7 +38,7 @@ from torchstrategy._core.tree import (
     is_record,
     leaves_with_names,
     leaves_within,
-    map_leaves,
+    map_within,
     parts_of,
     with_parts,
     zip_leaves,
@@ -361,7 +361,7 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
             is_cut = isinstance(leaf, torch.Tensor) and leaf.dim()
             return leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
 
-        return moved(_mapped(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
+        return moved(map_within(narrowed, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
 
     parts = in_equal_parts(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
@@ -390,7 +390,7 @@ def moved(tree: Tree, device: Device) -> Tree:
         is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
         return leaf.to(target, non_blocking=is_accelerator(target)) if is_movable else leaf
 
-    return _mapped(move, tree)
+    return map_within(move, tree)
 
 
 def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
@@ -460,17 +460,3 @@ def _unlike(name: str, other: int, how: str) -> ValueError:
         f"The replicas returned an {name} of different structure, which cannot be put together: the first of them and "
         f"number {other + 1} differ in {how}. Return the same containers whatever the rows are."
     )
-
-
-def _mapped(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """A tree with `fn(leaf)` in place of each leaf; an object of which no part changes stays the same."""
-
-    def change(leaf: Tree) -> Tree:
-        if not is_record(leaf):
-            return fn(leaf)
-        parts = parts_of(leaf)
-        changed = {name: _mapped(fn, part) for name, part in parts.items()}
-        is_same = all(changed[name] is part for name, part in parts.items())
-        return leaf if is_same else with_parts(leaf, lambda name, _: changed[name])
-
-    return map_leaves(change, tree)

@@ -33,6 +33,7 @@ from torchstrategy._core.tree import (
     is_record,
     leaves_within,
     map_leaves,
+    map_within,
     parts_of,
     tree_flatten,
     with_parts,
@@ -200,13 +201,9 @@ def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     """A batch with a `new` in place of each `old`: `Rows` in place of `list`, or the reverse."""
 
     def change(leaf: Any) -> Any:
-        if type(leaf) is old:
-            return new(leaf)
-        if _is_record(leaf):
-            return with_parts(leaf, lambda _, part: exchanged(part, old, new))
-        return leaf
+        return new(leaf) if type(leaf) is old else leaf
 
-    return map_leaves(change, batch, lambda value: type(value) is old or is_leaf(value))
+    return map_within(change, batch, lambda value: type(value) is old or is_leaf(value), _is_record)
 
 
 def kind_of(value: Any) -> Kind | None:

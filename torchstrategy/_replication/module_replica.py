@@ -358,10 +358,7 @@ class ModuleReplica:
             originals: By the ids of this replica's objects: the user's, over which the hook is to close.
         """
         position, table = edit.place
-        if edit.after is MISSING:
-            original[table].pop(edit.name, None)
-            return
-        original[table][edit.name] = ClosureRebinder(originals).of(edit.after)
+        edit._replace(after=ClosureRebinder(originals).of(edit.after)).apply(original[table])
         for flags in HOOK_FLAGS:
             if edit.name in self.insides[position][flags]:
                 original[flags][edit.name] = True

@@ -78,10 +78,10 @@ class OneMachineExtended(StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return len(self._storage.devices)
+        return len(self._storage.devices) * self._workers.count
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
-        return local_results(distributed_value, self._num_replicas_in_sync)
+        return local_results(distributed_value, len(self._storage.devices))
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
         return self._reduced_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]

@@ -144,12 +144,12 @@ class StrategyExtended(VariablesOfExtended):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this process saves checkpoints: the first of several does, and any that is alone."""
-        return True
+        return self._workers.index == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process saves summaries: the first of several does, and any that is alone."""
-        return True
+        return self._workers.index == 0
 
     def call_for_each_replica(
         self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None
@@ -449,8 +449,10 @@ class StrategyExtended(VariablesOfExtended):
         raise self._missing("_distribute_from_function")
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
-        count = self._num_replicas_in_sync
-        return regroup([value_fn(ValueContext(r, count)) for r in range(count)], always_wrap=True)
+        everyone = self._num_replicas_in_sync
+        count = everyone // self._workers.count
+        own = range(self._workers.index * count, (self._workers.index + 1) * count)
+        return regroup([value_fn(ValueContext(r, everyone)) for r in own], always_wrap=True)
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         raise self._missing("_distribute_module")
