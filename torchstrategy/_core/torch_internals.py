@@ -86,6 +86,7 @@ _hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
 _late_hooks: Callable[[torch.Tensor], object] = _of_tensor._post_accumulate_grad_hooks.__get__
 _layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
 _dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
+_is_cpu: Callable[[torch.Tensor], bool] = _of_tensor.is_cpu.__get__
 _nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
 _shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
 
@@ -152,9 +153,19 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
     return versions(tensors), pointers(tensors), how
 
 
-def shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
-    """The shape and the dtype of each of some tensors."""
-    return _of_each(_shape, tensors), _of_each(_dtype, tensors)
+def shapes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """The shape of each of some tensors."""
+    return _of_each(_shape, tensors)
+
+
+def dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """The dtype of each of some tensors."""
+    return _of_each(_dtype, tensors)
+
+
+def are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all of some tensors are in the memory of the CPU."""
+    return all(_of_each(_is_cpu, tensors))
 
 
 def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -287,21 +298,23 @@ is_profiling: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_pr
 is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
 
-def are_alone_in_memory(tensors: Iterable[torch.Tensor]) -> bool:
+def are_alone_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each of some tensors shares its memory with no other tensor and no other library, such as numpy.
 
     A tensor that reads its memory as conjugate or negative counts as one that shares.
     """
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if not storage.resizable() or tensor.is_conj() or tensor.is_neg() or not has_one_tensor(storage):
-            return False
-    return True
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    if not all(map(torch.UntypedStorage.resizable, storages)) or max(map(num_users, storages), default=0) > _ONE_TENSOR:
+        return False
+    return not (any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)))
+
+
+_ONE_TENSOR = 2  # the users of a storage that one tensor has: the tensor, and the Python object for the storage
 
 
 def has_one_tensor(storage: torch.UntypedStorage) -> bool:
     """Whether a storage belongs to one tensor only."""
-    return num_users(storage) <= 2  # the tensor, and the Python object `storage`
+    return num_users(storage) <= _ONE_TENSOR
 
 
 def num_users(storage: torch.UntypedStorage) -> int:

@@ -10,10 +10,11 @@ import torch
 from torchstrategy._communication.transfer import as_factor
 from torchstrategy._communication.workers import packs_of
 from torchstrategy._core.torch_internals import (
+    dtypes,
     has_one_tensor,
     on_gradient,
     raw_grad,
-    shapes_and_dtypes,
+    shapes,
     unflattened,
     unseen_by_function_modes,
     version,
@@ -82,7 +83,7 @@ class OverlappedSums:
             is_open: Whether gradients may be sent early in this worker.
         """
         indices = self._streams.dense_gradients.get(self._model) or ()
-        made_for = indices, shapes_and_dtypes(self._parameters)
+        made_for = indices, shapes(self._parameters), dtypes(self._parameters)
         if made_for != self._made_for:
             self._made_for, self._packs = made_for, _packs(indices, self._parameters)
             self._pack_of = {index: pack for pack in self._packs for index in pack.indices}

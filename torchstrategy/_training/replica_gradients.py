@@ -236,6 +236,7 @@ class ReplicaGradients:
         self.computed: Counter[int] = Counter()
         self.added: Counter[int] = Counter()
         self._held_back: torch.Tensor | None = None  # see `_FEW`
+        self._are_small = sum(sizes(self.parameters)) < _SMALL
         known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
         self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
@@ -374,8 +375,8 @@ class ReplicaGradients:
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
-        if len(taken) > _FEW and are_dense(taken.values()) and sum(sizes(taken.values())) < _SMALL:
-            self._held_back = min(islice(taken.values(), _FEW), key=torch.Tensor.numel)
+        if self._are_small and len(taken) > _FEW and are_dense(few := list(islice(taken.values(), _FEW))):
+            self._held_back = min(few, key=torch.Tensor.numel)
         return taken, are_ours
 
     def own(self, index: int) -> torch.Tensor:
