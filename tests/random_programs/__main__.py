@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from collections import Counter
@@ -11,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from ..workers.cluster import cluster, end_all
 from .generation import Generator
 from .programs import parsed
 from .shrinking import shrunk
@@ -78,10 +78,12 @@ def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
         for i in range(0, len(every), size)
     ]
     if options.workers:
+        # The folder beside this one, whose name depends on from where this module was imported.
+        processes = importlib.import_module(f"{__package__}.workers.cluster".replace("random_programs.", ""))
         for task in tasks:
-            for of_processes in zip(*cluster(options.workers).run(together, task), strict=True):
-                yield of_processes[0][0], of_all([outcome for _, outcome in of_processes])
-        end_all()
+            for of_each in zip(*processes.cluster(options.workers).run(together, task), strict=True):
+                yield of_each[0][0], of_all([outcome for _, outcome in of_each])
+        processes.end_all()
         return
     begin(options.simulate_devices)
     if options.jobs == 1:
