@@ -312,9 +312,7 @@ class UncountedWrites:
         self._large = {key: (bits, _columns_of(dense[key])) for key, bits in here.items() if bits.nbytes > _SMALL}
         self._is_exact = is_exact
         # The checksums of the large tensors, as far as they are known; None: the next call makes one.
-        self._sums: dict[int, torch.Tensor | None] = {}
-        if is_exact:
-            self._sums.update((key, _sums(*large)) for key, large in self._large.items())
+        self._sums: dict[int, torch.Tensor | None] = {k: _sums(*large) for k, large in self._large.items() if is_exact}
         self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}

@@ -61,7 +61,6 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
         The ends of transfers from the CPU. Until then, sources in pinned memory may still be read: the caller waits
         before anybody may write them.
     """
-    ends: list[torch.Event] = []
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
         copies = sent_to(writes[0].sources, [write.targets[0].device for write in writes])
@@ -79,12 +78,10 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
             if together:
                 arrived = brought([sources[index] for index in together], device)
                 torch_internals.foreach_copy_([targets[index] for index in together], arrived)
-            if alone:  # a large tensor is copied without a temporary tensor on the target device
-                large = [targets[index] for index in alone], [sources[index] for index in alone]
-                torch_internals.foreach_copy_(*large, non_blocking=is_accelerator(device))
-        if sources[0].is_cpu and is_accelerator(device):
-            ends.append(copy_stream(device).record_event())
-    return ends
+            for index in alone:  # a large tensor is copied without a temporary tensor on the target device
+                targets[index].copy_(sources[index], non_blocking=is_accelerator(device))
+    places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
+    return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
