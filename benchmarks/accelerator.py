@@ -1,11 +1,12 @@
 """On one GPU: one device against plain PyTorch, replicas that share it, and parameters and optimizers on the CPU.
 
-python benchmarks/accelerator.py [--rounds N] [--json FILE] [--simulated GPU]
+python benchmarks/accelerator.py [--rounds N] [--json FILE] [--simulated GPU [--timelines FOLDER]]
 
 Times are wall clock, with all that was queued on the device done. Where there is no GPU, it says so and ends. Each
 contest can be held on another device, the CPU included, and smaller: its logic is the same there.
 
 With `--simulated H100` nothing is measured: the contests run in virtual time, and the table has what a model predicts.
+`--timelines` keeps what happens in each contest, as a picture and as a file for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +30,14 @@ from torch.nn.parallel import parallel_apply
 
 import torchstrategy
 from contest import PREDICTED, Contender, Contest, Row, Work, arguments, compared, hold, timed
+from networks import GPT2
 from torchstrategy.testing import simulate_devices, virtual_time
 
 SMALL, LARGE = 64, 2048  # widths: the CPU is what a step waits for, or the device
 LAYERS, WIDE = 24, 2048  # a model of 400 MB
 LINK_BAR = 1 / 0.9
-LINK, FSDP = "the link, up and down", "FSDP2, CPUOffloadPolicy"
+LINK, SLOW_LINK = "the link, up and down", "the link, memory that is not pinned"
+FSDP = "FSDP2, CPUOffloadPolicy"
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -219,8 +223,8 @@ def linears(layers: int, width: int) -> nn.Sequential:
 
 
 def the_link(device: torch.device, net: nn.Module) -> Work:
-    """All parameters to the device and as many bytes back, between pinned memory and the device's, and no more."""
-    here = [pinned(parameter.detach().clone(), device) for parameter in net.parameters()]
+    """All parameters to the device and as many bytes back, and no more."""
+    here = [parameter.detach() for parameter in net.parameters()]
     there = [torch.empty_like(tensor, device=device) for tensor in here]
 
     def copy() -> None:
@@ -267,14 +271,14 @@ def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) ->
     return step
 
 
-def central(device: torch.device, net: nn.Module, x: torch.Tensor) -> Work:
+def central(device: torch.device, net: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Work:
     """CentralStorage: parameters, which have changed, to the device, and their gradients back."""
     strategy = torchstrategy.CentralStorageStrategy([device], "cpu")
     strategy.distribute_module(net)
     parameters = list(net.parameters())
 
     def backward() -> None:
-        net(x).square().mean().backward()
+        loss(net).backward()
 
     def step() -> None:
         net.zero_grad()
@@ -296,18 +300,65 @@ def central_memory(
 ) -> Iterator[Row]:
     """Parameters in the CPU's memory and compute on the device, where the link between them is what limits a step."""
     x = torch.randn(rows, width, device=device)
-    works = {
-        LINK: the_link(device, linears(layers, width)),
-        "by hand, layer by layer": layer_by_layer(device, linears(layers, width), x),
-        "Central, parameters on the CPU": central(device, linears(layers, width), x),
-        "Central, in pinned memory": central(device, in_pinned_memory(linears(layers, width), device), x),
-    }
-    contenders = {
-        name: Contender(timed(work, 3, clock(device)), () if name == LINK else (LINK,), LINK_BAR)
-        for name, work in works.items()
-    }
+    by_hand = layer_by_layer(device, linears(layers, width), x)
     size = layers * width * width * 4 / 1e6
-    yield from compared(f"parameters of {size:,.0f} MB in the CPU's memory", contenders, rounds)
+
+    def loss(net: nn.Module) -> torch.Tensor:
+        return net(x).square().mean()
+
+    contest = f"parameters of {size:,.0f} MB in the CPU's memory"
+    yield from beside_the_link(contest, device, rounds, lambda: linears(layers, width), loss, by_hand)
+
+
+def transformer(width: int, layers: int) -> nn.Module:
+    """GPT-2 in the CPU's memory, with numbers that nobody looks at, and so takes no time to make."""
+    with torch.device("meta"):
+        net = GPT2(is_fused=True, width=width, layers=layers)
+    zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in net.state_dict().items()}
+    net.load_state_dict(zeros, assign=True)
+    return net
+
+
+def central_transformer(
+    device: torch.device, rounds: int, layers: int = 24, width: int = 1024, tokens: int = 512
+) -> Iterator[Row]:
+    """The same with GPT-2 355M, which has many small parameters, computes in bfloat16 and uses one parameter twice."""
+    words = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+
+    def loss(net: nn.Module) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return F.cross_entropy(net(words).flatten(0, -2), words.flatten())
+
+    def net() -> nn.Module:
+        return transformer(width, layers)
+
+    size = sum(parameter.nbytes for parameter in net().parameters()) / 1e6
+    contest = f"GPT-2 of {size:,.0f} MB in the CPU's memory, {tokens} tokens"
+    yield from beside_the_link(contest, device, rounds, net, loss)
+
+
+def beside_the_link(
+    contest: str,
+    device: torch.device,
+    rounds: int,
+    net: Callable[[], nn.Module],
+    loss: Callable[[nn.Module], torch.Tensor],
+    by_hand: Work | None = None,
+) -> list[Row]:
+    """CentralStorage beside what the link takes for as many bytes, from pinned memory and from other memory."""
+    works = {
+        LINK: (the_link(device, in_pinned_memory(net(), device)), ""),
+        "Central, in pinned memory": (central(device, in_pinned_memory(net(), device), loss), LINK),
+        SLOW_LINK: (the_link(device, net()), ""),
+        "Central, parameters on the CPU": (central(device, net(), loss), SLOW_LINK),
+    }
+    if by_hand is not None:
+        works["by hand, layer by layer"] = by_hand, LINK
+    contenders = {
+        name: Contender(timed(work, 3, clock(device)), (link,) if link else (), LINK_BAR)
+        for name, (work, link) in works.items()
+    }
+    return compared(contest, contenders, rounds)
 
 
 # Where the optimizer runs
@@ -403,7 +454,7 @@ def place_of_optimizer(
             note(f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}")
 
 
-OF_ONE_GPU = (one_device, sharing, central_memory, place_of_optimizer)
+OF_ONE_GPU = (one_device, sharing, central_memory, central_transformer, place_of_optimizer)
 
 
 def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
@@ -416,12 +467,18 @@ def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
     return held
 
 
-def in_virtual_time(contest: Callable[[torch.device, int], Iterator[Row]], gpu: str) -> Contest:
+def in_virtual_time(
+    contest: Callable[[torch.device, int], Iterator[Row]], gpu: str, timelines: Path | None = None
+) -> Contest:
     """A contest whose clock is virtual. One round says what all would; `compared` warms up for two."""
 
     def held(rounds: int) -> Iterator[Row]:
-        with virtual_time(gpu, shapes_only=True, program_clock=True):
+        with virtual_time(gpu, shapes_only=True, program_clock=True) as trace:
             yield from contest(torch.device("sim", 0), 2)
+        if timelines is not None:
+            timelines.mkdir(parents=True, exist_ok=True)
+            for kind in ("svg", "json"):
+                trace.save(timelines / f"{contest.__name__}.{kind}")
 
     return held
 
@@ -431,10 +488,12 @@ CONTESTS = tuple(map(on_gpu, OF_ONE_GPU))
 if __name__ == "__main__":
     parser = arguments(__doc__ or "")
     parser.add_argument("--simulated", metavar="GPU", help="predict the times on such a GPU: H100, A100, ...")
+    parser.add_argument("--timelines", type=Path, metavar="FOLDER", help="where to write what happens in each contest")
     told = parser.parse_args()
     if told.simulated:
         simulate_devices(1)
-        hold([in_virtual_time(contest, told.simulated) for contest in OF_ONE_GPU], "", told, PREDICTED)
+        contests = [in_virtual_time(contest, told.simulated, told.timelines) for contest in OF_ONE_GPU]
+        hold(contests, "", told, PREDICTED)
     elif torch.cuda.is_available():
         hold(CONTESTS, "", told)
     else:

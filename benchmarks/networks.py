@@ -82,19 +82,24 @@ class TransformerBlock(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 124M, for 1,024 tokens. Early versions of nanoGPT computed its activation `by_hand`."""
+    """GPT-2 124M, or another width and number of layers, for up to 1,024 tokens.
 
-    def __init__(self, by_hand: bool = False, is_fused: bool = False) -> None:
+    Early versions of nanoGPT computed its activation `by_hand`.
+    """
+
+    def __init__(self, by_hand: bool = False, is_fused: bool = False, width: int = 768, layers: int = 12) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(50257, 768), nn.Embedding(1024, 768)
-        self.blocks = nn.ModuleList(TransformerBlock(768, 12, True, is_fused, by_hand) for _ in range(12))
-        self.norm = nn.LayerNorm(768)
+        self.words, self.places = nn.Embedding(50257, width), nn.Embedding(1024, width)
+        heads = width // 64
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, True, is_fused, by_hand) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
         self.register_buffer("mask", torch.ones(1024, 1024, dtype=torch.bool).triu(1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(1024, device=tokens.device))
+        count = tokens.shape[1]
+        x = self.words(tokens) + self.places(torch.arange(count, device=tokens.device))
         for block in self.blocks:
-            x = block(x, self.mask)
+            x = block(x, self.mask[:count, :count])
         return F.linear(self.norm(x), self.words.weight)
 
 

@@ -294,8 +294,9 @@ class UncountedWrites:
 
     Args:
         tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is.
-        is_exact: About large tensors on the CPU. True: exact, with a checksum at each call. False: cheaper, with no
-            checksum for a tensor whose version has changed, so that it counts as written at the next call.
+        is_exact: About large tensors on the CPU. True: exact, with a checksum at each call. False: cheaper. A tensor
+            whose version has changed also counts as written at the next call, which a step with an optimizer makes once
+            for each change; and if nothing is counted there, at the one after it, which makes a checksum.
     """
 
     def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
@@ -305,8 +306,8 @@ class UncountedWrites:
         self._kept = self._bits_of_small()
         self._large = {key: (bits, _columns_of(dense[key])) for key, bits in here.items() if bits.nbytes > _SMALL}
         self._is_exact = is_exact
-        # The checksums of the large tensors, as far as they are known:
-        self._sums = {key: _sums(*large) for key, large in self._large.items()} if is_exact else {}
+        # The checksums of the large tensors, as far as they are known; None: the next call makes one.
+        self._sums: dict[int, torch.Tensor | None] = {k: _sums(*large) for k, large in self._large.items() if is_exact}
         self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
@@ -319,11 +320,11 @@ class UncountedWrites:
         """
         written = set(self._never_known) | self._reads.take()
         for key, large in self._large.items():
-            before = self._sums.pop(key, None)
+            is_at_rest, before = key in self._sums, self._sums.pop(key, None)
             if key not in counted or self._is_exact:
-                self._sums[key] = _sums(*large)
-            if key not in counted and (before is None or not torch.equal(before, self._sums[key])):
-                written.add(key)
+                self._sums[key] = sums = _sums(*large) if is_at_rest or self._is_exact else None
+                if key not in counted and (before is None or sums is None or not torch.equal(before, sums)):
+                    written.add(key)
         now, before = self._bits_of_small(), self._kept
         if not torch.equal(now, before):
             sizes = [bits.numel() for bits in self._small.values()]

@@ -52,10 +52,14 @@ class Write(NamedTuple):
     sources: list[torch.Tensor]  # all on one device, which may be another one than that of the targets
 
 
-def write(writes: Sequence[Write]) -> None:
+def write(writes: Sequence[Write]) -> list[torch.Event]:
     """Does all `writes` in few transfers, in which small tensors are sent together. No gradient flows.
 
     Transfers to an accelerator are on its copy stream, so that transfers to several devices overlap.
+
+    Returns:
+        The ends of transfers from the CPU. Until then, sources in pinned memory may still be read: the caller waits
+        before anybody may write them.
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
@@ -70,11 +74,14 @@ def write(writes: Sequence[Write]) -> None:
         alone = [index for group in groups if len(group) == 1 for index in group]
         together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
-            if alone:  # a large tensor is copied without a temporary tensor on the target device
-                torch_internals.foreach_copy_([targets[index] for index in alone], [sources[index] for index in alone])
+            # The program waits for the small ones, which come from memory that is not pinned. So they go first.
             if together:
                 arrived = brought([sources[index] for index in together], device)
                 torch_internals.foreach_copy_([targets[index] for index in together], arrived)
+            for index in alone:  # a large tensor is copied without a temporary tensor on the target device
+                targets[index].copy_(sources[index], non_blocking=is_accelerator(device))
+    places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
+    return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:

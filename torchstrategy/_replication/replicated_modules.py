@@ -107,6 +107,7 @@ class ReplicatedModules:
             ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, *place, (r, n))
             for r, place in enumerate(places)
         ]
+        self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))
         self.metrics = metrics_of(self._insides, self._paths, self.replicas, layout.workers)
@@ -200,7 +201,7 @@ class ReplicatedModules:
             if changed:
                 with traced("bring parameters"):
                     owners = self.owners
-                    write([replica.bring_parameters(owners, changed, moved) for replica in self.replicas])
+                    self._sent += write([replica.bring_parameters(owners, changed, moved) for replica in self.replicas])
         except BaseException:
             # Some copies may not have got the values: the next refresh brings them again.
             self._parameters.note_uncounted(changed)
@@ -210,6 +211,11 @@ class ReplicatedModules:
         if moved:
             self._watch_parameters()
         return changed
+
+    def wait_until_sent(self) -> None:
+        """Waits until the values of parameters have left the user's memory. Before, nobody may write there."""
+        while self._sent:
+            self._sent.pop().synchronize()
 
     def _watch_parameters(self) -> None:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""

@@ -336,6 +336,7 @@ class ReplicatedRun(OptimizerHost):
         """Drops the objects that the replicas had, whose memory would else wait for Python's collector of cycles."""
         self._local.clear()
         self._optimizers.clear()
+        self.copies.replicated.wait_until_sent()
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
@@ -370,6 +371,7 @@ class ReplicatedRun(OptimizerHost):
             self.copies.replicated.note_written(parameters_of(optimizer))
 
     def _check_unwritten(self) -> None:
+        self.copies.replicated.wait_until_sent()
         for trainer in self.shared_trainers:
             trainer.check_unwritten()
         # Else a run of another thread may have trained the same parameters meanwhile.

@@ -12,7 +12,7 @@ from torchstrategy._core.torch_internals import has_one_tensor
 from torchstrategy.testing._simulation.backend import Backend, operator
 from torchstrategy.testing._simulation.kernels import CPU, run_on_cpu
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_device, overlap
-from torchstrategy.testing._simulation.ordinals import NAME, is_simulated, ordinal
+from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
 from torchstrategy.testing._simulation.pinned import is_pinned, pin
 from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 from torchstrategy.testing._simulation.storages import CPU_KERNELS, adopt, new_storage, point_at
@@ -85,8 +85,13 @@ def _register_copies(backend: Backend) -> None:
         target = torch.empty_like(tensor, dtype=options.get("dtype"), device=CPU, memory_format=layout)
         return pin(target).copy_(tensor, non_blocking=True)
 
+    foreach_copy = operator("_foreach_copy_")
+
     @backend.kernel("_foreach_copy_")  # of the operators on lists, the one whose pairs may cross devices
     def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+        if len({(index_of(tensor), tensor.dtype, tensor.layout) for tensor in (*targets, *sources)}) == 1:
+            run_on_cpu(foreach_copy, targets, sources)  # as of the others, one kernel is many copies
+            return
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from torchstrategy._core.torch_internals import TorchDispatchMode
@@ -119,13 +120,18 @@ class _Watch(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        uses = None if _here.is_silent else _uses_of(func)
-        if uses is not None:
-            read, written = uses(args, kwargs)
-            if read or written:
-                for listener in listeners():
-                    listener.used_on_cpu(func.name().replace("::", "."), read, written)
-        return func(*args, **kwargs)
+        uses = _uses_of(func)
+        if uses is None:
+            return func(*args, **kwargs)
+        read, written = uses(args, kwargs)
+        if (read or written) and not _here.is_silent:
+            for listener in listeners():
+                listener.used_on_cpu(func.name().replace("::", "."), read, written)
+        result = func(*args, **kwargs)
+        if written and func.name().startswith("aten::_foreach_"):
+            # Of a list, the operators within count the versions, and do not if they are called from a mode.
+            increment_version([tensor for tensor in written if not tensor.is_inference()])
+        return result
 
 
 Uses = Callable[[Sequence[Any], dict[str, Any]], tuple[list[torch.Tensor], list[torch.Tensor]]]

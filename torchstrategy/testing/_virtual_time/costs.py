@@ -208,6 +208,8 @@ def _traffic(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     )
     if name in _WRITES_ONLY:
         return rewritten
+    if name == "_foreach_copy_":
+        return 2 * rewritten
     passes = 1.0 if _is_known_norm(name, args) else _PASSES.get(name, 1.0)
     return int((sum(map(size_of, inputs)) + rewritten + made) * passes)
 
