@@ -123,6 +123,7 @@ class ReplicaSet:
                 if _signature([optimizer])[0] not in self._optimizer_signature:
                     copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
                 self.replicated.refresh_parameters()
+                self.replicated.wait_until_sent()
                 copies.begin(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
