@@ -273,3 +273,23 @@ def test_a_run_that_fails_after_backward_keeps_no_gradient_of_it() -> None:
         strategy.run(step)
     assert [reference() for reference in seen] == [None]
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_an_update_between_runs_waits_until_parameters_have_left_pinned_memory() -> None:
+    net = make_model(True)
+    strategy = torchstrategy.MirroredStrategy(["cpu", DEVICE])
+    strategy.distribute_module(net)
+    optimizer = strategy.distribute_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def step() -> None:
+        device = torchstrategy.get_replica_context().devices[0]
+        net(torch.ones(2, WIDTH, device=device)).square().mean().backward()
+
+    with record_streams():  # which raises an error for a race
+        strategy.run(step)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.5)  # so that the optimizer has to bring them to the other device
+        optimizer.step()
+        weights = strategy.run(lambda: net.get_parameter("0.weight").detach().cpu().clone())
+    assert torch.equal(*weights.values)
