@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
 from torchstrategy._communication.reductions import as_tensor, size_along, summed_along
-from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import DistributedValues, regroup, select
@@ -119,7 +118,6 @@ class StrategyExtended(VariablesOfExtended):
     """
 
     _cluster_resolver: ClusterResolver | None = None  # what a strategy over several processes was given
-    _workers: Workers = LONE  # the processes that train together
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
