@@ -285,13 +285,9 @@ def accumulate(
 
 def _as_factor(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
     """A number by which to multiply tensors: on the CPU a tensor, since torch makes one of a number for each factor."""
-    kinds = set(map(_kind_of, tensors))
+    kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
     is_usual = kinds <= {(torch.float32, "cpu")} or kinds <= {(torch.float64, "cpu")}
     return torch.tensor(weight, dtype=tensors[0].dtype, device="cpu") if is_usual else weight
-
-
-def _kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, str]:
-    return tensor.dtype, tensor.device.type
 
 
 def times(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
