@@ -181,10 +181,9 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
-    if not _here.frames and _here.set_frame is None:  # the usual case
+    frame = _here.frames[-1] if _here.frames else _here.set_frame  # as `current_frame`, without a call
+    if frame is None:  # the usual case
         return
-    frame = current_frame()
-    assert frame is not None
     if frame.strategy is strategy:
         if frame.replica_context is not None:
             raise RuntimeError(

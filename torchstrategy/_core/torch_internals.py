@@ -81,14 +81,9 @@ version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # A run looks at all parameters several times. `map` reads these attributes without a Python call for each tensor.
-_requires_grad: Callable[[torch.Tensor], bool] = _of_tensor.requires_grad.__get__
 _hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
 _late_hooks: Callable[[torch.Tensor], object] = _of_tensor._post_accumulate_grad_hooks.__get__
 _layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
-_dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
-_is_cpu: Callable[[torch.Tensor], bool] = _of_tensor.is_cpu.__get__
-_nbytes: Callable[[torch.Tensor], int] = _of_tensor.nbytes.__get__
-_shape: Callable[[torch.Tensor], torch.Size] = _of_tensor.shape.__get__
 
 
 def _of_each(read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor]) -> list[T]:
@@ -127,12 +122,12 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How many bytes the elements of each of some tensors take."""
-    return _of_each(_nbytes, tensors)
+    return _of_each(_of_tensor.nbytes.__get__, tensors)
 
 
 def requires_grad_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Whether each of some tensors requires grad."""
-    return _of_each(_requires_grad, tensors)
+    return _of_each(_of_tensor.requires_grad.__get__, tensors)
 
 
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
@@ -147,7 +142,7 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
         The versions of the tensors, their addresses, and some lists that say how each tensor reads its memory: its
         dtype, shape and strides, and whether it is conjugate or negative.
     """
-    read: list[Callable[[torch.Tensor], object]] = [_dtype, _shape, torch.Tensor.is_conj, torch.Tensor.is_neg]
+    read = [_of_tensor.dtype.__get__, _of_tensor.shape.__get__, torch.Tensor.is_conj, torch.Tensor.is_neg]
     read.append(torch.Tensor.stride if are_dense(tensors) else _stride_or_layout)
     how = [_of_each(one, tensors) for one in read]
     return versions(tensors), pointers(tensors), how
@@ -155,17 +150,17 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
 
 def shapes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
     """The shape of each of some tensors."""
-    return _of_each(_shape, tensors)
+    return _of_each(_of_tensor.shape.__get__, tensors)
 
 
 def dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
     """The dtype of each of some tensors."""
-    return _of_each(_dtype, tensors)
+    return _of_each(_of_tensor.dtype.__get__, tensors)
 
 
 def are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all of some tensors are in the memory of the CPU."""
-    return all(_of_each(_is_cpu, tensors))
+    return all(_of_each(_of_tensor.is_cpu.__get__, tensors))
 
 
 def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -13,7 +13,6 @@ block, and observe the replicas of all runs in it, on the replicas' threads, too
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -27,24 +26,21 @@ START = "start"
 END = "end"
 
 
-class Instrument(ABC):
+class Instrument:
     """Observes replicas. If it gives the turns, the replicas run one at a time, whichever devices they are on."""
 
     def _begins(self, num_replicas: int) -> Turns | None:
         """A run of a strategy with `num_replicas` begins. Returns who gives the turns in it, or None for nobody."""
         return None
 
-    @abstractmethod
     def _reached(self, replica: int, where: str) -> None:
         """A replica has come to its start, its end, the synchronization point `where`, or a point that a test named."""
 
     def _held(self, point: str) -> None:
         """All replicas are at the synchronization point of this name."""
-        return None
 
     def _combined_gradients(self) -> None:
         """The gradients of several replicas have been added up."""
-        return None
 
 
 # The instruments that observe the runs which this thread starts; `testing/_instruments` installs them. A context

@@ -122,9 +122,8 @@ class StrategyBase:
         with suppress(AttributeError, RuntimeError):  # it is being made, or has no devices
             facts.append(plural(self.num_replicas_in_sync, "replica"))
             workers = self._extended._workers.count
-            facts[0] += f" on {_listed(self._extended.worker_devices)}" + f" of each of {workers} workers" * (
-                workers > 1
-            )
+            of_each = f" of each of {workers} workers" if workers > 1 else ""
+            facts[0] += f" on {_listed(self._extended.worker_devices)}{of_each}"
             facts.append(f"parameters on {_listed(self._extended.parameter_devices)}")
         return f"{type(self).__name__}({', '.join(facts)})"
 

@@ -196,9 +196,8 @@ class StrategyExtended(VariablesOfExtended):
         """
         require_cross_replica(self._container_strategy(), "reduce_to")
         said = as_options("reduce_to", options)
-        op = ReduceOp.of(reduce_op)
         _check_destinations(destinations)
-        return self._reduce_to(op, value, destinations, said)
+        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, said)
 
     def batch_reduce_to(
         self,
