@@ -1,17 +1,23 @@
 """What a simulated device costs: the time of operations and steps on `sim:0`, against the same on the CPU.
 
+And what virtual time costs beyond that, for each operator.
+
 python benchmarks/simulated.py [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy.testing
 from contest import Contender, Row, Work, compared, hold, timed
+from torchstrategy.testing import virtual_time
 
 SECONDS = 0.02  # of one round on the CPU, about
 
@@ -117,7 +123,49 @@ def simulated(rounds: int) -> Iterator[Row]:
         yield from compared(name, contenders, rounds, "µs")
 
 
-CONTESTS = (simulated,)
+CLOCKED = (
+    "`x + y`, 64 numbers",
+    "`x.add_(y)`, 64 numbers",
+    "`x @ y`, 64 x 64",
+    "two layers of 16, batch of 8: forward and backward",
+    "`TransformerEncoderLayer(64, 4, 128)`: forward and backward",
+    "Adam, 20 parameters, in a loop",
+)
+MOST = 15e-6  # seconds, beyond the simulation's own
+
+
+class Counts(TorchDispatchMode):
+    """Counts the operators that run, views included, since virtual time looks at these, too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def clocked(rounds: int) -> Iterator[Row]:
+    """What an operator costs in virtual time beyond what it costs on a simulated device: both in each round."""
+    torchstrategy.testing.simulate_devices(1)
+    for name in CLOCKED:
+        work = WORK[name]("sim:0")
+        with Counts() as counts:
+            work()
+        count = counts.count
+        repeats = max(1, 500 // count)
+
+        def beyond(work: Work = work, repeats: int = repeats, count: int = count) -> float:
+            # Of all threads: torch runs the backward of a device on another one.
+            plain = timed(work, repeats, time.process_time)()
+            with virtual_time("H100"):
+                return (timed(work, repeats, time.process_time)() - plain) / count
+
+        each = f"each of {count} operators" if count > 1 else "the operator"
+        contender = {f"{each} in virtual time, beyond the simulation": Contender(beyond, limit=MOST)}
+        yield from compared(name, contender, rounds, "µs")
+
+
+CONTESTS = (simulated, clocked)
 
 if __name__ == "__main__":
     hold(CONTESTS, __doc__ or "")

@@ -17,7 +17,7 @@ import torch
 from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
 
 from torchstrategy.testing._simulation.generators import check_generator, default_generator
-from torchstrategy.testing._simulation.listeners import listeners
+from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
 from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
 from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
 from torchstrategy.testing._simulation.shapes import NOT_KNOWN, is_large, shaped, shapes_only
@@ -233,7 +233,7 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
     device = arguments.device
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
-    if listeners():
+    if listeners_to_launches():
         launched(operator.name, device, arguments.tensors(), arguments.written())
     for position in operator.written:
         written = arguments[position]

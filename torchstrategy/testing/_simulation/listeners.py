@@ -73,6 +73,8 @@ class Meeting(NamedTuple):
 class Listener(ABC):
     """Is told what happens. Threads may share it; the methods may be called while memory is freed, anywhere."""
 
+    looks_at_launches = True  # whether it is told of operators before they run
+
     @abstractmethod
     def launched(self, launch: Launch) -> None:
         """An operator is about to run."""
@@ -159,6 +161,7 @@ class Listener(ABC):
 
 
 _at_work: tuple[Listener, ...] = ()
+_at_launches: tuple[Listener, ...] = ()
 
 
 def listeners() -> tuple[Listener, ...]:
@@ -166,12 +169,21 @@ def listeners() -> tuple[Listener, ...]:
     return _at_work
 
 
+def listeners_to_launches() -> tuple[Listener, ...]:
+    """Those that are told of operators before they run."""
+    return _at_launches
+
+
+def _exchange(now: tuple[Listener, ...]) -> None:
+    global _at_work, _at_launches
+    _at_work, _at_launches = now, tuple(listener for listener in now if listener.looks_at_launches)
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """A block in which a listener is told what happens, on all threads of the process."""
-    global _at_work
-    _at_work = (*_at_work, listener)
+    _exchange((*_at_work, listener))
     try:
         yield
     finally:
-        _at_work = tuple(other for other in _at_work if other is not listener)
+        _exchange(tuple(other for other in _at_work if other is not listener))

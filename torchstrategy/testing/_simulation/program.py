@@ -117,14 +117,18 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which costs each operator and each view two microseconds
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         uses = _uses_of(func)
-        if uses is None:
+        if uses is None or not (used := uses(args, kwargs)):
             return func(*args, **kwargs)
-        read, written = uses(args, kwargs)
-        if (read or written) and not _here.is_silent:
+        read, written = used
+        if not _here.is_silent:
             for listener in listeners():
                 listener.used_on_cpu(func.name().replace("::", "."), read, written)
         result = func(*args, **kwargs)
@@ -134,12 +138,15 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-Uses = Callable[[Sequence[Any], dict[str, Any]], tuple[list[torch.Tensor], list[torch.Tensor]]]
+Uses = Callable[[Sequence[Any], dict[str, Any]], tuple[list[torch.Tensor], list[torch.Tensor]] | None]
 
 
 @functools.cache
 def _uses_of(op: Any) -> Uses | None:
-    """A function that finds the tensors of the CPU that a call reads and writes; None if it looks into no memory."""
+    """A function that finds the tensors of the CPU that a call reads and writes; None if it looks into no memory.
+
+    The function returns None if there are none, as of all operators of devices: it is called at each operator.
+    """
     declared = schema(op)
     name = op.name().partition(".")[0]
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in declared.returns)
@@ -153,7 +160,7 @@ def _uses_of(op: Any) -> Uses | None:
     ]
     is_copy = name in _COPIES
 
-    def find(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def find(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
         crosses = is_copy and kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu"
@@ -166,7 +173,7 @@ def _uses_of(op: Any) -> Uses | None:
                     crosses = crosses or is_copy
                 elif tensor.layout is torch.strided:
                     (written if is_write else read).append(tensor)
-        return ([], []) if crosses else (read, written)
+        return None if crosses or not (read or written) else (read, written)
 
     return find
 

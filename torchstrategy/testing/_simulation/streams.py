@@ -15,7 +15,14 @@ from typing import Any, final
 import torch
 
 from torchstrategy.testing._simulation.facades import put_in_place
-from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, listeners
+from torchstrategy.testing._simulation.listeners import (
+    Copy,
+    Kernel,
+    Launch,
+    Listener,
+    listeners,
+    listeners_to_launches,
+)
 from torchstrategy.testing._simulation.ordinals import NAME, current_device, index_of, ordinal, set_device
 from torchstrategy.testing._simulation.pinned import is_pinned
 from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
@@ -197,7 +204,7 @@ def _key(stream: torch.Stream | None) -> tuple[int, int]:
 def launched(name: str, device: int, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
     """Says that an operator is about to run on the current stream of a device."""
     launch = Launch(_key(current_stream(device)), name, read, written)
-    for listener in listeners():
+    for listener in listeners_to_launches():
         listener.launched(launch)
 
 

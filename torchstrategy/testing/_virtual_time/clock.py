@@ -36,7 +36,7 @@ from torchstrategy.testing._simulation.accounts import held
 from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Meeting, Stream
 from torchstrategy.testing._simulation.program import users_place
 from torchstrategy.testing._virtual_time.collectives import collective_seconds
-from torchstrategy.testing._virtual_time.costs import CostModel, size_of
+from torchstrategy.testing._virtual_time.costs import CostModel, name_of, size_of
 from torchstrategy.testing._virtual_time.hosts import Hosts
 from torchstrategy.testing._virtual_time.profiles import GIB, DeviceProfile
 from torchstrategy.testing._virtual_time.spans import CpuWork, Kind, Span, Synchronization, TimedCopy
@@ -61,6 +61,8 @@ class _Task(NamedTuple):
 class Clock(Listener):
     """Says when everything happens that it is told of. Threads may share it."""
 
+    looks_at_launches = False  # what an operator costs is known when it has run
+
     def __init__(self, profile: DeviceProfile, hosts: Hosts, devices: int) -> None:
         self.profile, self.hosts = profile, hosts
         self.spans: list[Span] = []
@@ -71,7 +73,8 @@ class Clock(Listener):
         self._peaks = [{device: held(device) for device in range(devices)}]  # between two marks each: by device
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[_Engine, float] = defaultdict(float)
-        self._numbers: dict[Stream, int] = {}
+        self._numbers: dict[int, int] = defaultdict(int)  # by device: how many streams it has but for the default one
+        self._lanes: dict[Stream, str] = {}
         self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
 
     @property
@@ -95,11 +98,11 @@ class Clock(Listener):
 
     @override
     def launched(self, launch: Launch) -> None:
-        pass  # what it costs is known when it has run
+        raise AssertionError("a clock does not look at launches")
 
     @override
     def computed(self, kernel: Kernel) -> None:
-        name = kernel.operator.overloadpacket.__name__
+        name = name_of(kernel.operator)
         if name == _READ:
             engine = kernel.stream[0], "copies out"
             size = kernel.args[0].element_size()
@@ -278,7 +281,7 @@ class Clock(Listener):
             host.done = max(host.done, end)
             if engine is not None:
                 self._free[engine] = end
-            lane = self._lane(stream) if engine is None else engine[1]
+            lane = engine[1] if engine is not None else self._lanes.get(stream) or self._lane(stream)
             span = Span(
                 stream[0], lane, task.kind, task.name, start, end, task.bytes, task.flops, task.at_peak, users_place()
             )
@@ -288,9 +291,10 @@ class Clock(Listener):
     def _lane(self, stream: Stream) -> str:
         """`"stream 0"`, the default one, or a number in the order of first use, which is the same in every run."""
         device, number = stream
-        if number and stream not in self._numbers:
-            self._numbers[stream] = 1 + sum(other == device for other, _ in self._numbers)
-        return f"stream {self._numbers[stream] if number else 0}"
+        if number:
+            self._numbers[device] += 1
+        self._lanes[stream] = f"stream {self._numbers[device] if number else 0}"
+        return self._lanes[stream]
 
     def _wait(self, moment: float, why: str, where: str) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ add up.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -85,8 +86,8 @@ class CostModel:
     def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Cost | None:
         """The cost of an operator; None if it is no kernel. Only sizes, strides and dtypes are looked at."""
         key: tuple[Any, ...] = (op, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
-        if op.overloadpacket.__name__ in _MAY_USE_TF32:
-            key = (*key, _uses_tf32(False), _uses_tf32(True))
+        if (name := name_of(op)) in _MAY_USE_TF32:
+            key = (*key, _uses_tf32(name not in _PRODUCTS))
         if key not in self._known:
             self._known[key] = self._computed(op, args, kwargs, results)
         return self._known[key]
@@ -99,7 +100,7 @@ class CostModel:
         return Cost(seconds, 0, moved, 0.0)
 
     def _computed(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Cost | None:
-        name = op.overloadpacket.__name__
+        name = name_of(op)
         if name in _NOT_A_KERNEL:
             return None
         moved = _traffic(op, name, args, kwargs, results)
@@ -245,10 +246,16 @@ def _uses_tf32(in_convolutions: bool) -> bool:
     return bool(settings.fp32_precision == "tf32")
 
 
+@functools.cache
+def name_of(op: Any) -> str:
+    """The name of an operator without its overload: `"add"`."""
+    return str(op.overloadpacket.__name__)
+
+
 def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.size(), value.stride()
     if isinstance(value, (list, tuple)):
-        return tuple(map(_signature, value))
+        return tuple([_signature(inner) for inner in value])
     # Numbers of the same type cost the same, such as the learning rate of this step and of the next one.
-    return float if isinstance(value, float) else value if isinstance(value, (int, bool, str)) else type(value)
+    return value if isinstance(value, (int, bool, str)) else type(value)
