@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, final
 
@@ -20,12 +20,11 @@ from torchstrategy._core.distributed_values import (
     PerReplica,
     check_component_counts,
     for_understudy,
-    local_results,
     regroup,
     regroup_in_worker,
     select,
 )
-from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
@@ -188,27 +187,11 @@ class ReplicatedExtended(OneMachineExtended):
         return weights
 
     @property
-    def _num_replicas_in_sync(self) -> int:
-        return len(self._storage.devices) * self._workers.count
-
-    @property
     def _num_local(self) -> int:
         return len(self._storage.devices)
 
     def _device_of(self, replica: int) -> Device:
         return super()._device_of(replica % self._num_local)  # all workers have the same number of replicas
-
-    @property
-    def should_checkpoint(self) -> bool:
-        return self._workers.index == 0
-
-    @property
-    def should_save_summary(self) -> bool:
-        return self._workers.index == 0
-
-    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
-        first, everyone = self._workers.index * self._num_local, self._num_replicas_in_sync
-        return regroup([value_fn(ValueContext(first + r, everyone)) for r in range(self._num_local)], always_wrap=True)
 
     def _first_of(self, value: Tree) -> Tree:
         if self._workers.count == 1:
@@ -218,9 +201,6 @@ class ReplicatedExtended(OneMachineExtended):
         with self._telling_others():
             of_all = self._workers.all_gather_object(told, "the assignment of a variable")
         return next((value for matters, value in of_all if matters), own)
-
-    def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
-        return local_results(distributed_value, self._num_local)
 
     def _over_workers(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...] | None) -> torch.Tensor:
         with self._telling_others():
