@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,21 +74,7 @@ def test_gradients_travel_as_fast_as_the_memory_of_the_parameters_allows(is_pinn
 
 # What it takes, beside what the link takes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BAR = 1.15
-
-
-@pytest.fixture(scope="module")
-def contests() -> Iterator[Any]:
-    """The module benchmarks/accelerator.py."""
-    known = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import accelerator
-
-        yield accelerator
-    for name in {"accelerator", "contest", "networks"} - known:
-        sys.modules.pop(name, None)
 
 
 def loss_of_matrices(net: nn.Module) -> torch.Tensor:
