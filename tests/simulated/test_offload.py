@@ -127,6 +127,45 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     assert 1 < ratio < BAR, ratio  # 1.04 to 1.14, where nothing is granted for launches and computing
 
 
+@pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
+def test_a_transformer_is_trained_as_on_the_device(contests: Any, is_pinned: bool, is_inside: bool) -> None:
+    words = torch.arange(16, device=DEVICE).view(1, 16)
+
+    def trained_transformer(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = contests.GPT2(width=128, layers=2)
+        if strategy is None:
+            net.to(DEVICE)
+        else:
+            if is_pinned:
+                contests.in_pinned_memory(net, DEVICE)
+            strategy.distribute_module(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if strategy is not None:
+            strategy.distribute_optimizer(optimizer)
+
+        def step() -> None:
+            F.cross_entropy(net(words).flatten(0, -2), words.flatten()).backward()
+            if is_inside:
+                optimizer.step()
+
+        for _ in range(STEPS):
+            net.zero_grad()
+            if strategy is None:
+                step()
+            else:
+                strategy.run(step)
+            if not is_inside:
+                optimizer.step()
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    with record_streams():
+        ours = trained_transformer(torchstrategy.CentralStorageStrategy([DEVICE], "cpu"))
+    for mine, alone in zip(ours, trained_transformer(None), strict=True):
+        assert torch.equal(mine, alone)
+
+
 Step = Callable[[nn.Module], None]
 
 
