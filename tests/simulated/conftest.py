@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from torchstrategy.testing import simulated_devices
 
 DEVICES = 5
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 class _Skipped(pytest.Module):
@@ -38,3 +41,16 @@ def same_current_device() -> Iterator[None]:
     before = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
     yield
     assert (torch.accelerator.current_device_index(), torch.accelerator.current_stream()) == before
+
+
+@pytest.fixture(scope="module")
+def contests() -> Iterator[Any]:
+    """The module benchmarks/accelerator.py."""
+    known = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        import accelerator
+
+        yield accelerator
+    for name in {"accelerator", "contest", "networks"} - known:
+        sys.modules.pop(name, None)

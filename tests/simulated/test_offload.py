@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,21 +74,7 @@ def test_gradients_travel_as_fast_as_the_memory_of_the_parameters_allows(is_pinn
 
 # What it takes, beside what the link takes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BAR = 1.15
-
-
-@pytest.fixture(scope="module")
-def contests() -> Iterator[Any]:
-    """The module benchmarks/accelerator.py."""
-    known = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import accelerator
-
-        yield accelerator
-    for name in {"accelerator", "contest", "networks"} - known:
-        sys.modules.pop(name, None)
 
 
 def loss_of_matrices(net: nn.Module) -> torch.Tensor:
@@ -141,6 +125,45 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     link = moved / ((trace.profile.pinned if is_pinned else trace.profile.pageable) * 1e9)
     ratio = (trace.step(-2).seconds - trace.step(-1).seconds) / link
     assert 1 < ratio < BAR, ratio  # 1.04 to 1.14, where nothing is granted for launches and computing
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
+def test_a_transformer_is_trained_as_on_the_device(contests: Any, is_pinned: bool, is_inside: bool) -> None:
+    words = torch.arange(16, device=DEVICE).view(1, 16)
+
+    def trained_transformer(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = contests.GPT2(width=128, layers=2)
+        if strategy is None:
+            net.to(DEVICE)
+        else:
+            if is_pinned:
+                contests.in_pinned_memory(net, DEVICE)
+            strategy.distribute_module(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if strategy is not None:
+            strategy.distribute_optimizer(optimizer)
+
+        def step() -> None:
+            F.cross_entropy(net(words).flatten(0, -2), words.flatten()).backward()
+            if is_inside:
+                optimizer.step()
+
+        for _ in range(STEPS):
+            net.zero_grad()
+            if strategy is None:
+                step()
+            else:
+                strategy.run(step)
+            if not is_inside:
+                optimizer.step()
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    with record_streams():
+        ours = trained_transformer(torchstrategy.CentralStorageStrategy([DEVICE], "cpu"))
+    for mine, alone in zip(ours, trained_transformer(None), strict=True):
+        assert torch.equal(mine, alone)
 
 
 Step = Callable[[nn.Module], None]
