@@ -9,6 +9,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -80,10 +81,11 @@ def test_failures_do_not_use_up_memory() -> None:
 
     tracemalloc.start()
     try:
-        _, first, *later = [fail() for _ in range(5)]
+        _, *sizes = [fail() for _ in range(6)]
     finally:
         tracemalloc.stop()
-    assert min(later) - first < 12 * 600, "each failure keeps some of what it allocated"
+    # A table of the process may grow once in a while. What failures keep is there after each six of them.
+    assert min(after - before for before, after in pairwise(sizes)) < 6 * 600, "each failure keeps what it allocated"
 
 
 def test_an_error_that_the_user_keeps_does_not_keep_later_runs() -> None:
