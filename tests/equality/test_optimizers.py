@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import torchstrategy
 from problems import adam, assert_close, built, close, compare, data, deal, mlp, mse, parameters, sgd
 from topologies import central_with_copies
 
@@ -441,3 +442,24 @@ def test_hooks_of_an_optimizer_are_called_once_a_step_and_see_the_whole_gradient
     model, twin = compare(make, 3, step, optimizer=new)
     assert calls[id(model)] == pytest.approx(calls[id(twin)], rel=1e-12)
     assert len(calls[id(model)]) == 6
+
+
+@pytest.mark.parametrize("losses", [(2, 3), (2 + 1j, 3 + 3j)], ids=["integers", "complex"])
+def test_the_loss_of_a_closure_is_the_mean_of_losses_of_any_dtype(make, losses):
+    """Of a complex loss the imaginary part was dropped, and the mean of integers was an integer."""
+    strategy, seen = make(2), []
+    model = strategy.distribute_module(nn.Linear(2, 1))
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(closure())
+            super().step()
+
+    optimizer = strategy.distribute_optimizer(Looking(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        loss = torch.tensor(losses[torchstrategy.get_replica_context().replica_id_in_sync_group])
+        optimizer.step(lambda: loss)
+
+    strategy.run(step)
+    assert seen[0] == sum(losses) / 2

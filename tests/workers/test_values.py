@@ -126,3 +126,8 @@ def test_what_workers_do_differently_is_refused(what: str, told: str) -> None:
 def test_dataclasses_are_gathered_from_all_workers(workers: int, replicas: int) -> None:
     for found in cluster(workers).run(values.of_dataclasses, replicas):
         assert found == [([2.0 * row for row in range(9)], 36.0), ([0.0], 0.0)]
+
+
+def test_settings_that_are_equal_are_not_refused() -> None:
+    first, second = cluster(2).run(values.of_equal_settings)
+    assert first == second

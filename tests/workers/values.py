@@ -209,6 +209,23 @@ def of_different_models(what: str) -> None:
     del more
 
 
+def of_equal_settings() -> float:
+    """A setting that the workers have alike, though each has put its entries in another order."""
+    strategy = strategy_of(1)
+    entries = [("a", 1), ("b", 2)]
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["extra"] = dict(entries if strategy.extended._workers.index else entries[::-1])
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    return float(model.weight.sum())
+
+
 def of_different(what: str) -> None:
     """Steps of which each worker does something else to what all share."""
     strategy = strategy_of(1)

@@ -292,8 +292,10 @@ class ReplicatedRun(OptimizerHost):
             return None
         weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
         total = sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-        here = [torch.as_tensor(total, dtype=torch.float64)]
-        (of_all,) = self.copies.workers.all_reduce(here, "the loss of a closure")
+        workers = self.copies.workers
+        if workers.count == 1:
+            return total
+        (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
         return of_all.to(losses[0].dtype) if isinstance(losses[0], torch.Tensor) else of_all.item()
 
     def results_require_grad(self) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor
-from torchstrategy._core.context import Frame, current_frame, current_replica_context, frames_of_this_thread
+from torchstrategy._core.context import Frame, current_frame, current_replica_context
 from torchstrategy._core.distributed_values import check_component_counts, select
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.tree import by_name, tree_flatten
@@ -62,6 +62,7 @@ class ReplicaContext:
         self._group: ReplicaGroup | None = None
         self._published: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_over = False
+        self._entries: list[Frame] = []  # of a context that is entered by hand
 
     @property
     def strategy(self) -> Strategy:
@@ -208,11 +209,13 @@ class ReplicaContext:
         return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, as_axis(axis), names))
 
     def __enter__(self) -> Self:
-        frames_of_this_thread().append(Frame(self._strategy, self))
+        entry = Frame(self._strategy, self)
+        entry.__enter__()
+        self._entries.append(entry)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        frames_of_this_thread().pop()
+        self._entries.pop().__exit__(*exception)
 
     def __repr__(self) -> str:
         return f"<torchstrategy.ReplicaContext {self._replica_id} of {self.num_replicas_in_sync}>"

@@ -244,9 +244,14 @@ class ReplicaOptimizer:
         }
 
     def settings(self) -> list[dict[str, Any]]:
-        """For each group, the settings of the next update."""
-        groups = self._groups or self._central_groups
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        """For each group, the settings of the next update that are numbers, flags or the like."""
+        groups = [
+            {name: value for name, value in group.items() if isinstance(value, _SETTINGS) or _is_number(value)}
+            for group in self._central_groups
+        ]
+        for (i, name), value in self.written_settings().items():
+            groups[i][name] = value
+        return groups
 
     def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
         """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
@@ -311,6 +316,13 @@ class _Shown(dict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
+
+
+_SETTINGS = (int, float, tuple, type(None))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 _COMPARED = (int, float, str, tuple)
