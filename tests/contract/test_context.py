@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchstrategy
 from contexts import (
     DEFAULT,
     NOT_CROSS,
@@ -454,3 +455,13 @@ def test_what_is_no_strategy_cannot_be_set(junk: Any) -> None:
     with pytest.raises(TypeError, match=expected):
         experimental_set_strategy(junk)
     assert state() == outside()
+
+
+def test_a_context_that_was_not_entered_leaves_the_scope_as_it_is() -> None:
+    """Its exit took the frame of the scope, which failed later and far from the mistake."""
+    strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
+    context = torchstrategy.ReplicaContext(strategy, 0)
+    with strategy.scope():
+        with pytest.raises(IndexError):
+            context.__exit__(None, None, None)
+        assert torchstrategy.get_strategy() is strategy
