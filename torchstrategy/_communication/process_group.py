@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
-from torchstrategy._core.torch_internals import shared_store
+from torchstrategy._core.torch_internals import shared_store, unflattened
 
 _PATIENCE = 3.0  # seconds in which all workers that are alive say that they have lost another one
 _MESSAGE = 256  # bytes of the message with which every exchange begins
@@ -207,10 +207,9 @@ class ProcessGroup(Workers):
         if self.index == source:
             return
         for one, pack in zip(flat, packs, strict=True):
-            parts = one.view(pack[0].dtype).split([tensor.numel() for tensor in pack])
             with torch.no_grad():
-                for tensor, part in zip(pack, parts, strict=True):
-                    _write(tensor, part.view(tensor.shape))
+                for tensor, part in zip(pack, unflattened(one.view(pack[0].dtype), pack), strict=True):
+                    _write(tensor, part)
 
     def failed(self, error: BaseException) -> None:
         if self._why_over is None and not isinstance(error, WorkerError):
@@ -320,13 +319,12 @@ class ProcessGroup(Workers):
             flat = torch.view_as_real(flat)
         return self._sendable(flat.to(_ADDED_AS.get(flat.dtype, flat.dtype)))
 
-    def _parts(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _parts(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The reverse of `_flat`."""
         flat = flat.to(like[0].device)
         if like[0].is_complex():
             flat = torch.view_as_complex(flat)
-        parts = flat.to(like[0].dtype).split([tensor.numel() for tensor in like])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+        return unflattened(flat.to(like[0].dtype), like)
 
 
 def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work | None]:

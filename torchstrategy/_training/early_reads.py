@@ -44,7 +44,7 @@ class EarlyReads(NamedTuple):
         unread = frozenset[int]().union(*(own - read.all for own, read in pairs))
         if missed := set().union(*local) & (doubtful | (idle & unread)):
             index, ids = min(missed), [one.replica.index for one in of_replicas if one.replica is not None]
-            too_early = [read.doubtful - own if own else read.all for own, read in pairs]
+            too_early = [(read.doubtful - own) | (frozenset() if own else read.all & unread) for own, read in pairs]
             reader = next(r for r, indices in zip(ids, too_early, strict=True) if index in indices)
             adder = next(r for r, own in zip(ids, local, strict=True) if index in own)
             raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))

@@ -134,10 +134,9 @@ class GradientReducer:
         self._is_remote = [any(p.device != o.device for p, o in zip(own, owners, strict=False)) for own in parameters]
         self._all_reduce = all_reduce
         # Where all replicas would have copies at once, which may be more than the memory, nothing is copied early.
-        is_one = (take_turns or len(parameters) == 1) and all_reduce is None and self.overlapped is None
-        self._early_copies = [
-            EarlyCopies(own) if is_one and far else None for own, far in zip(parameters, self._is_remote, strict=True)
-        ]
+        one_at_a_time = (take_turns or len(parameters) == 1) and all_reduce is None and self.overlapped is None
+        pairs = zip(parameters, self._is_remote, strict=True)
+        self._early_copies = [EarlyCopies(own) if one_at_a_time and is_remote else None for own, is_remote in pairs]
         for of_replica, copies in zip(self.of_replicas, self._early_copies, strict=True):
             of_replica.sender = copies or self.overlapped
         # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
@@ -401,7 +400,10 @@ class GradientReducer:
         return start + weighted([tensor - start for tensor in tensors], weights)
 
     def _combined(self) -> dict[int, torch.Tensor]:
-        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters."""
+        """The local gradients of all replicas, weighted and added up on the devices of the user's parameters.
+
+        A gradient that `OverlappedSums` has sent is among them as the replica has it: its weighted sum is on its way.
+        """
         weighing = self._weights.weighing
         for r in set(self._weights.present) - set(weighing):
             # Gradients of a replica without rows may be NaN, also times zero: they are dropped.

@@ -45,7 +45,8 @@ class WorkerReduction:
         names: What to call them in a message.
         before: Their accumulated gradients before the step could change them.
         accumulated: The same as the replicas of this worker have left them. `agree` replaces what others decide.
-        total: The weighted sums of the local gradients of this worker's replicas, by position.
+        total: The weighted sums of the local gradients of this worker's replicas, by position. Those that `overlapped`
+            has sent are not weighted.
         seen: The positions of the parameters whose hooks are to see the sums.
         early: The gradients that replicas of this worker have read before they were complete, or might have.
         overlapped: Has sent gradients of this worker during backward. None: nothing is sent early.
