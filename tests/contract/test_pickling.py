@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchstrategy
 from torchstrategy import DistributedValues, Strategy
 
 
@@ -57,3 +58,15 @@ def test_a_strategy_and_a_dataset_can_still_be_copied_in_this_process(several: S
     copied = copy.deepcopy([dataset, dataset])
     assert copied[0] is copied[1] is not dataset
     assert len(list(copied[0])) == len(list(copy.copy(dataset))) == 2
+
+
+@pytest.mark.parametrize("load_ahead", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_distributed_dataset_has_what_was_put_on_it(copied: Any, load_ahead: bool) -> None:
+    strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
+    options = torchstrategy.InputOptions(load_ahead=load_ahead)
+    dataset = strategy.experimental_distribute_dataset([torch.arange(4.0)], options)
+    dataset.split = "validation"
+    other = copied(dataset)
+    assert other.split == "validation"
+    assert [batch.values[1].tolist() for batch in other] == [[2.0, 3.0]]

@@ -274,7 +274,7 @@ class DistributedDataset(Generic[T]):
 
     def __init__(self, splitter: Splitter, routes: Sequence[Route], options: InputOptions) -> None:
         self._splitter = splitter
-        self._routes, self._options = tuple(routes), options
+        self._routes = tuple(routes)
         has_workers = any(source.has_workers for source in splitter.sources)
         self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
         ahead = functools.partial(Prefetcher, depth=options.experimental_per_replica_buffer_size)
@@ -325,10 +325,10 @@ class DistributedDataset(Generic[T]):
         return f"DistributedDataset({self._splitter})"
 
     def __copy__(self) -> DistributedDataset[T]:
-        return DistributedDataset(self._splitter, self._routes, self._options)
+        return self._with(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataset[T]:
-        return DistributedDataset(copy.deepcopy(self._splitter, memo), self._routes, self._options)
+        return self._with(copy.deepcopy(vars(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
@@ -336,6 +336,11 @@ class DistributedDataset(Generic[T]):
             "it distributes batches to replicas of this process. Save where it stands, dataset.state_dict(); where it "
             "goes on, distribute the loader anew, and give it that with load_state_dict.",
         )
+
+    def _with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
+        copied = object.__new__(DistributedDataset)
+        vars(copied).update(attributes)
+        return copied
 
     @property
     def dataset(self) -> Any:
