@@ -27,13 +27,13 @@ from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.tree import map_leaves, tree_flatten
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.instruments import performed_alone
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable
 
 

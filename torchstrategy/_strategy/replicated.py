@@ -14,14 +14,11 @@ from torchstrategy._communication.reductions import as_axis, as_tensor, combined
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame
 from torchstrategy._core.distributed_values import (
-    ABSENT,
     DistributedValues,
     Mirrored,
     PerReplica,
     check_component_counts,
     for_understudy,
-    regroup,
-    regroup_in_worker,
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
@@ -30,13 +27,13 @@ from torchstrategy._core.tree import tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.replicated_run import ReplicatedRun
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
 from torchstrategy._replication.storage import Storage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
 
 _ON_ONE_DEVICE = ReductionToOneDevice()
@@ -74,7 +71,7 @@ class ReplicatedExtended(OneMachineExtended):
 
     # Note [The story of a step]
     # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
-    #    (`_training/replica_weights`).
+    #    (`_execution/replica_weights`).
     # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
     #    gets the copy of its replica (`_replication/replicated_storage`; Note [The order of a run and of its undoing]
     #    there tells what undoes it).
@@ -131,16 +128,7 @@ class ReplicatedExtended(OneMachineExtended):
             def call(replica: Replica) -> Tree:
                 given = for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
                 own_args, own_kwargs = select(given, replica.index)
-                group = ReplicaGroup(
-                    replica,
-                    weights.present,
-                    weights.weights,
-                    storage.devices,
-                    workers=self._workers,
-                    num_present=weights.num_present,
-                    weight_of_all=weights.total_weight,
-                    is_understudy=weights.is_understudy,
-                )
+                group = ReplicaGroup(replica, weights, storage.devices, self._workers)
                 context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
@@ -171,10 +159,7 @@ class ReplicatedExtended(OneMachineExtended):
         """Makes one tree of those that the replicas of this worker have returned."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
             run_state.results_require_grad()
-        by_replica = [results.get(r, ABSENT) for r in range(len(self._storage.devices))]
-        if self._workers.count > 1:
-            return regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
-        return regroup(by_replica, are_results=True)
+        return weights.regrouped(results, self._workers, are_results=True)
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""

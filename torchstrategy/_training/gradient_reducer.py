@@ -47,6 +47,7 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
 from torchstrategy._training.early_reads import EarlyReads
@@ -61,7 +62,6 @@ from torchstrategy._training.replica_gradients import (
     VisibleGradient,
     stray_gradient,
 )
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.user_gradients import UserGradients
 from torchstrategy._training.worker_gradients import WorkerReduction
 from torchstrategy._variables.variable import is_variable
@@ -345,7 +345,8 @@ class GradientReducer:
         return self._replica_weights
 
     def _reduce_visible(self) -> None:
-        of_replicas = [self.of_replicas[r] for r in self._weights.comparing]
+        # Replicas with rows decide what becomes of a gradient which they have changed or cleared.
+        of_replicas = [self.of_replicas[r] for r in self._weights.weighing or self._weights.present]
         first = of_replicas[0].visible
         self._users.replace(index for index, view in first.items() if view.is_other)
         if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):

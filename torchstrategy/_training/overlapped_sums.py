@@ -19,9 +19,9 @@ from torchstrategy._core.torch_internals import (
     unseen_by_function_modes,
     version,
 )
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.replica_gradients import ReplicaParameter, offer_gradient
-from torchstrategy._training.replica_weights import ReplicaWeights
 
 
 # Note [Gradients that are sent early]
