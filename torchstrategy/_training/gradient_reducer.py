@@ -33,29 +33,21 @@ from typing import final
 import torch
 
 from torchstrategy._communication.transfer import accumulate, brought, equal, weighted
+from torchstrategy._core import torch_internals
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.torch_internals import (
-    have_gradient_hooks,
-    hide_from_compiler,
-    raw_grad,
-    raw_grads,
-    set_raw_grads,
-    take_raw_grads,
-    unseen_by_function_modes,
-    version,
-)
+from torchstrategy._core.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
-from torchstrategy._training.early_reads import EarlyReads
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
 from torchstrategy._training.overlapped_sums import OverlappedSums
 from torchstrategy._training.replica_gradients import (
     CLEARED,
     CLEARED_NOTHING,
+    EarlyReads,
     Reads,
     ReplicaGradients,
     ReplicaParameter,
@@ -214,7 +206,7 @@ class GradientReducer:
                 self._num_added += 1
                 return
             # The user's modes, which are in force on this thread, must neither see these operations nor act on them.
-            with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
+            with torch_internals.unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
                 self.of_replicas[replica].added_early = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
@@ -274,7 +266,7 @@ class GradientReducer:
         None if there is none, or somebody has written on the gradient since.
         """
         known = self._arrived.get(id(gradient))
-        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+        return known[2][replica] if known is not None and torch_internals.version(gradient) == known[1] else None
 
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
@@ -441,7 +433,7 @@ class GradientReducer:
             gradients = [gradient for gradient in column if gradient is not None]
             # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
             total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
-            self._arrived[id(gradient)] = gradient, version(gradient), gradients
+            self._arrived[id(gradient)] = gradient, torch_internals.version(gradient), gradients
         return total
 
     def _add_up(self, r: int) -> set[int]:
@@ -491,7 +483,7 @@ _exchanging = threading.RLock()
 
 
 # A compiled step calls this, too. A compiler that followed it would trace locks, and sums of other replicas.
-hide_from_compiler(GradientReducer.accumulate)
+torch_internals.hide_from_compiler(GradientReducer.accumulate)
 
 
 def _apart(gradient: torch.Tensor) -> torch.Tensor:
