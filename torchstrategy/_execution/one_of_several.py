@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.instruments import performed, reached
+from torchstrategy._execution.instruments import performed
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped
 
 
@@ -63,7 +63,7 @@ class OneOfSeveral(Replica):
         self._report(Paused(self.index))
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        reached(self.index, name)
+        self._reached(name)
         # See Note [Who may call what on which thread].
         if threading.get_ident() != self.thread:
             raise RuntimeError(
@@ -72,8 +72,7 @@ class OneOfSeveral(Replica):
                 "the thread of the step; or detach what the step returns."
             )
         with traced("wait at {}", name):
-            known = combine if self.telling is None else self._told(name, combine)
-            return self._report(Synchronizing(self.index, name, known, brought))
+            return self._report(Synchronizing(self.index, name, combine, brought))
 
     def _report(self, report: Report) -> Tree:
         if os.getpid() != self.process:

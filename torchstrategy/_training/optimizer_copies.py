@@ -74,9 +74,7 @@ class OptimizerCopies:
         # A state dict may have been loaded, or a state tensor written, since the copies took their last step.
         is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
         for copied in self.of_replicas.values():
-            copied.bring_settings(optimizer)
-            if not is_known:
-                copied.bring_state(optimizer)
+            copied.bring(optimizer, with_state=not is_known)
         if not is_known:
             self._known = _State(optimizer)
         self._gradients = _marks_of_gradients(optimizer)
@@ -155,11 +153,12 @@ class _Copy:
         state = self._optimizer.state
         return {self._local[key]: state[plain] for key, plain in self.plain.items() if plain in state}
 
-    def bring_settings(self, optimizer: Optimizer) -> None:
+    def bring(self, optimizer: Optimizer, with_state: bool) -> None:
+        """Brings the settings of the user's optimizer, and its state if asked."""
         for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
             copied.update(settings_of(group))
-
-    def bring_state(self, optimizer: Optimizer) -> None:
+        if not with_state:
+            return
         self._optimizer.state.clear()
         for owner, values in vars(optimizer)["state"].items():
             plain = self.plain.get(id(owner))
