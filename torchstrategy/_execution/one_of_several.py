@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._execution.instruments import performed
+from torchstrategy._execution.instruments import performed, reached
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped
 
 
@@ -63,7 +63,7 @@ class OneOfSeveral(Replica):
         self._report(Paused(self.index))
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        self._reached(name)
+        reached(self.index, name)
         # See Note [Who may call what on which thread].
         if threading.get_ident() != self.thread:
             raise RuntimeError(
@@ -71,6 +71,8 @@ class OneOfSeveral(Replica):
                 "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
                 "the thread of the step; or detach what the step returns."
             )
+        if self.telling is not None:
+            self.telling(name)
         with traced("wait at {}", name):
             return self._report(Synchronizing(self.index, name, combine, brought))
 

@@ -94,12 +94,6 @@ class Replica(ABC):
             RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
         """
 
-    def _reached(self, name: str) -> None:
-        """Tells others that the replica has come to this synchronization point."""
-        reached(self.index, name)
-        if self.telling is not None:
-            self.telling(name)
-
     @abstractmethod
     def pause(self) -> None:
         """Stands still until it is this replica's turn again, which may be at once."""
@@ -122,7 +116,9 @@ class InlineReplica(Replica):
         pass  # no other replica could go on meanwhile
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        self._reached(name)
+        reached(self.index, name)
+        if self.telling is not None:
+            self.telling(name)
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while.

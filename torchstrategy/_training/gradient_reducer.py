@@ -370,14 +370,13 @@ class GradientReducer:
             tensors = [tensor.to(device) for tensor in tensors]
         if not tensors and all(v is CLEARED or (v is CLEARED_NOTHING and accumulated is None) for v in visible):
             return None
-        are_same = len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:])
-        if are_same and visible[0] is not None and visible[0].was_written():
-            # All replicas did the same to the gradient of the whole batch, such as clipping it.
-            return tensors[0]
         # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
-        has_changed = any(not equal(tensor, accumulated) for tensor in (tensors[:1] if are_same else tensors))
+        if len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
+            # All replicas did the same to the gradient of the whole batch, such as clipping it; or nothing.
+            was_written = visible[0] is not None and visible[0].was_written()
+            return tensors[0] if was_written or not equal(tensors[0], accumulated) else accumulated
         has_cleared = any(view is CLEARED for view in visible)
-        if not has_cleared and not has_changed:
+        if not has_cleared and all(equal(tensor, accumulated) for tensor in tensors):
             return accumulated
         if accumulated is None and not has_cleared and all(view is not None for view in visible):
             # `zero_grad(set_to_none=False)` left zeros here, where not every replica had a gradient.
@@ -387,8 +386,6 @@ class GradientReducer:
                 f"The replicas disagree about the gradient of {self.names[index]}: some cleared or changed what was "
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
-        if are_same:
-            return tensors[0]
         # Each replica put a gradient of its own rows there: they are weighted as local gradients are.
         return self._merged(accumulated, tensors)
 

@@ -208,13 +208,15 @@ class ReplicaOptimizer:
 
     def return_settings(self) -> None:
         """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
+        if not self._shown:
+            return
         central = self._central_groups
         for (i, name), value in self.written_settings().items():
             if isinstance(value, torch.Tensor) and isinstance(central[i].get(name), torch.Tensor):
                 central[i][name].copy_(value)
             else:
                 central[i][name] = value
-        for group, shown, own in zip(self._groups, self._shown, central, strict=False):  # none if none was shown
+        for group, shown, own in zip(self._groups, self._shown, central, strict=True):
             for name in shown.keys() - group.keys():
                 own.pop(name, None)
 
