@@ -19,8 +19,7 @@ from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategies import devices_of_replicas, storage_of
-from torchstrategy._strategy.strategy import Strategy
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import Strategy, StrategyBase
 from torchstrategy.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 
 _NAME = "MultiWorkerMirroredStrategy"
@@ -71,7 +70,7 @@ class MultiWorkerMirroredBase(StrategyBase):
             )
         streams = WorkerStreams(workers, on[0], len(on)) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), workers=workers))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
         self._extended._cluster_resolver = cluster_resolver
 
 

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import final
 
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import StrategyBase
 
 
 @final

@@ -8,20 +8,112 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
+import torch
+from torch import nn
+
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
+from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.reductions import as_tensor, combined
 from torchstrategy._communication.workers import LONE
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
-from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.types import Device, DeviceLike
+from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
+from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._core.types import Device, DeviceLike, Tree
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
-from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
-from torchstrategy._strategy.replicated import ReplicatedExtended
-from torchstrategy._strategy.strategy import Strategy
-from torchstrategy._strategy.strategy_base import ONE_DEFAULT, StrategyBase
+from torchstrategy._replication.storage import Storage, is_nobodys
+from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
+from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase
 
 T = TypeVar("T")
+
+
+class OneDeviceExtended(ReplicatedExtended):
+    """One replica, on the caller's thread and on the user's own objects: nothing is wrapped, nothing put together."""
+
+    _makes_containers = False
+    _run = ReplicatedExtended._run_alone
+
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        return list(map(_own, leaves))
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        tensor = as_tensor(_own(value))
+        return combined(op, axis, [tensor], tensor.device)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        return gathered_alone(_own(value), axis)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise NotImplementedError(
+                "OneDeviceStrategy has one replica, so there is nothing to make an input pipeline for each replica "
+                "for: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
+            )
+        return super()._distribute_from_function(dataset_fn, options)
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        return value_fn(ValueContext())
+
+
+@final
+class DefaultExtended(OneDeviceExtended):
+    """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__(Storage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+        self._alone_on, self._owns = None, is_nobodys
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        return (self._device_of(0),)
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        raise NotImplementedError(
+            "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
+        )
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset_fn(InputContext())
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def _device_of(self, replica: int) -> Device:
+        return canonical_device(None)
+
+
+def _own(value: Tree) -> Tree:
+    """The value of a lone replica, wherever it was made."""
+    if not isinstance(value, DistributedValues):
+        return value
+    check_component_counts([value], 1)
+    return value.values[0]
+
+
+def _refuse_input_options(options: InputOptions) -> None:
+    if options != InputOptions():
+        raise ValueError(
+            f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
+            "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
+        )
 
 
 @final
