@@ -95,20 +95,10 @@ class SyncOnReadVariable(DistributedVariable):
     def _memories(self) -> Sequence[torch.Tensor]:
         return self._parts
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the variable, also if its value cannot be read."""
-        return self._part().shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the variable, also if its value cannot be read."""
-        return self._part().dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device of the replica's own value; outside of replicas, the device of the first replica's value."""
-        return self._part().device
+    # Of the replica's own value; outside of replicas, of the first replica's. They are known also if it cannot be read.
+    shape: Any = property(lambda self: self._part().shape, doc="The shape of the variable.")
+    dtype: Any = property(lambda self: self._part().dtype, doc="The dtype of the variable.")
+    device: Any = property(lambda self: self._part().device, doc="The device of the variable.")
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -147,19 +137,19 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _read(self) -> torch.Tensor:
         self._require_here("read_value")
-        if self._aggregation is VariableAggregation.NONE:
+        if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{self._name} has a value in each replica and no aggregation, so that it cannot be read outside of "
+                f"{self.name} has a value in each replica and no aggregation, so that it cannot be read outside of "
                 "them. Make it with an aggregation; or take strategy.experimental_local_results(variable)."
             )
         with undisturbed():
-            point = f"the reading of {self._name}"
-            if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            point = f"the reading of {self.name}"
+            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 first = self._parts[0].clone()
                 self._workers.broadcast([first], 0, point)
                 return first
             (total,) = self._workers.all_reduce([added(self._parts, self._parts[0].device)], point)
-            return total / self._num_parts if self._aggregation is VariableAggregation.MEAN else total
+            return total / self._num_parts if self.aggregation is VariableAggregation.MEAN else total
 
     @property
     def _num_parts(self) -> int:
@@ -181,10 +171,10 @@ class SyncOnReadVariable(DistributedVariable):
             write(self, self._part(), operation, value)
             return self
         self._require_here("assign")
-        is_sum = self._aggregation is VariableAggregation.SUM
+        is_sum = self.aggregation is VariableAggregation.SUM
         if is_sum and operation is not torch.Tensor.copy_:
             raise ValueError(
-                f"{self._name} is the sum of a value in each replica. Which of them is to change when something is "
+                f"{self.name} is the sum of a value in each replica. Which of them is to change when something is "
                 "added to it outside of the replicas is not known: assign it, or add to it in the step."
             )
         for part, share in zip(self._parts, self._shares(value) if is_sum else [value] * len(self._parts), strict=True):
@@ -211,7 +201,7 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
     try:
         yield
     finally:
-        with undisturbed(), torch.no_grad():
+        with undisturbed():
             for part, value in zip(parts, values, strict=True):
                 part.copy_(value)
 
@@ -231,8 +221,7 @@ class Component(Variable):
         """The component of a variable whose value is in `memory`, or is copied to it."""
         component = make_parameter(Component, memory, False)
         component.container, component._memory = weakref.ref(container), memory
-        component._name, component._strategy = container._name, container._strategy
-        component._synchronization, component._aggregation = container._synchronization, container._aggregation
+        component._wanted, component._strategy = container._wanted, container._strategy
         return component
 
     def _stand_in(self) -> torch.Tensor:
@@ -257,7 +246,7 @@ class Component(Variable):
     def _require_open(self) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
             raise RuntimeError(
-                f"A component of {self._name} was assigned by itself: the components of a mirrored variable are always "
+                f"A component of {self.name} was assigned by itself: the components of a mirrored variable are always "
                 "equal. Assign the variable, or write on its components in strategy.extended.update(variable, fn)."
             )
 
