@@ -28,9 +28,9 @@ _NAME = "MultiWorkerMirroredStrategy"
 class Place(NamedTuple):
     """Where a process stands among those that train together."""
 
-    rank: int
-    num_workers: int
-    address: str  # of the first process; empty: the environment says it
+    rank: int = 0
+    num_workers: int = 1
+    address: str = ""  # of the first process; empty: the environment says it
     local_rank: int = 0  # its number among the processes of its machine
     local_count: int = 1
 
@@ -128,22 +128,19 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
 
 
 def _check(options: CommunicationOptions) -> None:
+    refused = None
     if options.bytes_per_pack:
-        raise ValueError(
-            f"CommunicationOptions(bytes_per_pack={options.bytes_per_pack}): workers send all gradients of a step "
-            "together. Leave it out."
-        )
-    if options.implementation is CommunicationImplementation.RING:
-        raise ValueError(
-            "CommunicationOptions(implementation=RING): TensorFlow's rings are not here. Leave it out: "
-            "torch.distributed takes NCCL for CUDA devices, and gloo elsewhere."
-        )
-    if options.implementation is CommunicationImplementation.NCCL and not dist.is_nccl_available():
-        raise ValueError("CommunicationOptions(implementation=NCCL): this torch has no NCCL. Leave it out.")
+        refused = f"bytes_per_pack={options.bytes_per_pack}): workers send all gradients of a step together."
+    elif options.implementation is CommunicationImplementation.RING:
+        refused = "implementation=RING): TensorFlow's rings are not here; torch takes NCCL or gloo."
+    elif options.implementation is CommunicationImplementation.NCCL and not dist.is_nccl_available():
+        refused = "implementation=NCCL): this torch has no NCCL."
+    if refused is not None:
+        raise ValueError(f"CommunicationOptions({refused} Leave it out.")
 
 
-def _place(resolver: ClusterResolver | None) -> Place | None:
-    """Where this process stands, if a resolver or the environment says so. None: it is alone, or in a group already."""
+def _place(resolver: ClusterResolver | None) -> Place:
+    """Where this process stands, if a resolver or the environment says so; else it is alone."""
     if has_group() or resolver is None:
         local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if has_group():
@@ -151,12 +148,12 @@ def _place(resolver: ClusterResolver | None) -> Place | None:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
         if "TF_CONFIG" not in os.environ:
-            return None
+            return Place()
         resolver = TFConfigClusterResolver()
     return _resolved(resolver)
 
 
-def _resolved(resolver: ClusterResolver) -> Place | None:
+def _resolved(resolver: ClusterResolver) -> Place:
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     training: list[tuple[str, int]] = [
         (job, i) for job in ("chief", "master", "worker") if job in spec.jobs for i in spec.task_indices(job)
@@ -168,7 +165,7 @@ def _resolved(resolver: ClusterResolver) -> Place | None:
             "evaluator is a script of its own, without this strategy."
         )
     if len(training) < 2:
-        return None
+        return Place()
     if kind is None or index is None:
         raise ValueError(
             f"The cluster {spec} has several tasks, and the resolver does not say which of them this process is. Give "
@@ -181,25 +178,23 @@ def _resolved(resolver: ClusterResolver) -> Place | None:
     return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), local_count)
 
 
-def _own_devices(place: Place | None) -> list[Device]:
+def _own_devices(place: Place) -> list[Device]:
     accelerators = local_accelerators()
-    if place is None or place.local_count < 2 or not accelerators:
+    if place.local_count < 2 or not accelerators:
         return devices_of_replicas("devices", None)
     if len(accelerators) == 1 and any(name.endswith("VISIBLE_DEVICES") for name in os.environ):
         return accelerators  # as where Slurm shows each task its own one only
     if len(accelerators) < place.local_count:
         raise ValueError(
             f"This machine has {plural(len(accelerators), 'accelerator')} and {plural(place.local_count, 'worker')}, "
-            "and each worker takes one. Start fewer workers; or say which devices each of them has: "
-            f"{_NAME}(devices=[...])."
+            f"and each takes one. Start fewer workers; or say what each of them has: {_NAME}(devices=[...])."
         )
     return [accelerators[place.local_rank]]
 
 
-def _workers(place: Place | None, group: dist.ProcessGroup | None, timeout: timedelta | None) -> Workers:
-    if group is None and (place is None or place.num_workers == 1):
+def _workers(place: Place, group: dist.ProcessGroup | None, timeout: timedelta | None) -> Workers:
+    if group is None and place.num_workers == 1:
         return LONE
     if not has_group():
-        assert place is not None
         join(place.rank, place.num_workers, place.address, timeout)
     return ProcessGroup(group, timeout)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
@@ -133,9 +134,8 @@ class ReplicatedExtended(StrategyExtended):
             return self._run_together(fn, args, kwargs, options)
         if self._is_running:
             raise RuntimeError(
-                "strategy.run was called in a merge function, or on a second thread, while a run of the same strategy "
-                "was under way. Several workers could not tell which of the two runs an exchange belongs to. Call run "
-                "after the other one has returned."
+                "strategy.run was called in a merge function, or on a second thread, during another run of the same "
+                "strategy. Workers could not tell to which an exchange belongs: call run when the other has returned."
             )
         self._is_running = True
         self._workers.begin_run()
@@ -161,22 +161,15 @@ class ReplicatedExtended(StrategyExtended):
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options)
+        of_this_worker = weights.present, weights.weights, storage.devices
+        of_all_workers = self._workers, weights.num_present, weights.total_weight
         uncounted = storage.as_before() if weights.is_understudy else nullcontext()
         with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted:
 
             def call(replica: Replica) -> Tree:
                 given = for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
                 own_args, own_kwargs = select(given, replica.index)
-                group = ReplicaGroup(
-                    replica,
-                    weights.present,
-                    weights.weights,
-                    storage.devices,
-                    workers=self._workers,
-                    num_present=weights.num_present,
-                    weight_of_all=weights.total_weight,
-                    is_understudy=weights.is_understudy,
-                )
+                group = ReplicaGroup(replica, *of_this_worker, *of_all_workers, weights.is_understudy)
                 context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
@@ -364,11 +357,9 @@ class ReplicatedExtended(StrategyExtended):
         with in_use(self._storage.parameter_device), self._storage.watching():
             yield
 
-    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
-            raise TypeError(
-                "A strategy of several processes cannot be copied: the copy's exchanges would have no order."
-            )
+            raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
         settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
         return type(self)(self._storage.like(), *settings)
 

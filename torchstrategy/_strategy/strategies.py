@@ -81,9 +81,7 @@ class DefaultExtended(OneDeviceExtended):
         return (self._device_of(0),)
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        raise NotImplementedError(
-            "The default strategy has no devices of its own to broadcast to. Write tensor.to(device)."
-        )
+        raise NotImplementedError("The default strategy has no devices of its own to broadcast to. Use tensor.to().")
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         _refuse_input_options(options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Generic, TypeAlias, TypeVar, final, overload
@@ -55,20 +54,13 @@ _Container: TypeAlias = "tuple[Any, ...] | list[Any] | dict[Any, Any]"
 ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
 
 
-class _Entries(threading.local):
-    """How often, and from where, this thread has entered a scope object."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[Frame | None, ExitStack]] = []
-
-
 @final
 class StrategyScope(Generic[S]):
     """What `Strategy.scope` returns. May be entered several times, also within itself."""
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._here = _Entries()
+        self._entries: list[tuple[Frame | None, ExitStack]] = []  # the frames of a thread are its own
 
     def __enter__(self) -> S:
         strategy, current = self._strategy, current_frame()
@@ -84,17 +76,18 @@ class StrategyScope(Generic[S]):
                 require_cross_replica(strategy, "Strategy.scope")
                 stack.enter_context(Frame(strategy))
                 stack.enter_context(strategy.extended._creation_scope())
-            self._here.entries.append((current_frame(), stack.pop_all()))
+            self._entries.append((current_frame(), stack.pop_all()))
         return strategy
 
     def __exit__(self, *exception: Any) -> None:
-        entries = self._here.entries
-        if not entries or current_frame() is not entries[-1][0]:
+        here = [entry for entry in self._entries if entry[0] is current_frame()]
+        if not here:
             raise RuntimeError(
                 f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
                 "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
             )
-        entries.pop()[1].__exit__(*exception)
+        self._entries.remove(here[-1])
+        here[-1][1].__exit__(*exception)
 
 
 class StrategyBase:
@@ -117,15 +110,14 @@ class StrategyBase:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_extended"}, memo))
-        StrategyBase.__init__(copied, self._extended._copy(memo))
+        StrategyBase.__init__(copied, copy.deepcopy(self._extended, memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
             self,
-            "its replicas are threads and devices of this process. Save what it trains, model.state_dict() and "
-            "optimizer.state_dict(), and make the strategy anew where it is wanted. An object that holds a strategy "
-            "has to leave it out of what it is pickled as, in __getstate__.",
+            "its replicas are threads of this process. Save model.state_dict() and optimizer.state_dict(), and make "
+            "the strategy anew. An object that holds a strategy leaves it out of its pickle, in __getstate__.",
         )
 
     def __repr__(self) -> str:
@@ -409,9 +401,8 @@ class StrategyBase:
         if weights is not None:
             if op is not ReduceOp.MEAN or axis is not None:
                 raise ValueError(
-                    f"weights=... weighs the replicas in a mean over them, and this is a {op.value} along axis={axis}, "
-                    'in which every row counts once. Leave weights out, or write reduce("mean", value, axis=None, '
-                    "weights=batch)."
+                    f"weights=... weighs the replicas in a mean over them, and this is a {op.value} along axis={axis}: "
+                    'every row counts once. Leave weights out, or write reduce("mean", value, None, weights=batch).'
                 )
             return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
         if axis is None:
@@ -840,11 +831,8 @@ def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
             "split a dataset that you have, use experimental_distribute_dataset."
         )
     try:
-        signature = inspect.signature(dataset_fn)
-    except ValueError:
-        return  # some callables written in C have none to be seen
-    try:
-        signature.bind(InputContext())
+        with suppress(ValueError):  # some callables written in C have no signature to be seen
+            inspect.signature(dataset_fn).bind(InputContext())
     except TypeError as error:
         raise TypeError(
             f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. "

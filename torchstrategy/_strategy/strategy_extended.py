@@ -6,7 +6,6 @@ NotImplementedError.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -31,7 +30,6 @@ from torchstrategy._core.distributed_values import (
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
-from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
@@ -318,15 +316,13 @@ class StrategyExtended(VariablesOfExtended):
         if not places:
             raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
         devices = [canonical_device(one.device if isinstance(one, torch.Tensor) else one) for one in places]
-        results: list[Tree] = []
+
+        def on_device(device: Device, *args: Tree, **kwargs: Tree) -> Tree:
+            with in_use(device):
+                return fn(*args, **kwargs)
+
         with strategy.scope():
-            for i, device in enumerate(devices):
-                local_args, local_kwargs = select((tuple(args), dict(kwargs or {})), i)
-                with in_use(device):
-                    results.append(fn(*local_args, **local_kwargs))
-        if group:
-            return regroup(results)
-        return map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+            return self._called(on_device, devices, args, kwargs, group)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.
@@ -469,9 +465,6 @@ class StrategyExtended(VariablesOfExtended):
 
     def _device_of(self, replica: int) -> Device:
         return self.worker_devices[replica]
-
-    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
-        return copy.deepcopy(self, memo)
 
     # What it can rely on
 

@@ -254,9 +254,8 @@ class Component(Variable):
 def _refuse_gradient(value: torch.Tensor) -> None:
     raise RuntimeError(
         f"A gradient came to a torchstrategy.Variable of shape {tuple(value.shape)} with trainable=True and "
-        "synchronization=ON_READ. Each replica has a value of its own, of which there is no gradient of the whole "
-        "batch. Leave out synchronization, and all replicas train one value; or take each replica's own gradient: "
-        "torch.autograd.grad(loss, variable)."
+        "synchronization=ON_READ: each replica has its own value, and there is no gradient of the whole batch. Leave "
+        "out synchronization, or take each replica's own gradient: torch.autograd.grad(loss, variable)."
     )
 
 
@@ -321,11 +320,9 @@ class VariablesOfExtended:
         require_cross_replica(self._container_strategy(), "update")
         if not isinstance(var, nn.Parameter):
             raise TypeError(
-                f"update writes a variable, and was given {an(type(var).__name__)}. Make it one, in `with "
-                "strategy.scope()`: torchstrategy.Variable(value, trainable=False). A tensor of your own you can write "
-                "yourself, outside of strategy.run."
+                f"update writes a variable, and was given {an(type(var).__name__)}. Make it one in the scope, "
+                "torchstrategy.Variable(value, trainable=False); or write it yourself, outside of strategy.run."
             )
-        kwargs = kwargs or {}
         if any(type(leaf) is PerReplica for leaf in tree_flatten((args, kwargs))[0]):
             raise ValueError(
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
@@ -334,8 +331,7 @@ class VariablesOfExtended:
         components: Sequence[Any] = var._components if isinstance(var, DistributedVariable) else (var,)
         opened = var.updating() if isinstance(var, MirroredVariable) else nullcontext()
         with Frame(self._container_strategy()), opened:
-            results = [fn(one, *select(tuple(args), r), **select(kwargs, r)) for r, one in enumerate(components)]
-        return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+            return self._called(fn, components, args, kwargs, group)
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
@@ -416,6 +412,13 @@ class VariablesOfExtended:
 
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
+
+    def _called(
+        self, fn: Callable[..., Tree], places: Sequence[Any], args: Sequence[Tree], kwargs: Any, group: bool
+    ) -> Tree:
+        """What `fn` returns for each of several places, each with its components of the arguments, put together."""
+        results = [fn(one, *select(tuple(args), i), **select(dict(kwargs or {}), i)) for i, one in enumerate(places)]
+        return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
 
     def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
         """A new variable of the kind that suits the strategy, with a copy of a value."""

@@ -231,9 +231,8 @@ class Variable(ShowsLocalGrad, VariableBase):
             return self
         if self.aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
             raise ValueError(
-                f"{self.name} was assigned in a replica, and has no aggregation: the replicas' values cannot become "
-                "one. Make it with aggregation=torchstrategy.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or "
-                "assign it outside of strategy.run."
+                f"{self.name} was assigned in a replica, and has no aggregation. Make it with SUM, MEAN or "
+                "ONLY_FIRST_REPLICA of torchstrategy.VariableAggregation, or assign it outside of strategy.run."
             )
         context.merge_call(_assign_together, args=((self, operation), value))
         return self
@@ -435,8 +434,7 @@ def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
         if other.like() != wishes[0].like():
             raise RuntimeError(
                 f"The replicas created different variables: mismatching name or settings {wishes[0].like()} and "
-                f"{other.like()}. A variable that is created in a replica is one for all of them: create the same "
-                "ones in the same order, or create it in strategy.scope(), before strategy.run."
+                f"{other.like()}. Create the same ones in the same order, or in strategy.scope(), before strategy.run."
             )
     return _made(wishes[0], strategy)
 

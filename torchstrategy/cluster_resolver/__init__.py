@@ -4,10 +4,10 @@ from torchstrategy.cluster_resolver._cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
     SimpleClusterResolver,
+    SlurmClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
 )
-from torchstrategy.cluster_resolver._slurm import SlurmClusterResolver
 
 __all__ = [
     "ClusterResolver",
