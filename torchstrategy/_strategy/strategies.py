@@ -15,6 +15,7 @@ from torchstrategy._communication.cross_device_ops import CrossDeviceOps, Reduct
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import as_tensor, combined
 from torchstrategy._communication.workers import LONE
+from torchstrategy._core.context import can_set_strategy, current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
@@ -302,6 +303,50 @@ class MirroredStrategy(MirroredBase, Strategy):
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/MirroredStrategy
     """
+
+
+def get_strategy() -> Strategy:
+    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.get_strategy() is strategy
+        False
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
+    """
+    return current_strategy()  # type: ignore[return-value]  # one of compat.v1 only in its own scope and replicas
+
+
+def experimental_set_strategy(strategy: StrategyBase | None) -> None:
+    """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
+
+    Calling it again replaces the strategy; `None` takes it away.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> torchstrategy.experimental_set_strategy(strategy)
+        >>> torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.experimental_set_strategy(None)
+
+    Raises:
+        RuntimeError: If called in a `scope()` block or in a replica.
+        TypeError: If `strategy` is not a strategy.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
+    """
+    if not can_set_strategy(strategy):
+        raise RuntimeError(
+            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
+            "sets what holds outside of them. Leave the block first."
+        )
+    if strategy is not None and not isinstance(strategy, StrategyBase):
+        raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
+    set_strategy(strategy)
 
 
 def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list[Device]:

@@ -19,16 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from typing_extensions import Self
 
-from torchstrategy._core.context import (
-    Frame,
-    can_set_strategy,
-    current_frame,
-    current_strategy,
-    is_default,
-    mixing,
-    require_cross_replica,
-    set_strategy,
-)
+from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import an, hide_frames, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
@@ -768,50 +759,6 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_replicate_to_logical_devices
         """
         return tensor
-
-
-def get_strategy() -> Strategy:
-    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy.
-
-    Example:
-        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
-        >>> with strategy.scope():
-        ...     torchstrategy.get_strategy() is strategy
-        True
-        >>> torchstrategy.get_strategy() is strategy
-        False
-
-    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
-    """
-    return current_strategy()  # type: ignore[return-value]  # one of compat.v1 only in its own scope and replicas
-
-
-def experimental_set_strategy(strategy: StrategyBase | None) -> None:
-    """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
-
-    Calling it again replaces the strategy; `None` takes it away.
-
-    Example:
-        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
-        >>> torchstrategy.experimental_set_strategy(strategy)
-        >>> torchstrategy.get_strategy() is strategy
-        True
-        >>> torchstrategy.experimental_set_strategy(None)
-
-    Raises:
-        RuntimeError: If called in a `scope()` block or in a replica.
-        TypeError: If `strategy` is not a strategy.
-
-    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
-    """
-    if not can_set_strategy(strategy):
-        raise RuntimeError(
-            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
-            "sets what holds outside of them. Leave the block first."
-        )
-    if strategy is not None and not isinstance(strategy, StrategyBase):
-        raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
-    set_strategy(strategy)
 
 
 def _listed(devices: Sequence[Device]) -> str:

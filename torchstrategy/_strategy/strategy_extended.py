@@ -19,14 +19,7 @@ from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOpt
 from torchstrategy._communication.reductions import as_tensor, size_along, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
-from torchstrategy._core.distributed_values import (
-    ABSENT,
-    DistributedValues,
-    PerReplica,
-    distributed_within,
-    regroup,
-    select,
-)
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
@@ -465,16 +458,6 @@ class StrategyExtended(VariablesOfExtended):
 
     def _device_of(self, replica: int) -> Device:
         return self.worker_devices[replica]
-
-    # What it can rely on
-
-    def _select(self, tree: Tree, replica: int) -> Tree:
-        """`tree` as a replica sees it: with its component of every distributed value."""
-        return select(tree, replica)
-
-    def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
-        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
-        return regroup(by_replica, are_results=True)
 
 
 def _check_destinations(destinations: object) -> None:

@@ -394,6 +394,16 @@ class VariablesOfExtended:
             raise TypeError(f"read_var reads a torchstrategy.Variable; got {v!r}, a {type(v).__name__}.")
         return v.clone() if is_variable(v) else v
 
+    # What a subclass can rely on
+
+    def _select(self, tree: Tree, replica: int) -> Tree:
+        """`tree` as a replica sees it: with its component of every distributed value."""
+        return select(tree, replica)
+
+    def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
+        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
+        return regroup(by_replica, are_results=True)
+
     def _container_strategy(self) -> StrategyLike:
         """The strategy that this is of."""
         strategy = self._strategy_reference() if self._strategy_reference is not None else None
