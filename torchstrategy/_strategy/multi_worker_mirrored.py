@@ -141,23 +141,17 @@ def _check(options: CommunicationOptions) -> None:
 
 def _place(resolver: ClusterResolver | None) -> Place:
     """Where this process stands, if a resolver or the environment says so; else it is alone."""
-    if has_group() or resolver is None:
-        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if has_group():
-            return Place(dist.get_rank(), dist.get_world_size(), "", *local)
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
-        if "TF_CONFIG" not in os.environ:
-            return Place()
-        resolver = TFConfigClusterResolver()
-    return _resolved(resolver)
+    local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if has_group():
+        return Place(dist.get_rank(), dist.get_world_size(), "", *local)
+    if resolver is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
+    return _resolved(resolver or TFConfigClusterResolver())
 
 
 def _resolved(resolver: ClusterResolver) -> Place:
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    training: list[tuple[str, int]] = [
-        (job, i) for job in ("chief", "master", "worker") if job in spec.jobs for i in spec.task_indices(job)
-    ]
+    training = [(job, i) for job in ("chief", "master", "worker") if job in spec.jobs for i in spec.task_indices(job)]
     if kind in ("ps", "evaluator") or (kind is not None and kind not in spec.jobs and spec):
         raise ValueError(
             f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in those of the jobs 'chief' "

@@ -735,12 +735,11 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
         """
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
-        product = math.prod(parts)
         if len(parts) != len(shape):
             why = f"has {plural(len(parts), 'number')} for a tensor of {plural(len(shape), 'dimension')}"
         elif any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
             why = f"does not divide a tensor of shape {shape}"
-        elif product != 1:
+        elif (product := math.prod(parts)) != 1:
             why = f"asks for {product} parts"
         else:
             return tensor

@@ -139,13 +139,10 @@ class StrategyExtended(VariablesOfExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves checkpoints: the first of several does, and any that is alone."""
+        """Whether this process saves checkpoints and summaries: the first of several does, and any that is alone."""
         return self._workers.index == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this process saves summaries: the first of several does, and any that is alone."""
-        return self._workers.index == 0
+    should_save_summary = should_checkpoint
 
     def call_for_each_replica(
         self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None

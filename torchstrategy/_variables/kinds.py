@@ -16,13 +16,13 @@ from typing_extensions import Self
 
 from torchstrategy._communication.transfer import added
 from torchstrategy._communication.workers import LONE, Workers
-from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica, undisturbed
+from torchstrategy._core.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
 from torchstrategy._core.errors import an
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import make_parameter, version
-from torchstrategy._core.tree import map_leaves, tree_flatten
+from torchstrategy._core.tree import map_leaves, tree_leaves
 from torchstrategy._core.types import Device, StrategyLike, Tree
 from torchstrategy._variables.variable import Variable, Wanted, is_variable, make_data, plain_alias, write
 
@@ -323,7 +323,7 @@ class VariablesOfExtended:
                 f"update writes a variable, and was given {an(type(var).__name__)}. Make it one in the scope, "
                 "torchstrategy.Variable(value, trainable=False); or write it yourself, outside of strategy.run."
             )
-        if any(type(leaf) is PerReplica for leaf in tree_flatten((args, kwargs))[0]):
+        if any(type(leaf) is PerReplica for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
                 "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
@@ -351,8 +351,7 @@ class VariablesOfExtended:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#colocate_vars_with
         """
         frame, strategy = current_frame(), self._container_strategy()
-        is_inside = is_default(strategy) if frame is None else frame.strategy is strategy
-        if not is_inside or (frame is not None and frame.replica_context is not None):
+        if current_strategy() is not strategy or (frame is not None and frame.replica_context is not None):
             raise RuntimeError(
                 f'Need to be inside "with strategy.scope()" for {strategy!r}: colocate_vars_with says where variables '
                 "are created there."

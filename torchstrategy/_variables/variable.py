@@ -197,9 +197,9 @@ class Variable(ShowsLocalGrad, VariableBase):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        used: list[tuple[Variable, torch.Tensor]] = []
+        used: dict[int, tuple[Variable, torch.Tensor]] = {}
         args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
-        watched = [(v, t, version(t)) for v, t in used if v._watches]
+        watched = [(v, t, version(t)) for v, t in used.values() if v._watches]
         if any(map(_has_a_say, types)):
             result = func(*_without_variables(args), **_without_variables(kwargs))
         else:
@@ -277,7 +277,7 @@ def is_variable(thing: object) -> bool:
     return issubclass(type(thing), Variable)
 
 
-def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> Any:
+def _with_stand_ins(value: Any, used: dict[int, tuple[Variable, torch.Tensor]]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_with_stand_ins(item, used) for item in value])
@@ -285,11 +285,9 @@ def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> An
         return {key: _with_stand_ins(item, used) for key, item in value.items()}
     if not issubclass(kind, Variable):
         return value
-    known = next((tensor for variable, tensor in used if variable is value), None)
-    if known is None:
-        known = value._stand_in()
-        used.append((value, known))
-    return known
+    if id(value) not in used:
+        used[id(value)] = value, value._stand_in()
+    return used[id(value)][1]
 
 
 def _has_a_say(kind: Any) -> bool:
