@@ -8,6 +8,5 @@ the run, call the step in each replica, put the results together, end the run.
     replica_context          `ReplicaContext`: who a replica is, and how it synchronizes with the others
     replicated               what the strategies here have in common, and the story of a step in several replicas
     strategies               the strategies on one machine: each picks where the replicas run and where parameters live
-    preemption               lets all workers leave after the same step, if one of them is asked to end
-    multi_worker_mirrored    the strategy over several processes: who they are, and which devices this one has
+    multi_worker_mirrored    the strategy over several processes: who they are, and how all leave after the same step
 """

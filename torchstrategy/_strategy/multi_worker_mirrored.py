@@ -1,10 +1,13 @@
-"""The strategy over several processes: who they are, and which devices this one has."""
+"""The strategy over several processes: who they are, which devices this one has, and how all leave together."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Literal, NamedTuple, final
 
 import torch.distributed as dist
@@ -127,6 +130,80 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
     """
 
 
+@final
+class PreemptionCheckpointHandler:
+    """Tells a training that this process, or that of another worker, will be ended soon.
+
+    Clusters that need a machine for something else send its processes the signal SIGTERM, and end them some time
+    later. This object takes the signal, which would have ended the process at once. Workers tell each other when a run
+    begins, so `requested` becomes True after the same run in all of them, whichever got the signal. Ask it after each
+    `strategy.run`; if it is True, save a checkpoint and leave the loop.
+
+    It takes signals until `close()`, or until the end of its `with` block. What happened at a signal before happens
+    again then.
+
+    Args:
+        strategy: The strategy of the training. If it is no `MultiWorkerMirroredStrategy`, this process is the only one.
+        signals: The signals that announce the end. Slurm sends another one if you say so: `sbatch --signal=USR1@120`.
+
+    Example:
+        >>> import os, signal
+        >>> strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+        >>> with torchstrategy.experimental.PreemptionCheckpointHandler(strategy) as handler:
+        ...     for step in range(5):
+        ...         result = strategy.run(lambda: None)
+        ...         if step == 2:
+        ...             os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does
+        ...         if handler.requested:
+        ...             break
+        >>> step
+        2
+
+    Differs from tf.distribute:
+        TensorFlow's class saves by itself and ends the process, as its `TerminationConfig` says; it counts the steps
+        that it runs. Here the script saves and ends, since it knows what a checkpoint holds.
+
+    Raises:
+        TypeError: If `strategy` is no strategy.
+        RuntimeError: If this is not the main thread of the program, which alone gets signals.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
+    """
+
+    def __init__(self, strategy: StrategyBase, *, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> None:
+        if not isinstance(strategy, StrategyBase):
+            raise TypeError(f"PreemptionCheckpointHandler takes a torchstrategy.Strategy; got {strategy!r}.")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "A PreemptionCheckpointHandler was made in a thread, and Python gives signals to the main thread only. "
+                "Make it in the main thread, before the other one starts."
+            )
+        self._workers = strategy.extended._workers
+        self._is_asked = False
+        self._before = {one: signal.signal(one, self._note) for one in signals}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a worker was asked to end: the same in all workers between two runs."""
+        return self._workers.all_leave if self._workers.count > 1 else self._is_asked
+
+    def close(self) -> None:
+        """Takes no more signals. `requested` stays as it is."""
+        for one, handler in self._before.items():
+            if handler is not None:  # what was not set in Python cannot be put back
+                signal.signal(one, handler)
+        self._before.clear()
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = self._workers.is_asked_to_leave = True
+
+
 def _check(options: CommunicationOptions) -> None:
     refused = None
     if options.bytes_per_pack:
@@ -151,7 +228,8 @@ def _place(resolver: ClusterResolver | None) -> Place:
 
 def _resolved(resolver: ClusterResolver) -> Place:
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    training = [(job, i) for job in ("chief", "master", "worker") if job in spec.jobs for i in spec.task_indices(job)]
+    jobs = sorted({"chief", "master", "worker"}.intersection(spec.jobs))  # the chief comes first
+    training = [(job, i) for job in jobs for i in spec.task_indices(job)]
     if kind in ("ps", "evaluator") or (kind is not None and kind not in spec.jobs and spec):
         raise ValueError(
             f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in those of the jobs 'chief' "

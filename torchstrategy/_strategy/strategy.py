@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from typing_extensions import Self
 
-from torchstrategy._core.context import Frame, current_frame, is_default, mixing, require_cross_replica
+from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import an, hide_frames, plural, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
@@ -55,18 +55,16 @@ class StrategyScope(Generic[S]):
 
     def __enter__(self) -> S:
         strategy, current = self._strategy, current_frame()
-        if current is not None and current.strategy is not strategy and not is_default(current.strategy):
-            if is_default(strategy):
+        with ExitStack() as stack:
+            if not is_default(strategy):
+                require_cross_replica(strategy, "Strategy.scope")
+                stack.enter_context(Frame(strategy))
+                stack.enter_context(strategy.extended._creation_scope())
+            elif current is not None and not is_default(current.strategy):
                 raise RuntimeError(
                     f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
                     "scope: outside of scopes the default strategy is the current one."
                 )
-            raise RuntimeError(mixing(strategy, current.strategy, "scope()"))
-        with ExitStack() as stack:
-            if not is_default(strategy):  # whose scope is what holds without it: entering it changes nothing
-                require_cross_replica(strategy, "Strategy.scope")
-                stack.enter_context(Frame(strategy))
-                stack.enter_context(strategy.extended._creation_scope())
             self._entries.append((current_frame(), stack.pop_all()))
         return strategy
 
