@@ -22,9 +22,9 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica, Watch
-from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
+from torchstrategy._replication.storage import Placement
 from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica

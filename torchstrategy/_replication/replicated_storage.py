@@ -28,10 +28,9 @@ from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
-from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.storage import Placement, Storage
 from torchstrategy._replication.worker_values import take_from_first_worker
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -48,10 +47,7 @@ class ReplicatedStorage(Storage):
     """
 
     def __init__(self, layout: Placement) -> None:
-        super().__init__(layout.devices, layout.parameter_device)
-        if layout.is_mirrored:
-            self.parameter_devices = self.devices
-        self.layout = layout
+        super().__init__(layout)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
@@ -202,9 +198,6 @@ class ReplicatedStorage(Storage):
         gc.collect()
         roots, variables = _roots(parts_of(_alive(self._modules))), [*_alive(self._variables), *_alive(self._on_read)]
         take_from_first_worker(self.layout.workers, roots, variables)
-
-    def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(self.layout)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)

@@ -71,7 +71,7 @@ class MultiWorkerMirroredBase(StrategyBase):
             )
         streams = WorkerStreams(workers, on[0], len(on)) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), workers=workers))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
         self._extended._cluster_resolver = cluster_resolver
 
 

@@ -30,7 +30,7 @@ from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage, is_nobodys
+from torchstrategy._replication.storage import Placement, Storage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -187,7 +187,7 @@ class DefaultExtended(OneDeviceExtended):
     """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
 
     def __init__(self) -> None:
-        super().__init__(Storage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+        super().__init__(Storage(Placement([torch.device("cpu", 0)], torch.device("cpu", 0))))  # which stays empty
         self._alone_on = None
 
     @property

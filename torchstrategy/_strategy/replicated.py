@@ -11,7 +11,6 @@ import torch
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions
 from torchstrategy._communication.reductions import as_axis, as_tensor, combined, gathered
-from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame
 from torchstrategy._core.distributed_values import (
     ABSENT,
@@ -51,7 +50,6 @@ class ReplicatedExtended(OneMachineExtended):
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
         between_graph: The value of `extended.experimental_between_graph`, which changes nothing here.
         cross_device_ops: How `reduce` and the like bring values together on the parameter device.
-        workers: The processes that train together.
     """
 
     _makes_containers = True
@@ -62,13 +60,12 @@ class ReplicatedExtended(OneMachineExtended):
         gradient_reduction: ReduceOp,
         between_graph: bool = False,
         cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
-        workers: Workers = LONE,
     ) -> None:
         super().__init__(storage, between_graph)
-        self._workers = workers
+        self._workers = workers = storage.layout.workers
         self._cross_device_ops = cross_device_ops
         self._replicas = Replicas(storage.devices, workers.index * len(storage.devices))
-        self._streams = storage.layout.streams if isinstance(storage, ReplicatedStorage) else None
+        self._streams = storage.layout.streams
         self._gradient_reduction = gradient_reduction
         self._is_running = False  # whether a run is under way, where there are several workers
 

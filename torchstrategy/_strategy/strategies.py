@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
-from torchstrategy._communication.workers import LONE
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.types import Device, DeviceLike
-from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.storage import Placement, Storage
 from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
@@ -46,7 +44,7 @@ class OneDeviceBase(StrategyBase):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(OneDeviceExtended(Storage([one], one)))
+        super().__init__(OneDeviceExtended(Storage(Placement([one], one))))
 
     if TYPE_CHECKING:  # one replica's results are what the step returned
 
@@ -241,7 +239,6 @@ def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    is_lone = len(devices) == 1 and mirrored.get("workers", LONE).count == 1
-    if is_lone and memory_device(devices[0]) == memory_device(owner):
-        return Storage(devices, owner)
-    return ReplicatedStorage(Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored))
+    layout = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
+    is_lone = len(devices) == layout.workers.count == 1 and memory_device(devices[0]) == memory_device(owner)
+    return Storage(layout) if is_lone else ReplicatedStorage(layout)
