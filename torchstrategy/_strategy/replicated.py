@@ -148,7 +148,7 @@ class ReplicatedExtended(OneMachineExtended):
                         if isinstance(result, (Generator, Coroutine)):
                             result.close()
                             raise TypeError(_NOT_RUN.format(type(result).__name__))
-                        run_state.ends(replica)
+                        run_state.copies.gradients.accumulate(replica.index)
                         return result
                     finally:
                         context._ends()
@@ -167,7 +167,7 @@ class ReplicatedExtended(OneMachineExtended):
     def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
         """Makes one tree of those that the replicas of this worker have returned."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
-            run_state.results_require_grad()
+            run_state.copies.gradients.deliver_late_ones()
         by_replica = [results.get(r, ABSENT) for r in range(len(self._storage.devices))]
         if self._workers.count > 1:
             return regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
