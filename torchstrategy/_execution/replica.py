@@ -60,9 +60,6 @@ class Watch(Protocol):
         With none at the start of the run, and after a synchronization point.
         """
 
-    def warn(self) -> None:
-        """Called after the run, to give warnings about it."""
-
 
 @dataclass(eq=False)
 class Replica(ABC):

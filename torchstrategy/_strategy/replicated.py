@@ -15,7 +15,6 @@ from typing_extensions import Self
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
-from torchstrategy._communication.workers import LONE
 from torchstrategy._core.context import Frame, frames_of_this_thread, in_use, needs_device_context
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
@@ -73,8 +72,7 @@ class ReplicatedExtended(StrategyExtended):
     ) -> None:
         super().__init__()
         self._storage = storage
-        layout = storage.layout if isinstance(storage, ReplicatedStorage) else None
-        self._workers, self._streams = (layout.workers, layout.streams) if layout else (LONE, None)
+        self._workers, self._streams = storage.layout.workers, storage.layout.streams
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
         self._gradient_reduction = gradient_reduction
@@ -180,7 +178,7 @@ class ReplicatedExtended(StrategyExtended):
                         if isinstance(result, (Generator, Coroutine)):
                             result.close()
                             raise TypeError(_NOT_RUN.format(type(result).__name__))
-                        run_state.ends(replica)
+                        run_state.copies.gradients.accumulate(replica.index)
                         return result
                     finally:
                         context._ends()
@@ -199,7 +197,7 @@ class ReplicatedExtended(StrategyExtended):
     def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
         """Makes one tree of those that the replicas of this worker have returned."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
-            run_state.results_require_grad()
+            run_state.copies.gradients.deliver_late_ones()
         by_replica = [results.get(r, ABSENT) for r in range(self._num_local)]
         if self._workers.count > 1:
             return regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)

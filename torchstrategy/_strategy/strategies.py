@@ -14,16 +14,14 @@ from torch import nn
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import as_tensor, combined
-from torchstrategy._communication.workers import LONE
 from torchstrategy._core.context import can_set_strategy, current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage, is_nobodys
+from torchstrategy._replication.storage import Placement, Storage, is_nobodys
 from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
 from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase
 
@@ -63,7 +61,7 @@ class DefaultExtended(OneDeviceExtended):
     """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
 
     def __init__(self) -> None:
-        super().__init__(Storage([torch.device("cpu", 0)], torch.device("cpu", 0)))  # which stays empty
+        super().__init__(Storage(Placement([torch.device("cpu", 0)], torch.device("cpu", 0))))  # which stays empty
         self._alone_on, self._owns = None, is_nobodys
 
     @property
@@ -137,7 +135,7 @@ class OneDeviceBase(StrategyBase):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(OneDeviceExtended(Storage([one], one)))
+        super().__init__(OneDeviceExtended(Storage(Placement([one], one))))
 
     if TYPE_CHECKING:  # one replica's results are what the step returned
 
@@ -376,7 +374,6 @@ def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    is_lone = len(devices) == 1 and mirrored.get("workers", LONE).count == 1
-    if is_lone and memory_device(devices[0]) == memory_device(owner):
-        return Storage(devices, owner)
-    return ReplicatedStorage(Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored))
+    layout = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
+    is_lone = len(devices) == layout.workers.count == 1 and memory_device(devices[0]) == memory_device(owner)
+    return Storage(layout) if is_lone else ReplicatedStorage(layout)
