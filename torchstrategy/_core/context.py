@@ -46,10 +46,10 @@ class Frame:
         return self._replica_context
 
     def __enter__(self) -> None:
-        _here.frames.append(self)
+        this_thread.frames.append(self)
 
     def __exit__(self, *exception: object) -> None:
-        _here.frames.pop()
+        this_thread.frames.pop()
 
 
 class _Here(threading.local):
@@ -61,7 +61,7 @@ class _Here(threading.local):
         self.set_scope = ExitStack()  # the block in which that strategy sees what this thread creates
 
 
-_here = _Here()
+this_thread = _Here()
 _default: list[Any] = []  # the default strategy and its replica context; filled once, when the package is imported
 
 
@@ -70,41 +70,36 @@ def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> 
     _default[:] = [strategy, replica_context]
 
 
-def frames_of_this_thread() -> list[Frame]:
-    """This thread's stack of frames, for callers that push and pop a frame by hand."""
-    return _here.frames
-
-
 def frames_kept() -> Callable[[], None]:
     """Returns a function that puts this thread's stack back to what it is now, also where a block was not left."""
-    frames, depth = _here.frames, len(_here.frames)
+    frames, depth = this_thread.frames, len(this_thread.frames)
 
     def put_back() -> None:
         del frames[depth:]
-        _here.frames = frames
+        this_thread.frames = frames
 
     return put_back
 
 
 def current_frame() -> Frame | None:
     """The top of this thread's stack; None if the thread has entered no strategy."""
-    frames = _here.frames
-    return frames[-1] if frames else _here.set_frame
+    frames = this_thread.frames
+    return frames[-1] if frames else this_thread.set_frame
 
 
 @contextmanager
 def nowhere() -> Iterator[None]:
     """Runs a block as if this thread had entered no strategy."""
-    frames, _here.frames = _here.frames, []
+    frames, this_thread.frames = this_thread.frames, []
     try:
         yield
     finally:
-        _here.frames = frames
+        this_thread.frames = frames
 
 
 def local_object(central: Any) -> Any:
     """The object that the replica of this thread uses in place of `central`: its own copy, or `central` itself."""
-    frames = _here.frames
+    frames = this_thread.frames
     return frames[-1].local_objects.get(id(central), central) if frames else central
 
 
@@ -152,18 +147,23 @@ def current_replica_context() -> ReplicaContextLike | None:
     return frame.replica_context if frame else _default[1]
 
 
-def can_set_strategy(strategy: StrategyLike | None) -> bool:
-    """Whether this thread is outside of every block, or is in the strategy that `set_strategy(None)` would remove."""
-    return not _here.frames or (strategy is None and _here.set_frame is not None and in_cross_replica_context())
-
-
 def set_strategy(strategy: StrategyLike | None) -> None:
-    """Makes a strategy the current one of this thread outside of every block; None: the default strategy."""
-    _here.set_scope.close()
-    _here.set_frame = None
+    """Makes a strategy the current one of this thread outside of every block; None: the default strategy.
+
+    Raises:
+        RuntimeError: In a block or in a replica, unless the block is of the strategy that None would remove.
+    """
+    is_removed_inside = strategy is None and this_thread.set_frame is not None and in_cross_replica_context()
+    if this_thread.frames and not is_removed_inside:
+        raise RuntimeError(
+            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
+            "sets what holds outside of them. Leave the block first."
+        )
+    this_thread.set_scope.close()
+    this_thread.set_frame = None
     if strategy is not None and strategy is not _default[0]:
-        _here.set_scope.enter_context(strategy.extended._creation_scope())
-        _here.set_frame = Frame(strategy)
+        this_thread.set_scope.enter_context(strategy.extended._creation_scope())
+        this_thread.set_frame = Frame(strategy)
 
 
 def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
@@ -180,7 +180,9 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
-    frame = _here.frames[-1] if _here.frames else _here.set_frame  # as `current_frame`, without a call
+    frame = (
+        this_thread.frames[-1] if this_thread.frames else this_thread.set_frame
+    )  # as `current_frame`, without a call
     if frame is None:  # the usual case
         return
     if frame.strategy is strategy:

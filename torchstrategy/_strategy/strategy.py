@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch.utils.data import Dataset
 
-from torchstrategy._core.context import can_set_strategy, current_strategy, require_cross_replica, set_strategy
+from torchstrategy._core.context import current_strategy, require_cross_replica, set_strategy
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import ValueContext
@@ -245,11 +245,6 @@ def experimental_set_strategy(strategy: StrategyBase | None) -> None:
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    if not can_set_strategy(strategy):
-        raise RuntimeError(
-            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
-            "sets what holds outside of them. Leave the block first."
-        )
     if strategy is not None and not isinstance(strategy, StrategyBase):
         raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
     set_strategy(strategy)
