@@ -450,7 +450,7 @@ def _has_history(tensor: torch.Tensor) -> bool:
 def _without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
     """A replica's copy of an output that a module holds in a plain attribute."""
     return end_history(
-        sent_to([tensor], [device])[0][0],
+        sent_to(tensor, device),
         f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
         "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
         "detach it.",

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
-from torchstrategy._core.context import Frame, frames_of_this_thread, in_use, needs_device_context
+from torchstrategy._core.context import Frame, in_use, needs_device_context, this_thread
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
     ABSENT,
@@ -227,7 +227,7 @@ class ReplicatedExtended(StrategyExtended):
                 check_component_counts(distributed, 1)
             if distributed or self._makes_containers:
                 args, kwargs = select(args, 0), select(kwargs, 0)
-        frame, frames = LoneFrame(self._container_strategy()), frames_of_this_thread()
+        frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
         try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
             frames.append(frame)

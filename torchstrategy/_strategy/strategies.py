@@ -14,7 +14,7 @@ from torch import nn
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
 from torchstrategy._communication.options import CommunicationOptions
 from torchstrategy._communication.reductions import as_tensor, combined
-from torchstrategy._core.context import can_set_strategy, current_strategy, set_strategy
+from torchstrategy._core.context import current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
@@ -337,11 +337,6 @@ def experimental_set_strategy(strategy: StrategyBase | None) -> None:
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    if not can_set_strategy(strategy):
-        raise RuntimeError(
-            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
-            "sets what holds outside of them. Leave the block first."
-        )
     if strategy is not None and not isinstance(strategy, StrategyBase):
         raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
     set_strategy(strategy)

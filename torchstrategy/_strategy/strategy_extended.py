@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
-from torchstrategy._communication.reductions import as_tensor, size_along, summed_along
+from torchstrategy._communication.reductions import as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
@@ -420,10 +420,10 @@ class StrategyExtended(VariablesOfExtended):
         return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))
+        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis)[0], (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
             return total
-        sizes = self._run(lambda v: torch.tensor(size_along(v, axis)), (value,), {}, NO_OPTIONS)
+        sizes = self._run(lambda v: torch.tensor(summed_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
         return total / self._reduce(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
