@@ -53,10 +53,7 @@ class MultiWorkerMirroredBase(StrategyBase):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
-            raise TypeError(
-                "cluster_resolver is a torchstrategy.cluster_resolver.ClusterResolver or None; got "
-                f"{cluster_resolver!r}."
-            )
+            raise TypeError(f"cluster_resolver is a ClusterResolver or None; got {cluster_resolver!r}.")
         said = as_options(_NAME, communication_options)
         _check(said)
         if timeout is None and said.timeout_seconds:
@@ -175,8 +172,7 @@ class PreemptionCheckpointHandler:
             raise TypeError(f"PreemptionCheckpointHandler takes a torchstrategy.Strategy; got {strategy!r}.")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "A PreemptionCheckpointHandler was made in a thread, and Python gives signals to the main thread only. "
-                "Make it in the main thread, before the other one starts."
+                "Python gives signals to the main thread only: make a PreemptionCheckpointHandler there, not here."
             )
         self._workers = strategy.extended._workers
         self._is_asked = False

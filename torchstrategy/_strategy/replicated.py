@@ -57,18 +57,13 @@ class ReplicatedExtended(StrategyExtended):
     Args:
         storage: Where parameters live, on which devices replicas run, and which processes train together.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
-        between_graph: The value of `extended.experimental_between_graph`, which changes nothing here.
-        cross_device_ops: How `reduce` and the like bring values together on the parameter device.
+        ops: How `reduce` and the like bring values together on the parameter device.
     """
 
     _makes_containers = True  # whether a lone replica gets lists and dicts of its own, as several replicas do
 
     def __init__(
-        self,
-        storage: Storage,
-        gradient_reduction: ReduceOp = ReduceOp.MEAN,
-        between_graph: bool = False,
-        cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
+        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = _ON_ONE_DEVICE
     ) -> None:
         super().__init__()
         self._storage = storage
@@ -76,8 +71,7 @@ class ReplicatedExtended(StrategyExtended):
         self._num_local = len(storage.devices)  # all workers have the same number of replicas
         self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
         self._gradient_reduction = gradient_reduction
-        self._between_graph = between_graph
-        self._cross_device_ops = cross_device_ops
+        self._ops = ops
         self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
         self._owns = storage.owns
         self._is_running = False  # whether a run is under way, where there are several workers
@@ -92,7 +86,7 @@ class ReplicatedExtended(StrategyExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        return self._between_graph
+        return not self._storage.layout.is_mirrored
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
         if not isinstance(v, (nn.Module, torch.Tensor)):
@@ -303,7 +297,7 @@ class ReplicatedExtended(StrategyExtended):
             # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
             values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
             pairs = [(value, self._storage.parameter_device) for value in values]
-            totals = self._cross_device_ops.batch_reduce(op, pairs, options)
+            totals = self._ops.batch_reduce(op, pairs, options)
             if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
                 totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
         sent = iter(totals)
@@ -358,8 +352,7 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
-        return type(self)(self._storage.like(), *settings)
+        return type(self)(self._storage.like(), self._gradient_reduction, self._ops)
 
 
 def _holds_tensors(value: Tree) -> bool:

@@ -47,8 +47,7 @@ class OneDeviceExtended(ReplicatedExtended):
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
-                "OneDeviceStrategy has one replica, so there is nothing to make an input pipeline for each replica "
-                "for: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
+                "OneDeviceStrategy has one replica: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
             )
         return super()._distribute_from_function(dataset_fn, options)
 
@@ -135,7 +134,7 @@ class OneDeviceBase(StrategyBase):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(OneDeviceExtended(Storage(Placement([one], one))))
+        super().__init__(OneDeviceExtended(Storage(Placement([one], one, is_mirrored=True))))
 
     if TYPE_CHECKING:  # one replica's results are what the step returned
 
@@ -187,7 +186,7 @@ class CentralStorageBase(StrategyBase):
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
         storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), between_graph=True))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
 
 
 @final
@@ -253,7 +252,7 @@ class MirroredBase(StrategyBase):
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
         if len(on) == 1:
             ops = ReductionToOneDevice()
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), cross_device_ops=ops))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), ops))
 
 
 @final

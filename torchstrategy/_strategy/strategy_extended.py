@@ -323,10 +323,7 @@ class StrategyExtended(VariablesOfExtended):
         """
         require_cross_replica(self._container_strategy(), "Strategy.experimental_make_numpy_dataset")
         if session is not None:
-            raise ValueError(
-                f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here, and the arrays are "
-                "read where they are; leave it out."
-            )
+            raise ValueError(f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here.")
         return ArrayDataset(numpy_input)
 
     def experimental_run_steps_on_iterator(

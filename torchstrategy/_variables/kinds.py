@@ -353,8 +353,7 @@ class VariablesOfExtended:
         frame, strategy = current_frame(), self._container_strategy()
         if current_strategy() is not strategy or (frame is not None and frame.replica_context is not None):
             raise RuntimeError(
-                f'Need to be inside "with strategy.scope()" for {strategy!r}: colocate_vars_with says where variables '
-                "are created there."
+                f'Need to be inside "with strategy.scope()" for {strategy!r}: colocate_vars_with is for that block.'
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError("colocate_vars_with takes a variable that was created in this strategy's scope.")
@@ -414,8 +413,7 @@ class VariablesOfExtended:
         owner = self._strategy_reference and self._strategy_reference()
         if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
             raise ValueError(
-                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. copy.deepcopy(strategy) makes "
-                "another strategy of the same kind."
+                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. Try copy.deepcopy(strategy)."
             )
         self._strategy_reference = weakref.ref(strategy)
 

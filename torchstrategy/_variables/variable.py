@@ -442,8 +442,8 @@ def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tre
     (variable, *others), (operation, *ways) = of_all
     if any(other is not variable for other in others) or any(way is not operation for way in ways):
         raise RuntimeError(
-            f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one of "
-            "them. Every replica makes the same assignments in the same order."
+            f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "
+            "replica makes the same assignments in the same order."
         )
     write(variable, variable, operation, _aggregated(strategy, variable.aggregation, value))
 
