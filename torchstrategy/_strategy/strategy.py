@@ -391,7 +391,7 @@ class StrategyBase:
             if op is not ReduceOp.MEAN or axis is not None:
                 raise ValueError(
                     f"weights=... weighs the replicas in a mean, and this is a {op.value} along axis={axis}, in which "
-                    'every row counts once. Leave weights out, or write reduce("mean", value, axis=None, weights=batch).'
+                    'every row counts once. Leave them out, or write reduce("mean", value, axis=None, weights=batch).'
                 )
             return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
         if axis is None:
