@@ -172,7 +172,7 @@ class PreemptionCheckpointHandler:
             raise TypeError(f"PreemptionCheckpointHandler takes a torchstrategy.Strategy; got {strategy!r}.")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "Python gives signals to the main thread only: make a PreemptionCheckpointHandler there, not here."
+                "Python gives signals to the main thread only. Make it in the main thread: PreemptionCheckpointHandler(...)."
             )
         self._workers = strategy.extended._workers
         self._is_asked = False
