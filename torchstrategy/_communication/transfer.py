@@ -63,16 +63,14 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
         if sources[0].device == device:
             torch_internals.foreach_copy_(targets, sources)
             continue
-        groups = _groups(sources)
-        alone = [index for group in groups if len(group) == 1 for index in group]
-        together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
             # The program waits for the small ones, which come from memory that is not pinned. So they go first.
-            if together:
-                arrived = brought([sources[index] for index in together], device)
-                torch_internals.foreach_copy_([targets[index] for index in together], arrived)
-            for index in alone:  # a large tensor is copied without a temporary tensor on the target device
-                targets[index].copy_(sources[index], non_blocking=is_accelerator(device))
+            for group in sorted(_groups(sources), key=len, reverse=True):
+                there = [targets[index] for index in group]
+                if len(group) > 1:
+                    torch_internals.foreach_copy_(there, brought([sources[index] for index in group], device))
+                else:  # a large tensor is copied without a temporary tensor on the target device
+                    there[0].copy_(sources[group[0]], non_blocking=is_accelerator(device))
     places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
     return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
 
