@@ -171,9 +171,8 @@ class PreemptionCheckpointHandler:
         if not isinstance(strategy, StrategyBase):
             raise TypeError(f"PreemptionCheckpointHandler takes a torchstrategy.Strategy; got {strategy!r}.")
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "Python gives signals to the main thread only. Make it in the main thread: PreemptionCheckpointHandler(...)."
-            )
+            told = "A PreemptionCheckpointHandler gets signals in the main thread only. Make it in the main thread."
+            raise RuntimeError(told)
         self._workers = strategy.extended._workers
         self._is_asked = False
         self._before = {one: signal.signal(one, self._note) for one in signals}
