@@ -38,46 +38,34 @@ _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 class Place(NamedTuple):
-    """A container or an object that may be changed in place, and the copies of the replicas."""
+    """An attribute, or what it holds: a container, an object or a tensor, with the copies of the replicas."""
 
     path: str
     original: Any
     local: Sequence[Any]  # by replica
 
 
-class Leaf(NamedTuple):
-    """A tensor with its path and the copies of the replicas. An array is taken as a tensor that shares its memory."""
-
-    path: str
-    original: torch.Tensor
-    local: Sequence[torch.Tensor]
-
-
-Attribute = tuple[str, Any, Sequence[Any]]
-"""The path of an attribute, its value in the user's object, and its value in each replica."""
-
-
-def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dict[int, Leaf], list[Place]]:
-    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+def places_and_leaves(named: Iterable[Place]) -> tuple[dict[int, Place], dict[int, Place], list[Place]]:
+    """All that some attributes hold and that may be changed in place, by the ids of the user's objects.
 
     Returns:
-        The places, the leaves, and further places, which hold arrays and `PerReplica`s.
+        The containers and objects; the leaves, which are tensors, and arrays as tensors that share their memory; and
+        the arrays and `PerReplica`s themselves.
     """
     places: dict[int, Place] = {}
-    leaves: dict[int, Leaf] = {}
+    leaves: dict[int, Place] = {}
     others: list[Place] = []
-    for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
+    for place in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
+        where, value, copies = place
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
-                leaves[id(value)] = Leaf(where, value, copies)
-        elif isinstance(value, np.ndarray):
-            others.append(Place(where, value, copies))
-            with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
-                leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
-        elif isinstance(value, PerReplica):
-            others.append(Place(where, value, copies))
+                leaves[id(value)] = place
+        elif isinstance(value, (np.ndarray, PerReplica)):
+            others.append(place)
+            with suppress(TypeError, ValueError):  # no array, or one of a dtype that torch does not have
+                leaves[id(value)] = Place(where, _over(value), list(map(_over, copies)))
         elif not isinstance(value, nn.Module):
-            places[id(value)] = Place(where, value, copies)
+            places[id(value)] = place
     return places, leaves, others
 
 
@@ -94,16 +82,16 @@ def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     return ((where, held) for where, held, _ in walked)
 
 
-def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Attribute]:
+def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Place]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
-        yield path, value, local
+        yield Place(path, value, local)
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
     if type(value).__module__.partition(".")[0] == "torchstrategy":
         return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
-        yield path, value, local
+        yield Place(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= _PLAIN_TYPES:
         return  # there may be many
     items, of_copies = named_items(value), list(map(named_items, local))
@@ -113,7 +101,7 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
             yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen)
 
 
-_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
+_ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
 
 
 def named_items(value: Any) -> dict[tuple[str, Any], Any]:
@@ -127,7 +115,7 @@ def named_items(value: Any) -> dict[tuple[str, Any], Any]:
         named.update(((_ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
         named.update(((_ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
-    named.update(((_ATTRIBUTE, key), item) for key, item in attributes(value).items())
+    named.update(((ATTRIBUTE, key), item) for key, item in attributes(value).items())
     return named
 
 
@@ -194,11 +182,11 @@ def contents_of(container: Any) -> tuple[Any, Any, Any]:
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
     """Gives a container, which stays the same object, what `named_items` returned for another one."""
-    tables: dict[str, dict[Any, Any]] = {_ITEM: {}, _ATTRIBUTE: {}}
+    tables: dict[str, dict[Any, Any]] = {_ITEM: {}, ATTRIBUTE: {}}
     for (shown, key), value in named.items():
         tables[shown][key] = value
     items = list(tables[_ITEM].values()) if isinstance(container, SEQUENCES) else None
-    write(container, (items, tables[_ITEM] if isinstance(container, dict) else None, tables[_ATTRIBUTE]))
+    write(container, (items, tables[_ITEM] if isinstance(container, dict) else None, tables[ATTRIBUTE]))
 
 
 def drop(value: Any, item: object) -> None:
