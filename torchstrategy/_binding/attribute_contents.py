@@ -101,20 +101,20 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
             yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen)
 
 
-_ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
+ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
 
 
 def named_items(value: Any) -> dict[tuple[str, Any], Any]:
     """What a value holds, by how a path shows it and by its position, key or name."""
     named: dict[tuple[str, Any], Any] = {}
     if isinstance(value, (list, tuple, deque)):
-        named.update(((_ITEM, i), item) for i, item in enumerate(value))
+        named.update(((ITEM, i), item) for i, item in enumerate(value))
     elif isinstance(value, set):
-        named.update(((_ITEM, item), item) for item in value)
+        named.update(((ITEM, item), item) for item in value)
     elif isinstance(value, dict):
-        named.update(((_ITEM, key), item) for key, item in table_type(value).items(value))
+        named.update(((ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
-        named.update(((_ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
+        named.update(((ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
     named.update(((ATTRIBUTE, key), item) for key, item in attributes(value).items())
     return named
 
@@ -182,11 +182,11 @@ def contents_of(container: Any) -> tuple[Any, Any, Any]:
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
     """Gives a container, which stays the same object, what `named_items` returned for another one."""
-    tables: dict[str, dict[Any, Any]] = {_ITEM: {}, ATTRIBUTE: {}}
+    tables: dict[str, dict[Any, Any]] = {ITEM: {}, ATTRIBUTE: {}}
     for (shown, key), value in named.items():
         tables[shown][key] = value
-    items = list(tables[_ITEM].values()) if isinstance(container, SEQUENCES) else None
-    write(container, (items, tables[_ITEM] if isinstance(container, dict) else None, tables[ATTRIBUTE]))
+    items = list(tables[ITEM].values()) if isinstance(container, SEQUENCES) else None
+    write(container, (items, tables[ITEM] if isinstance(container, dict) else None, tables[ATTRIBUTE]))
 
 
 def drop(value: Any, item: object) -> None:
