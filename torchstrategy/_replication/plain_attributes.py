@@ -195,9 +195,9 @@ class PlainAttributes:
         edits = [edit for r in present for edit in self._replicas[r].take_attributes()]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
         if changed or edits:
-            known = functools.partial(self.known_in_replicas, originals)
-            memory = functools.partial(self._memory, [edit.after for edit in edits])
-            merger = Merger(present, len(self._replicas), known, memory, self._device, look, is_understudy)
+            users = functools.cache(functools.partial(self.known_in_replicas, originals))
+            memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
+            merger = Merger(present, len(self._replicas), users, memory, self._device, look, is_understudy)
             self._merge_containers(present, changed, merger)
             self._merge_attributes(present, edits, merger)
         written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
