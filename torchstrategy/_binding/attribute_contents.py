@@ -146,17 +146,16 @@ def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes."""
-    return isinstance(value, (tuple, frozenset)) or type(value) in _COPIED or _is_all_attributes(value)
+    """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes.
 
-
-def _is_all_attributes(value: Any) -> bool:
-    """Whether attributes are all that an object has: no lock, file or random generator, and nothing that is called."""
+    Such an object has no lock, file or random generator, and nothing that is called.
+    """
     cls: Any = type(value)
-    if isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy"):
-        return False
+    if isinstance(value, (tuple, frozenset)) or cls in _COPIED:
+        return True
     is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
-    if not is_usual or hasattr(cls, "__deepcopy__"):
+    is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")
+    if is_closed or not is_usual or hasattr(cls, "__deepcopy__"):
         return False
     try:
         maker: Any = value.__reduce_ex__(4)[0]
@@ -171,22 +170,18 @@ def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
     return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
-def contents_of(container: Any) -> tuple[Any, Any, Any]:
-    """The contents of a container as plain containers, which can be copied; `write` is the reverse."""
-    return (
-        list(container) if isinstance(container, SEQUENCES) else None,
-        dict(table_type(container).items(container)) if isinstance(container, dict) else None,
-        dict(attributes(container)),
-    )
+def contents_of(container: Any) -> tuple[Any, Any]:
+    """The items of a container and its attributes, in plain containers, which can be copied. `write` is the reverse."""
+    items: Any = list(container) if isinstance(container, SEQUENCES) else None
+    if isinstance(container, dict):
+        items = dict(table_type(container).items(container))
+    return items, dict(attributes(container))
 
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
     """Gives a container, which stays the same object, what `named_items` returned for another one."""
-    tables: dict[str, dict[Any, Any]] = {ITEM: {}, ATTRIBUTE: {}}
-    for (shown, key), value in named.items():
-        tables[shown][key] = value
-    items = list(tables[ITEM].values()) if isinstance(container, SEQUENCES) else None
-    write(container, (items, tables[ITEM] if isinstance(container, dict) else None, tables[ATTRIBUTE]))
+    items, inside = ({key: v for (how, key), v in named.items() if how == shown} for shown in (ITEM, ATTRIBUTE))
+    write(container, (items if isinstance(container, dict) else items.values(), inside))
 
 
 def drop(value: Any, item: object) -> None:
@@ -197,16 +192,16 @@ def drop(value: Any, item: object) -> None:
             write_items(container, {place: held for place, held in named.items() if held is not item})
 
 
-def write(container: Any, contents: tuple[Any, Any, Any]) -> None:
+def write(container: Any, contents: tuple[Any, Any]) -> None:
     """Gives a container, which stays the same object, the contents that `contents_of` returned for another one."""
-    items, mapping, inside = contents
-    if items is not None:
+    items, inside = contents
+    if isinstance(container, SEQUENCES):
         container.clear()
         getattr(container, "update" if isinstance(container, set) else "extend")(items)
-    if mapping is not None:
+    elif isinstance(container, dict):
         table = table_type(container)
         table.clear(container)
-        for key, value in mapping.items():
+        for key, value in items.items():
             table.__setitem__(container, key, value)
     for name in attributes(container).keys() - inside.keys():
         object.__delattr__(container, name)

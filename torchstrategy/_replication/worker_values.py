@@ -29,7 +29,7 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
         for name, tensor in root.state_dict(keep_vars=True).items()
     ]
     # After the first run, a replica's own value of a variable is its own in each worker, too.
-    named += [(one.name, t) for one in variables for t in _beginning(one)]
+    named += [(v.name, t) for v in variables for t in (v._take_as_made() if isinstance(v, SyncOnReadVariable) else [v])]
     known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
     tensors = {id(t): (name, t) for name, t in known}.values()
     point = "the beginning of the first run"
@@ -51,7 +51,7 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    marks = [_bits(tensor) for tensor in tensors]
+    marks = [digest(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()) for t in tensors]
     of_all = workers.all_gather_object(marks, "the values that a worker has written")
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
@@ -61,14 +61,6 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
                     "workers only, or not alike. Write it in all of them, as where a checkpoint is loaded; "
                     "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
                 )
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    return digest(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _beginning(variable: Variable) -> Sequence[torch.Tensor]:
-    return variable._take_as_made() if isinstance(variable, SyncOnReadVariable) else [variable]
 
 
 def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
