@@ -12,6 +12,5 @@ caller.
     source             the loader or iterable that is read, and where its iteration stands
     steps              what is read for each step, which rows of it go to which replica, and their shapes and dtypes
     reading            how parts come to the devices: when the caller asks for a step, or ahead while a step still runs
-    worker_reading     reads data that other workers do not have, in step with them
     dataset            the distributed dataset, its iterators, and the ways to make one
 """

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Generic, final
 
 from typing_extensions import TypeVar
@@ -16,11 +16,10 @@ from torchstrategy._core.errors import an, plural, unpicklable, warn
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.loader_state import State
 from torchstrategy._input.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, nothing
+from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, in_step
 from torchstrategy._input.sharding import ShardedBatches, can_be_sharded
 from torchstrategy._input.source import Source, is_map_style
-from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps, cut_of
-from torchstrategy._input.worker_reading import InStep
+from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, cut_of
 
 T = TypeVar("T", default=Any)
 
@@ -60,7 +59,7 @@ class Optional(Generic[T]):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/experimental/Optional
     """
 
-    def __init__(self, values: tuple[()] | tuple[T]) -> None:
+    def __init__(self, values: tuple[T, ...]) -> None:
         self._values = values
 
     def has_value(self) -> bool:
@@ -121,8 +120,10 @@ class DistributedIterator(BatchIterator[T]):
     def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
         self._reading = reading
         self._splitter = splitter
+        self._next = in_step(reading) if splitter.reads_its_own else reading.next
         self._ended = ended
         self._is_over = False
+        weakref.finalize(self, _close, weakref.ref(reading))
 
     def __repr__(self) -> str:
         return f"DistributedIterator({self._splitter})"
@@ -136,7 +137,7 @@ class DistributedIterator(BatchIterator[T]):
         if self._is_over:
             raise StopIteration
         try:
-            return self._reading.next()  # type: ignore[no-any-return]
+            return self._next()  # type: ignore[no-any-return]
         except StopIteration:
             self._ended()
             self.close()
@@ -154,15 +155,18 @@ class DistributedIterator(BatchIterator[T]):
 
     def get_next_as_optional(self) -> Optional[T]:
         """The next batch, if there is one."""
-        try:
-            return Optional((next(self),))
-        except StopIteration:
-            return Optional(())
+        return Optional(tuple(islice(self, 1)))
 
     def close(self) -> None:
         """Ends the iteration, and the threads and loader workers that it has started."""
         self._is_over = True
+        self._next = self._reading.next
         self._reading.close()
+
+
+def _close(reading: weakref.ref[Reading]) -> None:
+    if (left := reading()) is not None:
+        left.close()
 
 
 @final
@@ -276,22 +280,19 @@ class DistributedDataset(Generic[T]):
         self._splitter = splitter
         self._routes = tuple(routes)
         has_workers = any(source.has_workers for source in splitter.sources)
-        self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
+        is_ahead = has_workers if options.load_ahead is None else options.load_ahead
         ahead = functools.partial(Prefetcher, depth=options.experimental_per_replica_buffer_size)
-        self._read: Callable[[Steps, Sequence[Route]], Reading] = ahead if self._is_ahead else OnDemand
+        self._read: Callable[[Splitter, Sequence[Route]], Reading] = ahead if is_ahead else OnDemand
 
     def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
         # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
         # last epoch over the loader is ended first.
-        shared = [source._dataset for source in self._splitter.sources if source.allows_one_pass_at_a_time]
-        for loader in shared:
-            _endings.pop(loader, nothing)()
-        steps = Steps(self._splitter, self._splitter.begin(), is_ahead=self._is_ahead)
-        reading = self._read(steps, self._routes)
-        _endings.update(dict.fromkeys(shared, reading.ending()))
-        if self._splitter.reads_its_own:
-            reading = InStep(reading, self._splitter.workers, self._routes[0].device)
+        shared = [id(source._dataset) for source in self._splitter.sources if source.allows_one_pass_at_a_time]
+        for last in filter(None, map(_readings.get, shared)):
+            last.close(waits=True)
+        reading = self._read(self._splitter, self._routes)
+        _readings.update(dict.fromkeys(shared, reading))
         positions = [source.position for source in self._splitter.sources]
 
         def ended() -> None:
@@ -520,5 +521,5 @@ def _checked(state_dict: Any) -> list[State]:
     return states
 
 
-# For each loader with persistent workers, the function that ends the last epoch over it.
-_endings: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+# By the id of each loader with persistent workers, which is alive as long as this: the last epoch over it.
+_readings: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()

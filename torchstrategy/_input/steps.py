@@ -190,7 +190,7 @@ class PerReplicaSpec:
 
 
 class Splitter(ABC):
-    """Reads elements from sources and splits them among the replicas, for each step.
+    """Splits the elements that are read from sources for one step among the replicas.
 
     Args:
         sources: The sources that are read in turn.
@@ -203,6 +203,8 @@ class Splitter(ABC):
         is_alone: Whether one replica gets every element whole.
         reads_its_own: Whether this worker reads data that other workers do not have, and may come to its end before
             them.
+        is_to_be_seen: Whether the spec has to be taken from the next element that is read, since none can be looked at
+            later.
     """
 
     def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers) -> None:
@@ -213,7 +215,7 @@ class Splitter(ABC):
         self.workers = workers
         self._lists_are_rows = lists_are_rows
         self._spec: Tree = None
-        self._has_to_be_seen = any(source.shows_each_once for source in sources)
+        self.is_to_be_seen = any(source.shows_each_once for source in sources)
 
     def __str__(self) -> str:
         return f"{self.sources[0]}, for {plural(self.replicas, 'replica')}"
@@ -222,7 +224,7 @@ class Splitter(ABC):
         """What the elements of the distributed dataset are made of."""
         if self._spec is None:
             with self.sources[0].reading():
-                self._spec = self._spec_of(self.split_batch(self.first()))
+                self.see(self.split_batch(self.first()))
         return self._spec
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
@@ -240,15 +242,9 @@ class Splitter(ABC):
                 source.follow_first_worker(self.workers)
         return [source.begin() for source in self.sources]
 
-    def saw(self, split_batch: SplitBatch) -> None:
-        """Takes the spec from an element that was read, if it will not be possible to look at one later."""
-        if self.is_to_be_seen:
-            self._spec = self._spec_of(split_batch)
-
-    @property
-    def is_to_be_seen(self) -> bool:
-        """Whether the spec has to be taken from the next element."""
-        return self._has_to_be_seen and self._spec is None
+    def see(self, split_batch: SplitBatch) -> None:
+        """Takes the spec from an element."""
+        self._spec, self.is_to_be_seen = self._spec_of(split_batch), False
 
     def _spec_of(self, split_batch: SplitBatch) -> Tree:
         rows = self.rows()
@@ -289,20 +285,6 @@ class Splitter(ABC):
         """Elements for one step, from which to read the spec. No epoch loses them."""
         elements = [source.first() for source in self.sources]
         return elements * (self.elements_of_step // len(elements))
-
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        """Reads the elements of one step into a list. After an error, the list keeps those that were read before.
-
-        If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
-        """
-        for r in range(len(elements), self.elements_of_step):
-            try:
-                elements.append(next(passes[r % len(passes)]))
-            except StopIteration:
-                elements.append(ABSENT)
-        if all(element is ABSENT for element in elements):
-            elements.clear()
-            raise StopIteration
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
@@ -443,56 +425,3 @@ def are_in_host_memory(element: Tree) -> bool:
     """Whether an element is, for all to see, tensors in the memory of the CPU, or numbers."""
     items = element.values() if type(element) is dict else element if type(element) in (list, tuple) else (element,)
     return all(item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES for item in items)
-
-
-@final
-class Steps:
-    """The steps of one epoch, read on one thread at a time. After an error, they can go on if the loader can.
-
-    They are read in host memory, whatever the default device is: in a strategy's scope, this is the device of the
-    parameters.
-
-    Args:
-        splitter: Reads the elements of a step and splits them.
-        passes: An epoch over each source of the splitter.
-        is_ahead: Whether steps are read before the consumer asks for them.
-    """
-
-    def __init__(self, splitter: Splitter, passes: Sequence[Epoch], *, is_ahead: bool) -> None:
-        self._splitter = splitter
-        self._passes = passes
-        self._is_ahead = is_ahead
-        self._elements: list[Tree] = []
-        for reach in self._marks():
-            reach()
-
-    def next_whole(self) -> Tree:
-        """The element of the next step, if it can be given as it is: to one replica. Else `ABSENT`.
-
-        The consumer has received it.
-        """
-        splitter = self._splitter
-        if not splitter.is_alone or splitter.is_to_be_seen or self._elements:
-            return ABSENT
-        with splitter.sources[0].reading():
-            self._elements.append(next(self._passes[0]))
-        if not are_in_host_memory(self._elements[0]):
-            return ABSENT  # `__next__` goes on with it
-        for one in self._passes:
-            one.position.reach(one.count, None)
-        return self._elements.pop()
-
-    def __next__(self) -> tuple[SplitBatch, list[Callable[[], None]]]:
-        with self._splitter.sources[0].reading():
-            self._splitter.read(self._passes, self._elements)
-            elements, self._elements = self._elements, []
-            split_batch = self._splitter.split_batch(elements)
-            self._splitter.saw(split_batch)
-            return split_batch, self._marks()
-
-    def _marks(self) -> list[Callable[[], None]]:
-        """The functions that say of each epoch that the consumer has received what was read until now."""
-        return [
-            functools.partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
-            for one in self._passes
-        ]
