@@ -8,7 +8,6 @@ caller.
     options            what a person says about one distributed dataset
     batch_types        which values of a batch have rows, how many, and how to take some; types of the user's own
     loader_state       the saved position of a loader, and what is wrong with one
-    sharding           the rows that one worker loads of each global batch
     source             the loader or iterable that is read, and where its iteration stands
     steps              what is read for each step, which rows of it go to which replica, and their shapes and dtypes
     reading            how parts come to the devices: when the caller asks for a step, or ahead while a step still runs

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any, Generic, final
 
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import TypeVar
 
 from torchstrategy._communication.workers import Workers
@@ -17,9 +19,8 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.loader_state import State
 from torchstrategy._input.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, in_step
-from torchstrategy._input.sharding import ShardedBatches, can_be_sharded
 from torchstrategy._input.source import Source, is_map_style
-from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, cut_of
+from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, share_of
 
 T = TypeVar("T", default=Any)
 
@@ -446,24 +447,17 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, 
             "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
             "for each replica. Give distribute_datasets_from_function a function that makes them."
         )
-    is_own = options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+    share = share_of(options, replicas, workers)
+    is_dealt = workers.count > 1 and options.experimental_auto_shard_policy is not AutoShardPolicy.OFF
+    is_sharded = is_dealt and _can_be_sharded(dataset)
+    source = _source(dataset, "A dataset to distribute", (lambda rows: share(rows).loaded) if is_sharded else None)
     replicas_of_all = replicas * workers.count
-    splitting, shares = replicas if is_own else replicas_of_all, options.row_shares
-    if shares is not None and len(shares) != splitting:
-        raise ValueError(
-            f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}, and a batch is split among "
-            f"{plural(splitting, 'replica')}."
-        )
-    first, cut = workers.index * replicas, cut_of(options, replicas_of_all)
-    is_sharded = workers.count > 1 and not is_own and can_be_sharded(dataset)
-    shards = (lambda sampler: ShardedBatches(sampler, cut, first, replicas)) if is_sharded else None
-    source = _source(dataset, "A dataset to distribute", shards)
     if replicas_of_all > 1 and is_map_style(dataset):
         raise ValueError(
             f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas_of_all} "
             "replicas. Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
         )
-    if workers.count > 1 and not (is_own or is_sharded or isinstance(dataset, (list, tuple))):
+    if is_dealt and not (is_sharded or isinstance(dataset, (list, tuple))):
         warn(
             f"Every worker reads all of this {type(dataset).__name__}, and keeps the rows of its own replicas: nobody "
             "can tell which rows they are before they are read. Give the strategy a torch.utils.data.DataLoader of a "
@@ -472,6 +466,26 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, 
             UserWarning,
         )
     return DistributedDataset(SplitSteps(source, devices, options, workers), _routes(devices, options), options)
+
+
+def _can_be_sharded(dataset: Any) -> bool:
+    """Whether a worker can load its own rows only: a `DataLoader` that makes batches of a dataset read by index.
+
+    Raises:
+        ValueError: If the loader leaves some rows to other processes already.
+    """
+    if not isinstance(dataset, DataLoader):
+        return False
+    for sampler in (dataset.sampler, getattr(dataset.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise ValueError(
+                "The loader has a DistributedSampler, which gives each process rows of its own, and so does the "
+                "strategy: most rows would be left out. Leave the sampler out, give the loader the global batch size, "
+                "and say shuffle=True if the sampler shuffles; or return the loader from the function that you give to "
+                "distribute_datasets_from_function, which splits nothing."
+            )
+    is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(dataset, "in_order", True)
+    return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)
 
 
 def distributed_from_function(
@@ -499,12 +513,12 @@ def distributed_from_function(
     return DistributedDataset(splitter, _routes(devices, options), options)
 
 
-def _source(dataset: Any, what: str, shards: Callable[[Any], ShardedBatches] | None = None) -> Source:
+def _source(dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
             "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
         )
-    return Source(dataset, what, shards)
+    return Source(dataset, what, loaded_of)
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:

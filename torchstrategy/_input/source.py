@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain, islice
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -28,7 +28,6 @@ from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Tree
 from torchstrategy._input.loader_state import State, check_form, check_generators
-from torchstrategy._input.sharding import Shard, ShardedBatches
 
 
 @final
@@ -58,13 +57,54 @@ class Position:
 
 
 @final
+class Shard(NamedTuple):
+    """What one worker has loaded of a global batch."""
+
+    element: Tree
+    total: int  # how many rows the global batch has
+
+
+@final
+class ShardedBatches(Sampler[list[Any]]):
+    """The indices that one worker loads of the batches of a batch sampler.
+
+    All workers draw the same indices in the same order, and each loads the rows of its own replicas only. So no row is
+    loaded twice, and the rows of a replica are those that it would get if all replicas were in one process.
+
+    Args:
+        sampler: The batch sampler of the user's loader, with the global batch size.
+        loaded_of: Returns which rows this worker loads of a number of rows.
+
+    Attributes:
+        totals: For each batch of the newest iteration that was drawn and not read, how many rows it has in all.
+    """
+
+    def __init__(self, sampler: Iterable[Sequence[Any]], loaded_of: Callable[[int], slice]) -> None:
+        self.sampler, self._loaded_of = sampler, loaded_of
+        self.totals: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.totals = deque()
+        return self._drawn(self.totals)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # torch's samplers have a length, and others may
+
+    def _drawn(self, totals: deque[int]) -> Iterator[list[Any]]:
+        for batch in self.sampler:
+            indices = list(batch)
+            totals.append(len(indices))
+            yield indices[self._loaded_of(len(indices))]
+
+
+@final
 class Source:
     """A loader or another iterable, as it is read epoch by epoch.
 
     Args:
         dataset: The object that a user gave to a strategy.
         what: What messages call it.
-        shards: Makes of a loader's batch sampler one for the rows that this process loads. None: it loads all rows.
+        loaded_of: Returns which rows this process loads of a number of rows of a batch. None: it loads all.
 
     Attributes:
         keeps_state: Whether the loader can save and restore its own position.
@@ -77,15 +117,15 @@ class Source:
         TypeError: If it cannot be iterated over.
     """
 
-    def __init__(self, dataset: Any, what: str, shards: Callable[[Any], ShardedBatches] | None = None) -> None:
+    def __init__(self, dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None) -> None:
         if not is_map_style(dataset) and (not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))):
             raise TypeError(
                 f"{what} is a torch.utils.data.DataLoader, or another iterable of batches; got "
                 f"{an(type(dataset).__name__)}."
             )
         self._given = self._dataset = dataset
-        if shards is not None:
-            self._dataset = _alike(dataset, shards(dataset.batch_sampler))
+        if loaded_of is not None:
+            self._dataset = _alike(dataset, ShardedBatches(dataset.batch_sampler, loaded_of))
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_batched = not is_map_style(dataset)
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))

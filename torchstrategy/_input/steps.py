@@ -25,8 +25,7 @@ from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tre
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
-from torchstrategy._input.sharding import Cut, Shard, Share
-from torchstrategy._input.source import Epoch, Source
+from torchstrategy._input.source import Epoch, Shard, Source
 
 
 @final
@@ -84,10 +83,55 @@ def in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
     return slices
 
 
-def cut_of(options: InputOptions, replicas: int) -> Cut:
-    """How a global batch is cut into the parts of all replicas of all workers."""
-    shares = options.row_shares
-    return functools.partial(in_equal_parts, replicas) if shares is None else in_proportion(shares)
+@final
+class Share(NamedTuple):
+    """Which rows of a global batch belong to the replicas of one worker.
+
+    Attributes:
+        slices: For each replica of this worker, its rows.
+        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see
+            `ReplicaWeights.is_understudy`. None: this worker has rows, or there are none.
+    """
+
+    slices: list[slice]
+    borrowed: slice | None
+
+    @property
+    def loaded(self) -> slice:
+        """The rows that this worker reads, which stand together."""
+        return self.borrowed or slice(self.slices[0].start, max(piece.stop for piece in self.slices))
+
+    def within_loaded(self) -> Share:
+        """The same, where the rows are counted from the first one that this worker reads."""
+        if self.borrowed is not None:
+            return Share([slice(0, 0)] * len(self.slices), slice(0, self.borrowed.stop - self.borrowed.start))
+        start = self.loaded.start
+        return Share([slice(piece.start - start, piece.stop - start) for piece in self.slices], None)
+
+
+def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
+    """A function that returns the share of this worker in a batch of so many rows.
+
+    Raises:
+        ValueError: If `options` say how many rows another number of replicas gets.
+    """
+    is_own = options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+    everyone, first = (replicas, 0) if is_own else (replicas * workers.count, replicas * workers.index)
+    sizes = options.row_shares
+    if sizes is not None and len(sizes) != everyone:
+        raise ValueError(
+            f"InputOptions(row_shares={sizes}) has {plural(len(sizes), 'number')}, and a batch is split among "
+            f"{plural(everyone, 'replica')}."
+        )
+    cut = functools.partial(in_equal_parts, everyone) if sizes is None else in_proportion(sizes)
+
+    def share(total: int) -> Share:
+        of_all = cut(total)
+        slices = of_all[first : first + replicas]
+        has_rows = any(piece.stop > piece.start for piece in slices)
+        return Share(slices, None if has_rows or not total else of_all[0])
+
+    return share
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
@@ -313,14 +357,11 @@ class SplitSteps(Splitter):
     """
 
     def __init__(self, source: Source, devices: Sequence[Device], options: InputOptions, workers: Workers) -> None:
-        replicas = len(devices)
-        super().__init__([source], replicas, options.lists_are_rows, workers)
+        super().__init__([source], len(devices), options.lists_are_rows, workers)
         self.elements_of_step = 1
-        self._is_even = options.row_shares is None
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
-        # A batch has the rows of this worker, or those of all.
-        count, index = (1, 0) if self.reads_its_own else (workers.count, workers.index)
-        self._cut, self._first = cut_of(options, replicas * count), replicas * index
+        self._is_even = options.row_shares is None
+        self._share_of = share_of(options, len(devices), workers)
         # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
         self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 
@@ -328,7 +369,7 @@ class SplitSteps(Splitter):
         rows = self.sources[0].rows
         if rows is None or self.workers.count > 1 or (self._is_even and rows % self.replicas):
             return [None] * self.replicas
-        return [piece.stop - piece.start for piece in self._cut(rows)]
+        return [piece.stop - piece.start for piece in self._share_of(rows).slices]
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,), total = elements, None
@@ -349,7 +390,7 @@ class SplitSteps(Splitter):
                 "Batch the dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, "
                 "batch_size=...)."
             )
-        share = Share.of(self._cut, rows if total is None else total, self._first, self.replicas)
+        share = self._share_of(rows if total is None else total)
         if total is not None:
             _check_loaded(share.loaded, rows)
             share = share.within_loaded()
