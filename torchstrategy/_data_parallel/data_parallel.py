@@ -119,7 +119,12 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._devices = _replica_devices(device_ids)
-        _require_module(module, is_copied=len(self._devices) > 1)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
+        if isinstance(module, DataParallel):
+            raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
+        if len(self._devices) > 1:
+            refuse_uncopyable([module], are_all=False)
         output = self._devices[0] if output_device is None and self._devices else output_device
         self._output = None if output is None else canonical_device(output)
         self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
@@ -166,7 +171,11 @@ class DataParallel(nn.Module):
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
         owners = list(self.module.parameters())
-        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
+        # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device. With a
+        # default device of the replicas' type, it is on the replica's device, as in a step.
+        default = torch.get_default_device()
+        callers_device = None if default.type == self._devices[0].type else default
+        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, callers_device))
         present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
         return put_together([select(outputs, r) for r in present], self.dim, self._output)
@@ -245,13 +254,6 @@ def _strategy_for(module: nn.Module, devices: tuple[Device, ...]) -> CentralStor
         return strategy
 
 
-def _callers_device(replicas_device: Device) -> Device | None:
-    """The default device for a forward: the caller's; None: the replica's, as in a step."""
-    # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device.
-    device = torch.get_default_device()
-    return None if device.type == replicas_device.type else device
-
-
 def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
     """Calls the module. Runs in each replica."""
     inputs, kwargs = arguments
@@ -278,15 +280,6 @@ def _refuse_in_replica() -> None:
             "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is "
             "split already."
         )
-
-
-def _require_module(module: Any, is_copied: bool) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
-    if isinstance(module, DataParallel):
-        raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
-    if is_copied:
-        refuse_uncopyable([module], are_all=False)
 
 
 def _as_torch_has_it(device: Device) -> int | Device:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar, final
 
@@ -130,47 +130,39 @@ def register_batch_type(
             f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
             "taken. Say how many rows it has, or leave out take."
         )
-    theirs = _Registered(cls, rows or len, take or operator.getitem, apply or unchanged)
-    have_rows = rows is not None
-    _registered[cls] = Kind(theirs.rows if have_rows else None, theirs.take if have_rows else unchanged, theirs.apply)
+    checked = _checked(cls, rows or len, take or unchanged, apply or unchanged)
+    _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
 
 
-@final
-@dataclass(frozen=True)
-class _Registered:
-    """The functions that a user has registered for a type. Their results are checked, as an error would lose rows."""
+def _checked(cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]) -> Kind:
+    """The kind of a type with a user's functions. Their results are checked, as an error would lose rows."""
 
-    cls: type
-    rows_of: Callable[[Any], Any]
-    take_of: Callable[[Any, slice], Any]
-    apply_of: Callable[[Any, TensorFn], Any]
+    def told(name: str) -> str:
+        return f"The {name} function that {cls.__name__} was registered with"
 
-    def rows(self, value: Any) -> int:
-        count = self.rows_of(value)
-        if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
-            raise TypeError(f"{self._told('rows')} returned {count!r}, which is no number of rows.")
-        return operator.index(count)
-
-    def take(self, value: Any, rows: slice) -> Any:
-        part = self._own("take", self.take_of(value, rows))
-        found, wanted = self.rows(part), rows.stop - rows.start
-        if found != wanted:
-            raise ValueError(
-                f"{self._told('take')} returned {plural(found, 'row')} for slice({rows.start}, {rows.stop}), which is "
-                f"{wanted}."
-            )
-        return part
-
-    def apply(self, value: Any, fn: TensorFn) -> Any:
-        return self._own("apply", self.apply_of(value, fn))
-
-    def _own(self, name: str, result: Any) -> Any:
-        if not isinstance(result, self.cls):
-            raise TypeError(f"{self._told(name)} returned {an(type(result).__name__)}, and not a {self.cls.__name__}.")
+    def own(name: str, result: Any) -> Any:
+        if not isinstance(result, cls):
+            raise TypeError(f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}.")
         return result
 
-    def _told(self, name: str) -> str:
-        return f"The {name} function that {self.cls.__name__} was registered with"
+    def counted(value: Any) -> int:
+        count = rows(value)
+        if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
+            raise TypeError(f"{told('rows')} returned {count!r}, which is no number of rows.")
+        return operator.index(count)
+
+    def taken(value: Any, part: slice) -> Any:
+        result = own("take", take(value, part))
+        found, (start, stop) = counted(result), (part.start, part.stop)
+        if found != stop - start:
+            wanted = f"slice({start}, {stop}), which is {stop - start}"
+            raise ValueError(f"{told('take')} returned {plural(found, 'row')} for {wanted}.")
+        return result
+
+    def applied(value: Any, fn: TensorFn) -> Any:
+        return own("apply", apply(value, fn))
+
+    return Kind(counted, taken, applied)
 
 
 def registration_of(value: Any) -> Kind | None:
@@ -242,36 +234,40 @@ def has_rows(leaf: Any) -> bool:
     return any(kind is not None and kind.rows is not None for kind in map(kind_of, _parts(leaf)))
 
 
-def row_counts(batch: Tree) -> set[int] | None:
-    """The numbers of rows of all values in a batch; None if the library does not know how to split one of them."""
-    counts = set()
-    for value in [part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]:
+def rows_of(batch: Tree) -> int | None:
+    """The number of rows that all values in a batch have in common; None if no value has rows.
+
+    Raises:
+        ValueError: If two of them have different numbers of rows.
+        TypeError: If it is not known how to distribute one.
+    """
+
+    def name_of(index: int) -> str:  # which takes longer than to count the rows
+        return list(leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
+
+    counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
+    for index, value in enumerate([part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
         kind = kind_of(value)
         if kind is None:
-            return None
+            what, to_do = _unknown(value)
+            raise TypeError(f"{name_of(index)} is {what}, and it is not known how to distribute its rows. {to_do}")
         if kind.rows is not None:
-            counts.add(kind.rows(value))
-    return counts
+            counts.setdefault(kind.rows(value), index)
+    if len(counts) > 1:
+        (rows, first), (count, other), *_ = counts.items()
+        raise ValueError(
+            f"The leaves of a batch have different numbers of rows: {name_of(first)} has {rows} and {name_of(other)} "
+            f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows; or make what "
+            "is not per row a tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as "
+            "with the boxes of images, say InputOptions(lists_are_rows=True); or make the batch an object of a class "
+            "of your own, and say how it is cut: torchstrategy.register_batch_type(...)."
+        )
+    return next(iter(counts), None)
 
 
 def is_registered_within(leaf: Any) -> bool:
     """Whether a leaf, or a leaf in its parts, is of a registered type, so that a user's function takes its rows."""
     return any(registration_of(value) is not None for value in _parts(leaf))
-
-
-def named_counts(batch: Tree) -> Iterator[tuple[str, int]]:
-    """The names of all values that have rows, and the number of their rows.
-
-    Raises:
-        TypeError: If it is not known how to distribute a value.
-    """
-    for name, value in leaves_within(batch, "batch", is_leaf, _is_record):
-        kind = kind_of(value)
-        if kind is None:
-            what, to_do = _unknown(value)
-            raise TypeError(f"{name} is {what}, and it is not known how to distribute its rows. {to_do}")
-        if kind.rows is not None:
-            yield name, kind.rows(value)
 
 
 def taken(leaf: Any, rows: slice) -> Any:

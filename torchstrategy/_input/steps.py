@@ -139,27 +139,6 @@ def _is_leaf_or_empty(value: Any) -> bool:
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
-def _rows(batch: Tree) -> int | None:
-    """The number of rows that all values of a batch have in common; None if no value has rows.
-
-    Raises:
-        ValueError: If two of them have different numbers of rows.
-        TypeError: If it is not known how to distribute one.
-    """
-    counts = batch_types.row_counts(batch)
-    if counts is not None and len(counts) < 2:
-        return next(iter(counts), None)
-    (first, rows), *others = batch_types.named_counts(batch)
-    name, count = next((name, count) for name, count in others if count != rows)
-    raise ValueError(
-        f"The leaves of a batch have different numbers of rows: {first} has {rows} and {name} has {count}. "
-        "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
-        "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as with the boxes of "
-        "images, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say "
-        "how it is cut: torchstrategy.register_batch_type(...)."
-    )
-
-
 def _without_rows(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         return leaf.new_empty(0)
@@ -297,7 +276,7 @@ class Splitter(ABC):
             if type(leaf) is not Parts:
                 return self._spec_of_one(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            parts = [shown if type(piece) is Unmade else piece for piece in leaf]
+            parts = (shown if type(piece) is Unmade else piece for piece in leaf)
             return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
         if split_batch.spec is None:
@@ -383,7 +362,7 @@ class SplitSteps(Splitter):
                 "makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False.",
                 UserWarning,
             )
-        rows = _rows(element)
+        rows = batch_types.rows_of(element)
         if rows is None:
             raise ValueError(
                 f"An element of the dataset has no rows to distribute to {self.replicas} replicas: it is not batched. "
@@ -447,7 +426,7 @@ class OneForEach(Splitter):
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
-        counts = [0 if element is ABSENT else _rows(element) for element in elements]
+        counts = [0 if element is ABSENT else batch_types.rows_of(element) for element in elements]
         filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
