@@ -33,16 +33,7 @@ from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Pe
 from torchstrategy._core.errors import an, as_int, hide_frames
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._core.tree import (
-    first_unlike,
-    is_record,
-    leaves_with_names,
-    leaves_within,
-    map_within,
-    parts_of,
-    with_parts,
-    zip_leaves,
-)
+from torchstrategy._core.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._replication.copyable import refuse_uncopyable
@@ -178,7 +169,7 @@ class DataParallel(nn.Module):
         outputs = self._strategy.run(forward, args=(self.module, owners, pieces, callers_device))
         present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
-        return put_together([select(outputs, r) for r in present], self.dim, self._output)
+        return put_together([select(outputs, r) for r in present], present, self.dim, self._output)
 
 
 # A compiler that traced a DataParallel would trace its threads and locks, and not the forward that they run.
@@ -360,19 +351,18 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
 
 
-def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = "output") -> Tree:
-    """Makes one value on `device` of the values that the replicas returned. Gradients flow back to these.
+def put_together(
+    outputs: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str = "output"
+) -> Tree:
+    """Makes one value on `device` of the values that replicas returned as `name`. Gradients flow back to these.
 
     Raises:
         ValueError: If they differ in structure, or tensors do not fit together.
     """
-    try:
-        columns, spec = zip_leaves(outputs)
-    except ValueError:
-        other, path = first_unlike(outputs)
-        raise _unlike(name, other, path) from None
-    names = [f"{name}{path}" for path, _ in leaves_with_names(outputs[0])]
-    return spec.unflatten([_united(column, dim, device, path) for column, path in zip(columns, names, strict=True)])
+    columns, spec = columns_of(outputs, replicas, are_results=False, what=f"an {name}")
+    names = [path for path, _ in leaves_within(outputs[0], name, is_record=lambda leaf: False)]
+    united = [_united(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
+    return spec.unflatten(united)
 
 
 def moved(tree: Tree, device: Device) -> Tree:
@@ -417,7 +407,7 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     return None if first is None else first[1]
 
 
-def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree:
+def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
         return _united_tensors(values, dim, memory_device(device), name)
@@ -426,10 +416,17 @@ def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree
     if not is_record(first) or any(type(value) is not type(first) for value in values):
         return [moved(value, device) for value in values]
     parts = [parts_of(value) for value in values]
-    for index, other in enumerate(parts):
+    for r, other in zip(replicas, parts, strict=True):
         if other.keys() != parts[0].keys():
-            raise _unlike(name, index, f"what they hold: {', '.join(parts[0])} and {', '.join(other)}")
-    return with_parts(first, lambda part, _: put_together([held[part] for held in parts], dim, device, f"{name}{part}"))
+            raise ValueError(
+                f"Replicas {replicas[0]} and {r} returned an {name} of different structure. They differ in what they "
+                f"hold: {', '.join(parts[0])} and {', '.join(other)}. Return the same containers whatever the rows are."
+            )
+
+    def united(part: str, _: Tree) -> Tree:
+        return put_together([held[part] for held in parts], replicas, dim, device, f"{name}{part}")
+
+    return with_parts(first, united)
 
 
 def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
@@ -446,10 +443,3 @@ def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, n
             "a replica's own rows: give it total_length."
         ) from None
     return tensors[0].to(device) if len(tensors) == 1 else concatenated(tensors, dim, device)
-
-
-def _unlike(name: str, other: int, how: str) -> ValueError:
-    return ValueError(
-        f"The replicas returned an {name} of different structure, which cannot be put together: the first of them and "
-        f"number {other + 1} differ in {how}. Return the same containers whatever the rows are."
-    )
