@@ -198,8 +198,8 @@ def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     return map_within(change, batch, lambda value: type(value) is old or is_leaf(value), _is_record)
 
 
-def kind_of(value: Any) -> Kind | None:
-    """How to split a leaf of a batch; None if the library does not know how."""
+def kind_of(value: Any) -> Kind:
+    """How to split a leaf of a batch; `_UNKNOWN` if the library does not know how."""
     if type(value) is torch.Tensor:  # by far the most leaves, and nobody can register this type
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
@@ -214,7 +214,7 @@ def kind_of(value: Any) -> Kind | None:
         return _LIST
     if is_record(value):
         return _RECORD
-    return _ONE_THING if isinstance(value, SINGLE) else None
+    return _ONE_THING if isinstance(value, SINGLE) else _UNKNOWN
 
 
 def is_leaf(value: Any) -> bool:
@@ -231,7 +231,7 @@ def is_leaf(value: Any) -> bool:
 
 def has_rows(leaf: Any) -> bool:
     """Whether a leaf, or a leaf in its parts, has rows."""
-    return any(kind is not None and kind.rows is not None for kind in map(kind_of, _parts(leaf)))
+    return any(kind_of(part).rows is not None for part in _parts(leaf))
 
 
 def rows_of(batch: Tree) -> int | None:
@@ -248,7 +248,7 @@ def rows_of(batch: Tree) -> int | None:
     counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
     for index, value in enumerate([part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
         kind = kind_of(value)
-        if kind is None:
+        if kind is _UNKNOWN:
             what, to_do = _unknown(value)
             raise TypeError(f"{name_of(index)} is {what}, and it is not known how to distribute its rows. {to_do}")
         if kind.rows is not None:
@@ -272,16 +272,14 @@ def is_registered_within(leaf: Any) -> bool:
 
 def taken(leaf: Any, rows: slice) -> Any:
     """`leaf` with only some rows of all values in it that have rows."""
-    kind = kind_of(leaf)
-    return leaf if kind is None else kind.take(leaf, rows)
+    return kind_of(leaf).take(leaf, rows)
 
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with `fn(tensor)` in place of each tensor. An array of numbers becomes a tensor."""
     if type(leaf) is torch.Tensor:  # a shortcut with the same result
-        return leaf if _of_tensor(leaf) is None else fn(leaf)
-    kind = kind_of(leaf)
-    return leaf if kind is None else kind.apply(leaf, fn)
+        return leaf if _of_tensor(leaf) is _UNKNOWN else fn(leaf)
+    return kind_of(leaf).apply(leaf, fn)
 
 
 def applied_within(batch: Tree, fn: TensorFn) -> Tree:
@@ -334,9 +332,8 @@ def _makes_container(value: Any) -> bool:
     if type(value) is not torch.Tensor and is_container(value):
         return True
     kind = kind_of(value)
-    if kind is None:
-        return isinstance(value, (torch.Tensor, np.ndarray))  # it has rows, though the library cannot split it
-    return kind.rows is not None or kind is _RECORD
+    is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))  # it has rows all the same
+    return is_unsplit or kind.rows is not None or kind is _RECORD
 
 
 def _is_strings(value: Any) -> bool:
@@ -357,13 +354,13 @@ def _unknown(value: Any) -> tuple[str, str]:
     )
 
 
-def _of_tensor(tensor: torch.Tensor) -> Kind | None:
+def _of_tensor(tensor: torch.Tensor) -> Kind:
     if tensor.is_nested:
-        return _NESTED if tensor.layout is torch.jagged else None
+        return _NESTED if tensor.layout is torch.jagged else _UNKNOWN
     if tensor.layout is torch.sparse_coo:
         return _SPARSE if tensor.dim() else _TENSOR
     if tensor.layout is not torch.strided:
-        return None
+        return _UNKNOWN
     return _ROWS_OF_TENSOR if tensor.dim() else _TENSOR
 
 
@@ -371,12 +368,12 @@ def _apply_to_tensor(tensor: torch.Tensor, fn: TensorFn) -> torch.Tensor:
     return fn(tensor)
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
+def _of_array(array: np.ndarray[Any, Any]) -> Kind:
     if array.ndim == 0:
         return _ONE_THING
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
         return _ROWS
-    return _NUMBERS if has_dtype(array.dtype) else None
+    return _NUMBERS if has_dtype(array.dtype) else _UNKNOWN
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -434,6 +431,7 @@ def _take_record(record: Any, rows: slice) -> Any:
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
 _ONE_THING = Kind(None, unchanged, unchanged)
+_UNKNOWN = Kind(None, unchanged, unchanged)  # a value that the library does not know how to split
 _ROWS = Kind(len, operator.getitem, unchanged)
 _LIST = Kind(len, operator.getitem, _apply_to_items)
 _TENSOR = Kind(None, unchanged, _apply_to_tensor)

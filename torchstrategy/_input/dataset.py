@@ -427,10 +427,9 @@ class DistributedDataset(Generic[T]):
                 f"The state is of a dataset that reads {plural(len(states), 'loader')}, and this one reads "
                 f"{len(sources)}: what each replica had consumed of its own cannot be given to another number of them."
             )
-        for source, state in zip(sources, states, strict=True):
-            source.check_state(state)
-        for source, state in zip(sources, states, strict=True):
-            source.load_state(state)
+        positions = list(map(Source.position_of, sources, states))  # nothing is loaded unless all of them are right
+        for source, position in zip(sources, positions, strict=True):
+            source.load_position(position)
 
 
 def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers) -> DistributedDataset:

@@ -131,7 +131,7 @@ class Source:
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
         self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
         self._is_spent = False
-        self._is_resumed = False  # whether the next epoch goes on from the position of `load_state`
+        self._is_resumed = False  # whether the next epoch goes on from the position of `load_position`
         self.shows_each_once = self._once is not None or self.keeps_state or _streams(dataset)
         self.position = Position()
 
@@ -189,12 +189,18 @@ class Source:
         draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
         return torch.device("cpu") if draws_here else nullcontext()
 
-    def begin(self) -> Epoch:
-        """A new epoch, from the beginning or from the position of `load_state`. The caller's thread draws its seeds.
+    def begin(self, workers: Workers | None) -> Epoch:
+        """A new epoch, from the beginning or from the position of `load_position`. The caller's thread draws its seeds.
+
+        Args:
+            workers: The processes that read in the order of worker 0. A position of `load_position` is the same in all.
+                None: each has an order of its own.
 
         Raises:
             RuntimeError: If there was a pass already, and there can be no other.
         """
+        if workers is not None and not self._is_resumed:
+            workers.draw_as_first(_generators(self._dataset), "the beginning of an iteration over a dataset")
         if self._is_spent:
             raise RuntimeError(
                 f"The dataset is a {type(self._dataset).__name__}, which can be iterated over once, and has been. "
@@ -212,11 +218,6 @@ class Source:
             for _ in range(position.count):  # of the batches that are left out
                 totals.popleft()
         return Epoch(self, iterator, position, totals)
-
-    def follow_first_worker(self, workers: Workers) -> None:
-        """Before an epoch: its order is that of worker 0. A position of `load_state` is the same in all workers."""
-        if not self._is_resumed:
-            workers.draw_as_first(_generators(self._dataset), "the beginning of an iteration over a dataset")
 
     def generators_now(self) -> list[torch.Tensor]:
         """The states of the generators that decide the order of the elements."""
@@ -240,11 +241,11 @@ class Source:
             "asked": position.asked,
         }
 
-    def check_state(self, state: State) -> None:
-        """Raises an error for the state of a source of another kind.
+    def position_of(self, state: State) -> Position:
+        """The position that a source of the same kind has returned as its state.
 
         Raises:
-            ValueError: If it is of another kind.
+            ValueError: If it is that of a source of another kind.
             TypeError: If it is no state.
         """
         check_form(state)
@@ -255,7 +256,7 @@ class Source:
                 f"{type(self._dataset).__name__}, is one {kinds[self.keeps_state]}. Load it where it was taken."
             )
         if self.keeps_state:
-            return
+            return Position(state["is_begun"], loader=state["loader"])
         generators = _generators(self._dataset)
         for name in ("began", "asked"):
             if name == "began" or state[name]:
@@ -269,18 +270,15 @@ class Source:
             )
         if count and not state["is_begun"]:
             raise ValueError(f"The state says is_begun=False, and batches={count}: it was changed since it was taken.")
+        return Position(state["is_begun"], count, state["began"], state["asked"])
 
-    def load_state(self, state: State) -> None:
-        """Makes the next epoch go on from the position of `state`, which `check_state` has checked."""
+    def load_position(self, position: Position) -> None:
+        """Makes the next epoch go on from a position that `position_of` has returned."""
         if self.keeps_state:
-            self._dataset.load_state_dict(state["loader"])
-            self.position = Position(state["is_begun"], loader=state["loader"])
-        elif state["is_begun"]:
-            self.position = Position(True, self._count_of(state), state["began"], state["asked"])
-        else:
-            self.position = Position()
-            _set(_generators(self._dataset)[1:], state["began"][1:])  # the program restores torch's default generator
-        self._is_resumed = state["is_begun"]
+            self._dataset.load_state_dict(position.loader)
+        elif not position.is_begun:
+            _set(_generators(self._dataset)[1:], position.began[1:])  # the program restores torch's default generator
+        self.position, self._is_resumed = position, position.is_begun
 
     def is_over(self, position: Position) -> None:
         """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""

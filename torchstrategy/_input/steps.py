@@ -247,7 +247,8 @@ class Splitter(ABC):
         """What the elements of the distributed dataset are made of."""
         if self._spec is None:
             with self.sources[0].reading():
-                self.see(self.split_batch(self.first()))
+                elements = [source.first() for source in self.sources]
+                self.see(self.split_batch(elements * (self.elements_of_step // len(elements))))
         return self._spec
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
@@ -260,10 +261,7 @@ class Splitter(ABC):
 
     def begin(self) -> list[Epoch]:
         """A new epoch over each source. The caller's thread draws their seeds."""
-        if not self.reads_its_own:
-            for source in self.sources:
-                source.follow_first_worker(self.workers)
-        return [source.begin() for source in self.sources]
+        return [source.begin(None if self.reads_its_own else self.workers) for source in self.sources]
 
     def see(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element."""
@@ -303,11 +301,6 @@ class Splitter(ABC):
         """How many steps an epoch has."""
         elements = max(map(len, self.sources)) * len(self.sources)
         return -(-elements // self.elements_of_step)
-
-    def first(self) -> Sequence[Tree]:
-        """Elements for one step, from which to read the spec. No epoch loses them."""
-        elements = [source.first() for source in self.sources]
-        return elements * (self.elements_of_step // len(elements))
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
@@ -371,7 +364,14 @@ class SplitSteps(Splitter):
             )
         share = self._share_of(rows if total is None else total)
         if total is not None:
-            _check_loaded(share.loaded, rows)
+            samples = share.loaded.stop - share.loaded.start
+            if rows != samples:
+                raise ValueError(
+                    f"The loader made {plural(rows, 'row')} of {plural(samples, 'sample')}. Each worker loads only "
+                    "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one "
+                    "row of each; or give the strategy an iterable of batches that is no DataLoader: every worker "
+                    "reads all of it, and keeps its own rows."
+                )
             share = share.within_loaded()
         counts = tuple(piece.stop - piece.start for piece in share.slices)
         spare: list[Tree] = []
@@ -389,22 +389,6 @@ class SplitSteps(Splitter):
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
         return SplitBatch(list(map(parts, leaves)), spec, counts, spare=spare)
-
-
-def _check_loaded(loaded: slice, rows: int) -> None:
-    """Refuses a loader that made another number of rows of its samples.
-
-    Raises:
-        ValueError: If it did.
-    """
-    start, stop = loaded.start, loaded.stop
-    if rows != stop - start:
-        raise ValueError(
-            f"The loader made {plural(rows, 'row')} of {plural(stop - start, 'sample')}. Each worker loads only "
-            "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one row of "
-            "each; or give the strategy an iterable of batches that is no DataLoader: every worker reads all of it, "
-            "and keeps its own rows."
-        )
 
 
 def _may_be_rows(batch: Tree) -> bool:
