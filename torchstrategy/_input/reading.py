@@ -458,7 +458,13 @@ class Prefetcher(Reading):
                 ahead -= 1
                 continue
             item = self._next_item()
-            self._send(item)
+            self._items.append(item)
+            if self._is_closed:
+                item.forget()
+            self._tell()
+            if item.batch is not None:
+                for inbox in self._inboxes.values():
+                    inbox.put(item)
             ahead += 1
             most = self._depth if item.batch is not None else 1  # after an error: read only when the consumer asks
             is_over = isinstance(item.error, StopIteration)
@@ -471,16 +477,6 @@ class Prefetcher(Reading):
             return self._transferred()
         except BaseException as error:
             return Transfer(error=error)  # not kept in a variable, since the error's traceback refers to this frame
-
-    def _send(self, item: Transfer) -> None:
-        """Adds a step to the queue, and gives it to the workers."""
-        self._items.append(item)
-        if self._is_closed:
-            item.forget()
-        self._tell()
-        if item.batch is not None:
-            for inbox in self._inboxes.values():
-                inbox.put(item)
 
     def _send_no_more(self) -> None:
         """Tells the workers to end when they have copied what is in their queues."""
