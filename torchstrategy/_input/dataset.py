@@ -16,7 +16,6 @@ from typing_extensions import TypeVar
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.errors import an, plural, unpicklable, warn
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.loader_state import State
 from torchstrategy._input.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, in_step
 from torchstrategy._input.source import Source, is_map_style
@@ -421,7 +420,12 @@ class DistributedDataset(Generic[T]):
             TypeError: If it is no such state.
         """
         sources = self._splitter.sources
-        states = _checked(state_dict)
+        states = state_dict.get("sources") if isinstance(state_dict, dict) else None
+        if not isinstance(states, list) or len(state_dict) != 1:
+            raise TypeError(
+                f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
+                f"{type(state_dict).__name__} {state_dict!r:.60}."
+            )
         if len(states) != len(sources):
             raise ValueError(
                 f"The state is of a dataset that reads {plural(len(states), 'loader')}, and this one reads "
@@ -522,16 +526,6 @@ def _source(dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
     return [Route(device if options.experimental_fetch_to_device else None) for device in devices]
-
-
-def _checked(state_dict: Any) -> list[State]:
-    states = state_dict.get("sources") if isinstance(state_dict, dict) else None
-    if not isinstance(states, list) or len(state_dict) != 1:
-        raise TypeError(
-            f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
-            f"{type(state_dict).__name__} {state_dict!r:.60}."
-        )
-    return states
 
 
 # By the id of each loader with persistent workers, which is alive as long as this: the last epoch over it.

@@ -23,7 +23,7 @@ def check_form(state: Any) -> None:
     form = _FORM_OF_LOADER if "loader" in state else _FORM
     told = "In the state of a loader that DistributedDataset.state_dict() returns"
     if state.keys() != form.keys():
-        raise TypeError(f"{told}, there is {', '.join(form)}; in this one, there is {', '.join(map(str, state))}.")
+        raise TypeError(f"{told}, the entries are {[*form]}; in this one, they are {[*state]}.")
     for name, (is_right, what) in form.items():
         if not is_right(state[name]):
             raise TypeError(f"{told}, {name!r} is {what}; got {state[name]!r:.60}.")

@@ -261,9 +261,22 @@ class Source:
         for name in ("began", "asked"):
             if name == "began" or state[name]:
                 check_generators(name, state[name], generators)
-        count, length = self._count_of(state), self._length()
-        rest = (state["batch_size"] or 1) - 1  # the saved count may include a small last batch
-        if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
+        theirs, ours, count = state["batch_size"], self._batch_size, state["batches"]
+        if theirs != ours:
+            if theirs is None or ours is None:
+                raise ValueError(
+                    f"The state is of a loader with batch_size={theirs}, and this one has batch_size={ours}: which of "
+                    "its batches were consumed cannot be known. Make the loader as it was made there."
+                )
+            count, rest = divmod(count * theirs, ours)
+            if rest:
+                rows = count * ours + rest
+                raise ValueError(
+                    f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} "
+                    f"no batch begins there. Make the loader with a batch size that divides {rows}."
+                )
+        length, size, rest = self._length(), ours or 1, (theirs or 1) - 1  # the count may include a small last batch
+        if length is not None and count * size > length * size + rest:
             raise ValueError(
                 f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
                 "loader as it was made there."
@@ -341,68 +354,42 @@ class Source:
             position.asked = []  # persistent workers, whose seed was drawn when the first epoch began
         return iterator
 
-    def _taken_up(self, position: Position) -> Iterator[Tree]:
-        generators = _generators(self._dataset)
-        with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
-            if self.keeps_state:
-                return self._iterator()
-            _set(generators, position.began)
-            return self._iterator_from(position)
-
     def _iterator(self, count: int = 0) -> Iterator[Tree]:
         if is_map_style(self._dataset):
             return map(self._dataset.__getitem__, range(count, len(self._dataset)))
         return iter(self._dataset if self._once is None else self._once)
 
-    def _iterator_from(self, position: Position) -> Iterator[Tree]:
+    def _taken_up(self, position: Position) -> Iterator[Tree]:
         """The remaining elements. The elements before them are not loaded if the dataset is map-style."""
         loader, generators, asked = self._dataset, _generators(self._dataset), position.asked
-        if is_map_style(loader):
-            return self._iterator(position.count)
-        if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
-            iterator = self._iterator()
+        with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
+            if self.keeps_state:
+                return self._iterator()
+            _set(generators, position.began)
+            if is_map_style(loader):
+                return self._iterator(position.count)
+            if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+                iterator = self._iterator()
+                _set(generators, asked or [])
+                found = sum(1 for _ in islice(iterator, position.count))
+                if found < position.count:
+                    raise ValueError(
+                        f"The state says that batches={position.count} were consumed, and the dataset has {found}: it "
+                        "is not the one of which the state was taken."
+                    )
+                return iterator
+            sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            if asked is None:
+                rest = _RemainingIndices(sampler, position.count)
+                iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
+                if self.has_workers:
+                    return iterator  # it has begun to iterate over the sampler, too
+            indices = iter(sampler)
             _set(generators, asked or [])
-            found = sum(1 for _ in islice(iterator, position.count))
-            if found < position.count:
-                raise ValueError(
-                    f"The state says that batches={position.count} were consumed, and the dataset has {found}: it "
-                    "is not the one of which the state was taken."
-                )
-            return iterator
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        if asked is None:
-            rest = _RemainingIndices(sampler, position.count)
-            iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
-            if self.has_workers:
-                return iterator  # it has begun to iterate over the sampler, too
-        indices = iter(sampler)
-        _set(generators, asked or [])
-        for _ in islice(indices, position.count):
-            pass  # the sampler draws these indices now
-        # A seed is drawn, but not from the loader's generator.
-        return iter(_alike(loader, indices, persistent_workers=False, generator=None))
-
-    def _count_of(self, state: State) -> int:
-        """How many elements of this source are skipped for a state.
-
-        Raises:
-            ValueError: If it ends within one of them.
-        """
-        theirs, ours, count = state["batch_size"], self._batch_size, state["batches"]
-        if theirs == ours:
-            return int(count)
-        if theirs is None or ours is None:
-            raise ValueError(
-                f"The state is of a loader with batch_size={theirs}, and this one has batch_size={ours}: which of its "
-                "batches were consumed cannot be known. Make the loader as it was made there."
-            )
-        rows = count * theirs
-        if rows % ours:
-            raise ValueError(
-                f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} no "
-                f"batch begins there. Make the loader with a batch size that divides {rows}."
-            )
-        return int(rows // ours)
+            for _ in islice(indices, position.count):
+                pass  # the sampler draws these indices now
+            # A seed is drawn, but not from the loader's generator.
+            return iter(_alike(loader, indices, persistent_workers=False, generator=None))
 
 
 @final
