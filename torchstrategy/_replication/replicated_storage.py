@@ -6,10 +6,11 @@ threads or from a merge function, get sets of their own, so no two runs ever use
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -58,13 +59,13 @@ class ReplicatedStorage(Storage):
         self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
-        self._has_new_on_read = False  # whether there are variables with `ON_READ` that no run has had yet
-        self._new: set[int] = set()  # the ids of modules and variables of which there are no copies yet
+        self._new: set[int] = set()  # the ids of modules and variables that no run has had yet
         # Grows by 1 when modules or variables come or go. A replica set with another number is not used again.
         self._generation = 0
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
         self._is_copying = False  # while it is true, new modules are copies and not the user's
+        self._on_death = functools.partial(_forget, weakref.ref(self))
         tell_of_steps(self)
         if any(map(is_accelerator, (*self.devices, self.parameter_device))):
             listen_to_data()
@@ -182,14 +183,13 @@ class ReplicatedStorage(Storage):
     @property
     def has_news(self) -> bool:
         """Whether there are modules or variables that no run has had yet."""
-        return bool(self._new) or self._has_new_on_read
+        return bool(self._new)
 
     def as_before(self) -> AbstractContextManager[None]:
         """A block for an understudy: after it, variables with a value for each replica have the values from before."""
         return unwritten(_alive(self._on_read.valuerefs()))
 
     def _take_from_first_worker(self) -> None:
-        self._has_new_on_read = False
         # What the user has dropped must not be compared, so Python's collector of cycles runs first.
         gc.collect()
         variables = _alive([*self._variables.values(), *self._on_read.valuerefs()])
@@ -203,17 +203,16 @@ class ReplicatedStorage(Storage):
         if id(module) in self._modules or self._is_copying or is_in_replica():
             return
         self.claim(module)
-        self._modules[id(module)] = weakref.ref(module, _weakly(self._forget))
+        self._modules[id(module)] = weakref.ref(module, self._on_death)
         self._new.add(id(module))
 
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
+        self._new.add(id(variable))
         if isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
             self._on_read[id(variable)] = variable
-            self._has_new_on_read = True
         else:
-            self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
-            self._new.add(id(variable))
+            self._variables[id(variable)] = weakref.ref(variable, self._on_death)
             # The run in which the variable is made has no copies of it: a backward that reaches it is refused.
             for copies in self._standing_still() if self._in_use else []:
                 copies.gradients.watch(variable, variable.name)
@@ -222,27 +221,16 @@ class ReplicatedStorage(Storage):
         if is_in_replica():
             return
         if isinstance(stepper, Optimizer):
-            self._optimizers[id(stepper)] = weakref.ref(stepper, _weakly(self._forget))
+            self._optimizers[id(stepper)] = weakref.ref(stepper, self._on_death)
         else:
             self._steppers[id(stepper)] = stepper  # no copies depend on it
-
-    def _forget(self, reference: weakref.ref[Any]) -> None:
-        """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
-        for table in (self._modules, self._optimizers, self._variables):
-            for key in [key for key, known in list(table.items()) if known is reference]:
-                del table[key]
-                if key in self._new:
-                    self._new.discard(key)
-                else:
-                    self._generation += 1
-                    self._idle.clear()
 
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
         with self._lock:
             optimizers = _alive(self._optimizers.values())
-            if self._new:
-                self._new.clear()
+            if any(key not in self._on_read for key in list(self._new)):
                 self._generation += 1
+            self._new.clear()
             # The last set that was returned comes first. One that does not fit any more is dropped.
             while self._idle:
                 copies = self._idle.pop()
@@ -263,9 +251,8 @@ class ReplicatedStorage(Storage):
         During a run: its set, if this thread called the run. Between runs: the set used last.
         """
         with self._lock:
-            if not self._in_use:
-                return self._idle[-1:]
-            return [self._in_use[-1]] if self._in_use[-1].thread == threading.get_ident() else []
+            used = [copies for copies in self._in_use[-1:] if copies.thread == threading.get_ident()]
+            return used if self._in_use else self._idle[-1:]
 
     def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
         generation = self._generation
@@ -334,15 +321,18 @@ class ReplicatedStorage(Storage):
                 copies.replicated.note_written(parameters_of(optimizer))
 
 
-def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A function that calls a bound method while its object lives, and does not keep the object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(argument)
-
-    return call
+def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]) -> None:
+    """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
+    if (own := storage()) is None:
+        return
+    for table in (own._modules, own._optimizers, own._variables):
+        for key in [key for key, known in list(table.items()) if known is reference]:
+            del table[key]
+            if key in own._new:
+                own._new.discard(key)
+            else:
+                own._generation += 1
+                own._idle.clear()
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
