@@ -30,7 +30,7 @@ from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.module_tensors import BufferSlot
-from torchstrategy._replication.storage import Placement
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data

@@ -36,9 +36,9 @@ from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.module_tensors import tensors_in
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
-from torchstrategy._replication.storage import Placement
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
 from torchstrategy._replication.worker_values import (
     Writes,

@@ -22,9 +22,9 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
-from torchstrategy._replication.storage import Placement
 from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
@@ -290,7 +290,7 @@ class ReplicatedRun(OptimizerHost):
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
-        # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
+        # See Note [The order of a run and of its undoing] in `storage`, step 7.
         self._check_unwritten()
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()

@@ -29,8 +29,8 @@ from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Placement, Storage, is_nobodys
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.storage import Storage, is_nobodys
 from torchstrategy._strategy.replica_context import LoneFrame
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -47,7 +47,7 @@ class OneMachineExtended(StrategyExtended):
 
     _makes_containers = False  # whether a lone replica gets lists and dicts of its own, as several replicas do
 
-    def __init__(self, storage: Storage | ReplicatedStorage, between_graph: bool = False) -> None:
+    def __init__(self, storage: Storage, between_graph: bool = False) -> None:
         super().__init__()
         self._storage = storage
         self._between_graph = between_graph

@@ -30,8 +30,7 @@ from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._replication.replicated_run import ReplicatedRun
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
 from torchstrategy._strategy.replica_context import running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -73,7 +72,7 @@ class ReplicatedExtended(OneMachineExtended):
     # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
     #    (`_training/replica_weights`).
     # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
-    #    gets the copy of its replica (`_replication/replicated_storage`; Note [The order of a run and of its undoing]
+    #    gets the copy of its replica (`_replication/storage`; Note [The order of a run and of its undoing]
     #    there tells what undoes it).
     # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
     #    another (`_execution/replica_threads`).

@@ -12,8 +12,8 @@ from torchstrategy._communication.cross_device_ops import CrossDeviceOps, Reduct
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.types import Device, DeviceLike
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Placement, Storage
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategy import Strategy
