@@ -61,7 +61,6 @@ class ReplicaSet:
             self.replicated = ReplicatedModules(roots, layout, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
         self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
-        self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -102,11 +101,11 @@ class ReplicaSet:
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         self._sharing = self.replicated.sharing()
-        local = {r: self.replicated.own_parameters(replica) for r, replica in enumerate(self.replicated.replicas)}
-        self._local = {r: parameters for r, parameters in local.items() if parameters}
+        self._local = self.replicated.own_parameters()
         # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
-        if self._layout.is_mirrored and self._local and all(self._sharing[0]):
-            self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
+        is_updated = self._layout.is_mirrored and self._local and all(self._sharing[0])
+        followed = [optimizer for optimizer in optimizers if is_updated and can_have_copies(optimizer)]
+        self._optimizer_copies = {id(optimizer): OptimizerCopies(optimizer, self._local) for optimizer in followed}
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""

@@ -205,7 +205,7 @@ class ReplicatedStorage(Storage):
         if replica_weights.has_news:  # 0
             # What the user has dropped must not be compared, so Python's collector of cycles runs first.
             gc.collect()
-            known = [*self._variables.values(), *self._on_read.valuerefs()]
+            known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
             take_from_first_worker(self.layout.workers, _roots(parts_of(_alive(self._modules.values()))), _alive(known))
         # The list keeps the variables alive for as long as the run has copies of them.
         variables = _alive(self._variables.values())
@@ -231,7 +231,7 @@ class ReplicatedStorage(Storage):
             # A step that failed may have written anything on the copies.
             copies.generation = -1
             uninstall(originals, copies)
-            copies.replicated.restore()
+            copies.replicated.attributes.restore()
             try:
                 if run_state is not None:
                     run_state.stop_showing()
