@@ -377,9 +377,7 @@ class ReductionToOneDevice(_ByRoutes):
 
     def __init__(self, reduce_to_device: DeviceLike = None, accumulation_fn: AccumulationFn | None = None) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise TypeError(
-                f"accumulation_fn makes one tensor of a list of tensors; {accumulation_fn!r} is no function."
-            )
+            raise TypeError(f"accumulation_fn makes one tensor of several; {accumulation_fn!r} is no function.")
         self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
         self._accumulation_fn = accumulation_fn
 
@@ -477,8 +475,7 @@ class NcclAllReduce(_AllReduce):
     """
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
-        why = why_not_nccl(devices)
-        if why is not None:
+        if why := why_not_nccl(devices):
             raise ValueError(
                 f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
             )
