@@ -88,8 +88,8 @@ def _described(tensors: Sequence[torch.Tensor]) -> str:
 
 def combined(
     op: ReduceOp,
-    values: Sequence[Tree],
     axis: int | tuple[int, ...] | None,
+    values: Sequence[Tree],
     device: Device,
     workers: Workers = LONE,
     matter: bool = True,
@@ -101,8 +101,8 @@ def combined(
 
     Args:
         op: The reduction.
-        values: The values of this worker; or one value that only tells the shape and dtype of what others bring.
         axis: The axis, or several. None: the values are added as they are.
+        values: The values of this worker; or one value that only tells the shape and dtype of what others bring.
         device: The device of the result.
         workers: The processes that have values.
         matter: Whether the values of this worker count.
@@ -140,7 +140,7 @@ def summed_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor
 
 
 def gathered(
-    values: Sequence[Tree], axis: int, device: Device, workers: Workers = LONE, matter: bool = True
+    axis: int, values: Sequence[Tree], device: Device, workers: Workers = LONE, matter: bool = True
 ) -> torch.Tensor:
     """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `combined`.
 

@@ -60,9 +60,6 @@ class Watch(Protocol):
         With none at the start of the run, and after a synchronization point.
         """
 
-    def warn(self) -> None:
-        """Called after the run, to give warnings about it."""
-
 
 @dataclass(eq=False)
 class Replica(ABC):
@@ -150,23 +147,23 @@ class ReplicaGroup:
         present: The replicas of the run, in order.
         weights: The weight of the gradient of each replica of the strategy.
         devices: The device of each replica of the strategy. None: the device of the tensors that it brings.
-        bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
         workers: The processes that train together. `present`, `weights` and `devices` are of this one.
         num_present: How many replicas of all workers are in the run. None: those of this one.
         weight_of_all: What the gradient of something that is the same in every replica is multiplied by. None: the sum
             of `weights`.
         is_understudy: Whether what this worker brings does not count: it has no rows.
+        bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
     """
 
     replica: Replica
     present: Sequence[int]
     weights: Sequence[float]
     devices: Sequence[Device | None]
-    bytes_per_pack: int = 0
     workers: Workers = LONE
     num_present: int | None = None
     weight_of_all: float | None = None
     is_understudy: bool = False
+    bytes_per_pack: int = 0
 
     @property
     def size(self) -> int:

@@ -25,10 +25,12 @@ from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_funct
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TABLES, plain_attributes, tables_of
 from torchstrategy._binding.object_attributes import in_replica
 from torchstrategy._communication.transfer import Write, equal, sent_to
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.module_tensors import BufferSlot
+from torchstrategy._replication.storage import Placement
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
@@ -98,9 +100,8 @@ class ModuleReplica:
         parameters: Their parameters.
         buffers: Their buffers.
         slots: Where each of the buffers is.
-        device: Where the replica computes.
-        may_alias: Whether a parameter shares the memory of the user's, if both are on the same device.
-        which: Which replica this is, and of how many.
+        layout: Where the copies are.
+        replica: Which replica this is.
 
     Raises:
         TypeError: If a module cannot be copied.
@@ -113,13 +114,13 @@ class ModuleReplica:
         parameters: TrackedTensors,
         buffers: TrackedTensors,
         slots: Sequence[BufferSlot],
-        device: Device,
-        may_alias: bool,
-        which: tuple[int, int],
+        layout: Placement,
+        replica: int,
     ) -> None:
-        self._which = which
-        self.device = device
+        self._which = replica, len(layout.devices)
+        self.device = device = memory_device(layout.devices[replica])
         # See Note [What is aliased and what is copied].
+        may_alias = layout.may_alias or (layout.is_mirrored and replica == 0)
         owners = parameters.tensors
         self.aliased = [may_alias and owner.device == device for owner in owners]
         sent = iter(copies_of([o for o, aliased in zip(owners, self.aliased, strict=True) if not aliased], device))

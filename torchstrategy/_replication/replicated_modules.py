@@ -36,9 +36,9 @@ from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.module_tensors import tensors_in
-from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
+from torchstrategy._replication.storage import Placement
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
 from torchstrategy._replication.worker_values import (
     Writes,
@@ -102,11 +102,8 @@ class ReplicatedModules:
         self._slots = [slot for slot, _ in buffers]
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        places, n = zip(map(memory_device, layout.devices), layout.aliases(), strict=True), len(layout.devices)
-        self.replicas = [
-            ModuleReplica(roots, modules, self._parameters, self._buffers, self._slots, *place, (r, n))
-            for r, place in enumerate(places)
-        ]
+        originals = roots, modules, self._parameters, self._buffers, self._slots
+        self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
         self._buffers.watch(range(len(self._buffers.names)))

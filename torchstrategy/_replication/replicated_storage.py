@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -28,10 +28,9 @@ from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._replication.copyable import refuse_uncopyable
-from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
-from torchstrategy._replication.run_warnings import SharedTensors, has_plain_rows
-from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, trained
+from torchstrategy._replication.storage import Placement, Storage
 from torchstrategy._replication.worker_values import take_from_first_worker
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._training.replica_weights import ReplicaWeights
@@ -48,15 +47,12 @@ class ReplicatedStorage(Storage):
     """
 
     def __init__(self, layout: Placement) -> None:
-        super().__init__(layout.devices, layout.parameter_device)
-        if layout.is_mirrored:
-            self.parameter_devices = self.devices
-        self.layout = layout
+        super().__init__(layout)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
         self._variables: dict[int, weakref.ref[Variable]] = {}
-        self._on_read: dict[int, weakref.ref[SyncOnReadVariable]] = {}
+        self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
         self._idle: list[ReplicaSet] = []
         self._in_use: list[ReplicaSet] = []
         self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
@@ -113,7 +109,7 @@ class ReplicatedStorage(Storage):
         refuse_bound_methods([*named.steppers, *ours])
         # The numbers below are the steps of Note [The order of a run and of its undoing].
         # The list keeps the variables alive for as long as the run has copies of them.
-        variables = _alive(self._variables)
+        variables = _alive(self._variables.values())
         run_state = None
         originals: list[Any] = []
         if replica_weights.has_news:
@@ -161,7 +157,11 @@ class ReplicatedStorage(Storage):
         cross_replica: CrossReplica,
     ) -> ReplicatedRun:
         """The run, with what its step names beside modules: steppers, trainers, and tensors without copies."""
-        steppers = self._steppers_of(named)
+        # The schedulers and scalers of the scope, and those that the step names.
+        found = [*_alive(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
+        steppers = list({id(stepper): stepper for stepper in found}.values())
+        with undisturbed():
+            make_ready(steppers, self.parameter_device)
         has_others, n = self.layout.workers.count > 1, len(self.devices)
         named_trainers = named.trainers() if n > 1 or has_others else []
         of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
@@ -174,18 +174,10 @@ class ReplicatedStorage(Storage):
         may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
         watch = self._shared.watch(named, self._modules, copies.known) if several and may_share else None
         may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
+        is_plain = may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
+        before = trained(copies.replicated.owners) if is_plain else None
         parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
-        return ReplicatedRun(*parts, self._warned, may_be_plain and has_plain_rows(leaves))
-
-    def _steppers_of(self, named: StepReferences) -> list[Any]:
-        """The schedulers and scalers of the scope, and those that the step names, ready for a run."""
-        # Another thread may add a stepper meanwhile, so the references are listed at once.
-        of_scope = [stepper for known in self._steppers.valuerefs() if (stepper := known()) is not None]
-        seen = (thing for _, thing in named.steppers)
-        steppers = list({id(stepper): stepper for stepper in (*of_scope, *seen)}.values())
-        with undisturbed():
-            make_ready(steppers, self.parameter_device)
-        return steppers
+        return ReplicatedRun(*parts, self._warned, before)
 
     @property
     def has_news(self) -> bool:
@@ -194,17 +186,14 @@ class ReplicatedStorage(Storage):
 
     def as_before(self) -> AbstractContextManager[None]:
         """A block for an understudy: after it, variables with a value for each replica have the values from before."""
-        return unwritten(_alive(self._on_read))
+        return unwritten(_alive(self._on_read.valuerefs()))
 
     def _take_from_first_worker(self) -> None:
         self._has_new_on_read = False
         # What the user has dropped must not be compared, so Python's collector of cycles runs first.
         gc.collect()
-        roots, variables = _roots(parts_of(_alive(self._modules))), [*_alive(self._variables), *_alive(self._on_read)]
-        take_from_first_worker(self.layout.workers, roots, variables)
-
-    def like(self) -> ReplicatedStorage:
-        return ReplicatedStorage(self.layout)
+        variables = _alive([*self._variables.values(), *self._on_read.valuerefs()])
+        take_from_first_worker(self.layout.workers, _roots(parts_of(_alive(self._modules.values()))), variables)
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(_roots(parts_of([module])), are_all=False)
@@ -220,7 +209,7 @@ class ReplicatedStorage(Storage):
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
         if isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
-            self._on_read[id(variable)] = weakref.ref(variable, _weakly(self._forget))
+            self._on_read[id(variable)] = variable
             self._has_new_on_read = True
         else:
             self._variables[id(variable)] = weakref.ref(variable, _weakly(self._forget))
@@ -239,7 +228,6 @@ class ReplicatedStorage(Storage):
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
-        self._on_read = {key: known for key, known in list(self._on_read.items()) if known is not reference}
         for table in (self._modules, self._optimizers, self._variables):
             for key in [key for key, known in list(table.items()) if known is reference]:
                 del table[key]
@@ -251,7 +239,7 @@ class ReplicatedStorage(Storage):
 
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
         with self._lock:
-            optimizers = _alive(self._optimizers)
+            optimizers = _alive(self._optimizers.values())
             if self._new:
                 self._new.clear()
                 self._generation += 1
@@ -281,7 +269,7 @@ class ReplicatedStorage(Storage):
 
     def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
         generation = self._generation
-        parts = parts_of(_alive(self._modules))
+        parts = parts_of(_alive(self._modules.values()))
         for part in parts:
             self.claim(part)
         self._is_copying = True
@@ -357,8 +345,9 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
-def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:
-    return [thing for reference in list(references.values()) if (thing := reference()) is not None]
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    # Another thread may add one meanwhile, so the references are listed at once.
+    return [thing for reference in list(references) if (thing := reference()) is not None]
 
 
 def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -43,7 +43,7 @@ from torchstrategy._binding.step_references import StepReferences
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
 from torchstrategy._core.torch_internals import raw_grads, unseen_by_function_modes, version, versions
-from torchstrategy._core.tree import is_record, parts_of, tree_flatten
+from torchstrategy._core.tree import leaves_within
 from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
@@ -64,14 +64,9 @@ def _is_power_of_two(count: int) -> bool:
 
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
-    flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
+    flat = [leaf for _, leaf in leaves_within(list(leaves), "") if not is_variable(leaf)]
     is_distributed = any(isinstance(leaf, DistributedValues) for leaf in flat)
     return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
-
-
-def _within(leaves: Sequence[Any]) -> Iterator[Any]:
-    for leaf in leaves:
-        yield from tree_flatten(list(parts_of(leaf).values()))[0] if is_record(leaf) else (leaf,)
 
 
 def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
@@ -85,6 +80,7 @@ def warn_of_plain_batch(num_replicas: int) -> None:
     warn(_NOT_DISTRIBUTED.format(count=num_replicas), UndistributedBatchWarning)
 
 
+PLAIN_BATCH = (0, "a plain batch")  # stands for this warning among those that users have got
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NOT_DISTRIBUTED = (
     "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
@@ -188,7 +184,7 @@ class SharedTensors:
         tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
         if not tensors:
             return None
-        read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
+        read = [pair for pair in tensors if _root(pair[0]) in due]
         take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
         return SharedWrites(self, tensors, read, take_turns)
 

@@ -1,4 +1,4 @@
-"""Where parameters live, and to which strategy each module, variable and parameter belongs.
+"""Where parameters and their copies live, and to which strategy each module, variable and parameter belongs.
 
 A storage takes in the modules, variables and optimizers that are created in the strategy's scope.
 """
@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +18,38 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._binding.module_traversal import parts_of
 from torchstrategy._binding.torch_hooks import Stepper, watched
+from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.types import Device
+from torchstrategy._execution.worker_streams import WorkerStreams
+from torchstrategy._training.gradient_reducer import AllReduce
 from torchstrategy._variables.variable import Variable, is_variable
+
+
+class Placement(NamedTuple):
+    """Where copies are, and how they are kept in step.
+
+    Args:
+        devices: The device of each replica.
+        parameter_device: The device of the user's parameters.
+        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
+            copies, as replicas on several devices have; the numbers are the same.
+        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
+        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
+            own; else values are sent to them.
+        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
+            themselves.
+        workers: The processes that train together.
+        streams: The caller's random generators, which the workers keep alike. None: there is one worker.
+    """
+
+    devices: Sequence[Device]
+    parameter_device: Device
+    may_alias: bool = True
+    averages_buffers: bool = True
+    is_mirrored: bool = False
+    all_reduce: AllReduce | None = None
+    workers: Workers = LONE
+    streams: WorkerStreams | None = None
 
 
 class Storage:
@@ -27,15 +58,15 @@ class Storage:
     This storage is that of a single replica, which uses the user's own objects, so that a run has nothing to prepare.
 
     Args:
-        devices: The device of each replica.
-        parameter_device: Where parameters are.
+        layout: Where parameters and their copies are.
     """
 
-    def __init__(self, devices: Sequence[Device], parameter_device: Device) -> None:
-        self.devices = tuple(devices)
-        self.parameter_device = parameter_device
+    def __init__(self, layout: Placement) -> None:
+        self.layout = layout
+        self.devices = tuple(layout.devices)
+        self.parameter_device = layout.parameter_device
         # Where parameters are: one device, or every device that has copies of them.
-        self.parameter_devices: tuple[Device, ...] = (parameter_device,)
+        self.parameter_devices = self.devices if layout.is_mirrored else (self.parameter_device,)
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
@@ -94,11 +125,11 @@ class Storage:
 
     def owns(self, thing: nn.Module | torch.Tensor) -> bool:
         """Whether a module or parameter belongs here."""
-        return _owner_now(thing) is self
+        return _owner_of(thing, is_anywhere=True) is self
 
     def like(self) -> Storage:
         """An empty storage of the same kind on the same devices."""
-        return Storage(self.devices, self.parameter_device)
+        return type(self)(self.layout)
 
     def take_part(self, module: nn.Module) -> None:
         """Takes in one module. It may have been taken in before, and have got another child since."""
@@ -125,30 +156,27 @@ def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
         _holders[key] = others
 
 
-def _owner_of(thing: nn.Module | torch.Tensor) -> Storage | None:
-    """The storage that a module or parameter belongs to."""
-    if isinstance(thing, torch.Tensor) and not is_variable(thing):
-        for holder, owner in _holders.get(id(thing), []):
-            module = holder()
-            if module is not None and any(parameter is thing for parameter in module._parameters.values()):
-                return owner()
-        return None
-    known: weakref.ref[Storage] | None = _owners.get(thing)
-    return None if known is None else known()
+def _owner_of(thing: nn.Module | torch.Tensor, is_anywhere: bool = False) -> Storage | None:
+    """The storage that a module or parameter belongs to.
 
-
-def _owner_now(thing: nn.Module | torch.Tensor) -> Storage | None:
-    """The storage that a module or parameter belongs to, also if no hook has told of the parameter."""
-    # `load_state_dict(assign=True)` puts parameters into modules without `register_parameter`, which has hooks.
-    owner = _owner_of(thing)
-    if owner is None and isinstance(thing, torch.Tensor) and not is_variable(thing):
-        for module, reference in list(_owners.items()):
-            if isinstance(module, nn.Module) and any(part is thing for part in module._parameters.values()):
-                found: Storage | None = reference()
-                return found
-    return owner
+    Args:
+        thing: The module or parameter.
+        is_anywhere: Whether a parameter is also looked for in modules that no hook has told of it.
+            `load_state_dict(assign=True)` puts parameters into modules without `register_parameter`, which has hooks.
+    """
+    if not isinstance(thing, torch.Tensor) or is_variable(thing):
+        known: weakref.ref[Storage] | None = _owners.get(thing)
+        return None if known is None else known()
+    holders: list[tuple[Any, weakref.ref[Storage]]] = [(held(), owner) for held, owner in _holders.get(id(thing), [])]
+    holders += _owners.items() if is_anywhere else ()
+    owners = (
+        owner()
+        for holder, owner in holders
+        if isinstance(holder, nn.Module) and any(part is thing for part in holder._parameters.values())
+    )
+    return next(filter(None, owners), None)
 
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
-    return _owner_now(thing) is None and not (is_variable(thing) and thing in _owners)
+    return _owner_of(thing, is_anywhere=True) is None and not (is_variable(thing) and thing in _owners)
