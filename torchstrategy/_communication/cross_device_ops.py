@@ -31,6 +31,7 @@ _Route: TypeAlias = "Device | tuple[Device, ...]"
 
 # What is reduced, and where the result goes.
 Pair = tuple[DistributedValues, Destinations]
+_Given: TypeAlias = "tuple[DistributedValues | torch.Tensor, Destinations]"
 
 
 def devices_of(where: Destinations) -> list[Device]:
@@ -146,7 +147,7 @@ class CrossDeviceOps:
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        value_destination_pairs: Sequence[_Given],
         options: CommunicationOptions | None = None,
     ) -> list[Tree]:
         """`reduce` for each of several (value, destinations) pairs, which may be sent together.
@@ -277,11 +278,7 @@ class CrossDeviceOps:
         return found
 
     def _checked(
-        self,
-        method: str,
-        reduce_op: object,
-        pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
-        options: CommunicationOptions | None,
+        self, method: str, reduce_op: object, pairs: Sequence[_Given], options: CommunicationOptions | None
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
