@@ -233,8 +233,7 @@ class ReplicaContext:
         if self._group is None and self.num_replicas_in_sync > 1:
             raise RuntimeError(
                 f"{what} is where replicas synchronize, and replica {self._replica_id} of {self.num_replicas_in_sync} "
-                f"of {self._strategy!r} was entered by hand: nothing says where the others are. Bring the replicas' "
-                "results together after run."
+                f"of {self._strategy!r} was entered by hand: bring the replicas' results together after run."
             )
         return self._group or ALONE
 

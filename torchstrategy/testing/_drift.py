@@ -14,7 +14,7 @@ from torchstrategy._core.context import local_object
 from torchstrategy._core.errors import plural
 from torchstrategy._execution.replica import group_here
 from torchstrategy._execution.replica_threads import runs_under_way
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 
