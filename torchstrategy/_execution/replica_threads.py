@@ -330,18 +330,14 @@ class _Run:
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        waiting = {r for r, message in self._to_send.items() if message is not _BEGIN} | self._arrived.keys()
-        self._to_send.clear()
-        self._arrived.clear()
-        while waiting:
+        self._to_send = {r: message for r, message in self._to_send.items() if message is not _BEGIN}
+        # A replica may come here again: code in a `finally` block of the step may have synchronized, or paused.
+        while waiting := self._to_send.keys() | self._arrived.keys():
             r = min(waiting)
-            waiting.discard(r)
+            self._arrived.pop(r, None)
             self._to_send[r] = STOP
             self._wake(r)
             self._receive()
-            # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
-            if self._arrived.pop(r, None) or self._to_send.pop(r, _BEGIN) is not _BEGIN:
-                waiting.add(r)
 
     def _error(self) -> BaseException:
         first = min(self._errors)
