@@ -119,7 +119,7 @@ class ReplicatedModules:
         self._is_outdated = False
         self._known_tensors = self.index_of.keys() | set(map(id, self._buffers.tensors))
         self._attributes = PlainAttributes(
-            modules, self._paths, self.replicas, self.index_of.keys(), self._known_tensors, self._home
+            self.replicas, modules, self._paths, self.index_of.keys(), self._known_tensors, self._home
         )
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
