@@ -80,8 +80,10 @@ from torchstrategy._strategy.strategies import (
     DefaultStrategy,
     MirroredStrategy,
     OneDeviceStrategy,
+    experimental_set_strategy,
+    get_strategy,
 )
-from torchstrategy._strategy.strategy import Strategy, experimental_set_strategy, get_strategy
+from torchstrategy._strategy.strategy import Strategy
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.variable import Variable
 

@@ -16,7 +16,7 @@ from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ class _ModuleProxy(_Proxy):
 
 
 def users_own(optimizer: Any, name: str) -> Any:
-    """The `param_groups` or `state` of the user's own optimizer.
+    """The `param_groups`, `state` or `step` of the user's own optimizer.
 
     It may be a property of the user's class: an optimizer that wraps another one takes it from there.
     """
@@ -108,8 +108,8 @@ def is_torchs(optimizer: Optimizer) -> bool:
     return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
-def _shared_table(name: str) -> property:
-    """The `param_groups` or `state` of a proxy: in a replica, what the replica's `ReplicaOptimizer` shows."""
+def _of_replica(name: str) -> property:
+    """The `param_groups`, `state` or `step` of a proxy: in a replica, that of the replica's `ReplicaOptimizer`."""
 
     def get(optimizer: Any) -> Any:
         local: Any = local_object(optimizer)
@@ -117,11 +117,11 @@ def _shared_table(name: str) -> property:
 
     def put(optimizer: Any, value: Any) -> None:
         _only_outside(optimizer, f"{name} = ...")
-        computed = getattr(plain_class(type(optimizer)), name, None)
-        if computed is None:
-            vars(optimizer)[name] = value
-        else:
+        computed: Any = getattr(plain_class(type(optimizer)), name, None)
+        if hasattr(computed, "__set__"):
             computed.__set__(optimizer, value)
+        else:
+            vars(optimizer)[name] = value
 
     return property(get, put)
 
@@ -129,21 +129,9 @@ def _shared_table(name: str) -> property:
 class _OptimizerProxy(_Proxy):
     """An optimizer that acts, in a replica, as this replica's `ReplicaOptimizer`."""
 
-    param_groups = _shared_table("param_groups")
-    state = _shared_table("state")
-
-    @property
-    def step(self) -> Any:
-        local: Any = local_object(self)
-        if local is not self:
-            return local.step
-        # A learning-rate scheduler puts a `step` of its own on the instance.
-        return vars(self).get("step") or super().step  # type: ignore[misc]
-
-    @step.setter
-    def step(self, value: Any) -> None:
-        _only_outside(self, "step = ...")
-        vars(self)["step"] = value
+    param_groups = _of_replica("param_groups")
+    state = _of_replica("state")
+    step = _of_replica("step")  # no method: a learning-rate scheduler puts a `step` of its own on the instance
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         local: Any = local_object(self)
@@ -346,29 +334,13 @@ def _exchange_classes(objects: Sequence[object], class_for: Callable[[type], typ
 _set_class = vars(object)["__class__"].__set__  # sets `__class__` without the property of the same name
 
 
-class _Ordinary:
-    """An ordinary class, to compare others with."""
-
-
 _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
 
 
 def is_all_in_dict(thing: object) -> bool:
     """Whether all of an object is in its `__dict__`. This is not so for a dict, or an object of a class with slots."""
     cls = plain_class(type(thing))
-    return all(getattr(cls, name) == getattr(_Ordinary, name) for name in _LAYOUT) and cls.__module__ != "types"
-
-
-@final
-class _Classes(dict[type, type]):
-    """What a function returns for a class, by the class: a dict, since a run looks up the class of every object."""
-
-    def __init__(self, of: Callable[[type], type]) -> None:
-        self._of = of
-
-    def __missing__(self, cls: type) -> type:
-        self[cls] = found = self._of(cls)
-        return found
+    return all(getattr(cls, name) == getattr(_Attributes, name) for name in _LAYOUT) and cls.__module__ != "types"
 
 
 def _without_proxy(cls: type) -> type:
@@ -376,9 +348,6 @@ def _without_proxy(cls: type) -> type:
     if cls is _ParameterProxy:
         return nn.Parameter
     return cls.__bases__[0] if issubclass(cls, _Proxy) else cls
-
-
-plain_class: Callable[[type], type] = _Classes(_without_proxy).__getitem__
 
 
 def _with_proxy(cls: type) -> type:
@@ -400,7 +369,9 @@ def _with_proxy(cls: type) -> type:
     return proxy
 
 
-_proxy_class: Callable[[type], type] = _Classes(_with_proxy).__getitem__
+# A run looks up the class of every object.
+plain_class: Callable[[type], type] = functools.cache(_without_proxy)
+_proxy_class: Callable[[type], type] = functools.cache(_with_proxy)
 
 
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:

@@ -10,13 +10,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_tensor, check_addable
-from torchstrategy._communication.transfer import added, bucketed, in_buckets, nccl_sums, sums, times, why_not_nccl
+from torchstrategy._communication.transfer import Column, added, bucketed, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
 from torchstrategy._core.errors import as_int, plural
@@ -26,8 +26,12 @@ from torchstrategy._core.types import Device, DeviceLike, Tree
 # A device, a tensor on the device that is meant, or a distributed value: the device of each of its components.
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
 
+# How values are reduced: on one device, or among several, on which the sum is then.
+_Route: TypeAlias = "Device | tuple[Device, ...]"
+
 # What is reduced, and where the result goes.
 Pair = tuple[DistributedValues, Destinations]
+_Given: TypeAlias = "tuple[DistributedValues | torch.Tensor, Destinations]"
 
 
 def devices_of(where: Destinations) -> list[Device]:
@@ -143,7 +147,7 @@ class CrossDeviceOps:
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        value_destination_pairs: Sequence[_Given],
         options: CommunicationOptions | None = None,
     ) -> list[Tree]:
         """`reduce` for each of several (value, destinations) pairs, which may be sent together.
@@ -260,8 +264,8 @@ class CrossDeviceOps:
         columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
         pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
-        sums = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS))
-        everywhere = [self._for_each(next(sums), len(destinations)) if column else None for column in columns]
+        totals = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS))
+        everywhere = [self._for_each(next(totals), len(destinations)) if column else None for column in columns]
         return [[None if totals is None else totals[r] for totals in everywhere] for r in range(len(destinations))]
 
     def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
@@ -274,11 +278,7 @@ class CrossDeviceOps:
         return found
 
     def _checked(
-        self,
-        method: str,
-        reduce_op: object,
-        pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
-        options: CommunicationOptions | None,
+        self, method: str, reduce_op: object, pairs: Sequence[_Given], options: CommunicationOptions | None
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
@@ -310,11 +310,45 @@ def _is_there(value: DistributedValues, destinations: Destinations) -> bool:
     return len(value.values) == 1 and devices_of(value) == devices_of(destinations)
 
 
+class _ByRoutes(CrossDeviceOps):
+    """Reduces together what takes the same route: to one device, or among several."""
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
+    ) -> list[Tree]:
+        """Does what `batch_reduce` is called for."""
+        columns, places = [v.values for v, _ in value_destination_pairs], devices_of_each(value_destination_pairs)
+        routes = list(map(self._route, columns, places))
+        totals: dict[int, list[torch.Tensor]] = {}
+        for route in dict.fromkeys(routes):
+            indices = [index for index, other in enumerate(routes) if other == route]
+            found = self._totals([columns[index] for index in indices], route, options.bytes_per_pack)
+            totals.update(zip(indices, found, strict=True))
+        results = []
+        for index, (_, destinations) in enumerate(value_destination_pairs):
+            count = len(columns[index]) if reduce_op is ReduceOp.MEAN else 1
+            copies = [total / count if count > 1 else total for total in totals[index]]  # one value keeps its dtype
+            results.append(as_meant(copies if len(copies) > 1 else copied_to(copies[0], places[index]), destinations))
+        return results
+
+    @abstractmethod
+    def _route(self, tensors: Column, devices: list[Device]) -> _Route:
+        """How tensors are reduced for some devices."""
+
+    def _totals(self, columns: Sequence[Column], route: Any, limit: int) -> list[list[torch.Tensor]]:
+        """Of each column its sum, or a sum for each device of what `_route` returned; `limit`: bytes sent together."""
+        for column in columns:
+            check_addable(column)
+        if not limit:
+            return [[total] for total in sums(columns, route)]
+        return bucketed(columns, limit, lambda column: [added(column, route)])
+
+
 AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 @final
-class ReductionToOneDevice(CrossDeviceOps):
+class ReductionToOneDevice(_ByRoutes):
     """Brings values to one device, adds them up there, and copies the result to its destinations.
 
     Args:
@@ -340,64 +374,34 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def __init__(self, reduce_to_device: DeviceLike = None, accumulation_fn: AccumulationFn | None = None) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise TypeError(
-                f"accumulation_fn makes one tensor of a list of tensors; {accumulation_fn!r} is no function."
-            )
+            raise TypeError(f"accumulation_fn makes one tensor of several; {accumulation_fn!r} is no function.")
         self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
         self._accumulation_fn = accumulation_fn
 
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
-    ) -> list[Tree]:
-        """Does what `batch_reduce` is called for."""
-        totals: dict[int, torch.Tensor] = {}
-        places = devices_of_each(value_destination_pairs)
-        targets = [self._device or devices[0] for devices in places]
-        for target in dict.fromkeys(targets):
-            indices = [index for index, other in enumerate(targets) if other == target]
-            columns = [value_destination_pairs[index][0].values for index in indices]
-            totals.update(zip(indices, self._accumulated(columns, target, options), strict=True))
-        if reduce_op is ReduceOp.MEAN:
-            counts = (len(value.values) for value, _ in value_destination_pairs)
-            totals = {index: mean(totals[index], count) for index, count in enumerate(counts)}
-        return [
-            as_meant(copied_to(totals[index], devices), destinations)
-            for index, (devices, (_, destinations)) in enumerate(zip(places, value_destination_pairs, strict=True))
-        ]
+    def _route(self, tensors: Column, devices: list[Device]) -> Device:
+        return self._device or devices[0]
 
-    def _accumulated(
-        self, columns: Sequence[Sequence[torch.Tensor]], device: Device, options: CommunicationOptions
-    ) -> list[torch.Tensor]:
+    def _totals(self, columns: Sequence[Column], route: Any, limit: int) -> list[list[torch.Tensor]]:
         if self._accumulation_fn is None:
-            for column in columns:
-                check_addable(column)
-            if not options.bytes_per_pack:
-                return sums(columns, device)
-            return in_buckets(columns, options.bytes_per_pack, lambda column: added(column, device))
-        if options.bytes_per_pack:
+            return super()._totals(columns, route, limit)
+        if limit:
             raise ValueError(
-                f"CommunicationOptions(bytes_per_pack={options.bytes_per_pack}) and an accumulation_fn, which is given "
-                "each value as it is, do not go together. Leave one of them out."
+                f"CommunicationOptions(bytes_per_pack={limit}) and an accumulation_fn, which is given each value as it "
+                "is, do not go together. Leave one of them out."
             )
-        return [self._combined([tensor.to(device) for tensor in column]) for column in columns]
+        return [[self._combined(self._accumulation_fn, [tensor.to(route) for tensor in column])] for column in columns]
 
-    def _combined(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        assert self._accumulation_fn is not None
-        total = self._accumulation_fn(list(tensors))
+    def _combined(self, fn: AccumulationFn, tensors: list[torch.Tensor]) -> torch.Tensor:
+        total = fn(list(tensors))
         if not isinstance(total, torch.Tensor):
             raise TypeError(f"accumulation_fn returned {total!r}, and has to return a tensor.")
         return total.clone() if any(total is tensor for tensor in tensors) else total
 
 
-def mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """The mean of `count` values whose sum is `total`; the mean of one value is this value, whatever its dtype."""
-    return total / count if count > 1 else total
-
-
 _by_one_device = ReductionToOneDevice()
 
 
-class _AllReduce(CrossDeviceOps):
+class _AllReduce(_ByRoutes):
     """Sums values in buckets, on the devices of the values.
 
     A value whose result goes to other devices, or that is sparse, is reduced on one device.
@@ -419,47 +423,25 @@ class _AllReduce(CrossDeviceOps):
         ops = _by_one_device if any(device.type == "cpu" for device in devices_of(destinations)) else self
         return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
-    def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
-    ) -> list[Tree]:
-        """Does what `batch_reduce` is called for."""
-        reduced: dict[int, Tree] = {}
-        groups: dict[tuple[Device, ...] | None, list[int]] = {}  # None: values that are reduced on one device
-        for index, pair in enumerate(value_destination_pairs):
-            devices = tuple(devices_of(pair[0])) if self._is_all_reduce(*pair) else None
-            groups.setdefault(devices, []).append(index)
-        for devices, indices in groups.items():
-            reduce = self._reduced_together if devices else _by_one_device.batch_reduce_implementation
-            results = reduce(reduce_op, [value_destination_pairs[index] for index in indices], options)
-            reduced.update(zip(indices, results, strict=True))
-        return [reduced[index] for index in range(len(value_destination_pairs))]
-
-    def _is_all_reduce(self, value: DistributedValues, destinations: Destinations) -> bool:
-        tensors = value.values
+    def _route(self, tensors: Column, devices: list[Device]) -> _Route:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return False  # gradients flow only through sums on one device
+            return devices[0]  # gradients flow only through sums on one device
         is_dense = all(tensor.layout is torch.strided for tensor in tensors)
-        return is_dense and len(tensors) > 1 and devices_of(value) == devices_of(destinations)
+        is_all_reduce = is_dense and len(tensors) > 1 and [tensor.device for tensor in tensors] == devices
+        return tuple(devices) if is_all_reduce else devices[0]
 
-    def _reduced_together(
-        self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
-    ) -> list[Tree]:
-        """The results of pairs whose values and destinations are all on the same devices."""
-        columns = [value.values for value, _ in pairs]
+    def _totals(self, columns: Sequence[Column], route: Any, limit: int) -> list[list[torch.Tensor]]:
+        if not isinstance(route, tuple):
+            return super()._totals(columns, route, limit)
         for column in columns:
             check_addable(column)
-        self._check_devices([tensor.device for tensor in columns[0]])
-        limit, count = float(options.bytes_per_pack), 1
-        if not limit and self._num_packs:
-            limit, count = math.inf, self._num_packs
-        turns = itertools.count()
-        sums = bucketed(columns, limit, lambda bucket: self._sums(bucket, next(turns)), count)
-        if reduce_op is ReduceOp.MEAN:
-            sums = [[mean(total, len(totals)) for total in totals] for totals in sums]
-        return [as_meant(totals, where) for totals, (_, where) in zip(sums, pairs, strict=True)]
+        self._check_devices(route)
+        turns, in_packs = itertools.count(), self._num_packs > 0 and not limit
+        most, count = (math.inf, self._num_packs) if in_packs else (limit, 1)
+        return bucketed(columns, most, lambda bucket: self._sums(bucket, next(turns)), count)
 
     @abstractmethod
-    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+    def _sums(self, tensors: Column, turn: int) -> Column:
         """The sum of several tensors, on the device of each of them. `turn` is the number of the bucket, from 0."""
 
 
@@ -490,13 +472,12 @@ class NcclAllReduce(_AllReduce):
     """
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
-        why = why_not_nccl(devices)
-        if why is not None:
+        if why := why_not_nccl(devices):
             raise ValueError(
                 f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
             )
 
-    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+    def _sums(self, tensors: Column, turn: int) -> Column:
         return nccl_sums(tensors)
 
 
@@ -528,11 +509,11 @@ class HierarchicalCopyAllReduce(_AllReduce):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
     """
 
-    def _is_all_reduce(self, value: DistributedValues, destinations: Destinations) -> bool:
+    def _route(self, tensors: Column, devices: list[Device]) -> _Route:
         # Among values of one device nothing has to be sent.
-        return len(set(devices_of(value))) > 1 and super()._is_all_reduce(value, destinations)
+        return super()._route(tensors, devices) if len(set(devices)) > 1 else devices[0]
 
-    def _sums(self, tensors: Sequence[torch.Tensor], turn: int) -> Sequence[torch.Tensor]:
+    def _sums(self, tensors: Column, turn: int) -> Column:
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
         led = {group[turn % len(group)]: group for group in groups}  # by the leader, on whose device a group adds up

@@ -88,8 +88,8 @@ def _described(tensors: Sequence[torch.Tensor]) -> str:
 
 def combined(
     op: ReduceOp,
-    values: Sequence[Tree],
     axis: int | tuple[int, ...] | None,
+    values: Sequence[Tree],
     device: Device,
     workers: Workers = LONE,
     matter: bool = True,
@@ -101,8 +101,8 @@ def combined(
 
     Args:
         op: The reduction.
-        values: The values of this worker; or one value that only tells the shape and dtype of what others bring.
         axis: The axis, or several. None: the values are added as they are.
+        values: The values of this worker; or one value that only tells the shape and dtype of what others bring.
         device: The device of the result.
         workers: The processes that have values.
         matter: Whether the values of this worker count.
@@ -111,17 +111,17 @@ def combined(
         ValueError: If there is no such axis, or what is added differs in shape.
         TypeError: If `axis` is neither an integer nor a tuple of them.
     """
-    sums = [as_tensor(value) if axis is None else summed_along(value, axis) for value in values]
+    sums, sizes = zip(*((as_tensor(v), 1) if axis is None else summed_along(v, axis) for v in values), strict=True)
     check_addable(sums)
-    total, size = added(sums, device), sum(1 if axis is None else size_along(value, axis) for value in values)
+    total, size = added(sums, device), sum(sizes)
     if not matter:
         total, size = torch.zeros_like(total), 0
-    total, sizes = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")
-    return total if op is ReduceOp.SUM else total / sizes.item()
+    total, everyones = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")
+    return total if op is ReduceOp.SUM else total / everyones.item()
 
 
-def summed_along(value: Tree, axis: int | tuple[int, ...]) -> torch.Tensor:
-    """The sum of one value along one axis or several axes.
+def summed_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
+    """The sum of one value along one axis or several axes, and how many rows were added for each of its elements.
 
     Raises:
         ValueError: If there is no such axis.
@@ -135,17 +135,12 @@ def summed_along(value: Tree, axis: int | tuple[int, ...]) -> torch.Tensor:
             raise ValueError(f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}.")
     if len({a % tensor.dim() for a in axes}) < len(axes):
         raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
-    return tensor.sum(dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype)
-
-
-def size_along(value: Tree, axis: int | tuple[int, ...]) -> int:
-    """How many rows were added for each element of `summed_along`."""
-    shape = as_tensor(value).shape
-    return math.prod(shape[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
+    total = tensor.sum(dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype)
+    return total, math.prod(tensor.shape[a] for a in axes)
 
 
 def gathered(
-    values: Sequence[Tree], axis: int, device: Device, workers: Workers = LONE, matter: bool = True
+    axis: int, values: Sequence[Tree], device: Device, workers: Workers = LONE, matter: bool = True
 ) -> torch.Tensor:
     """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `combined`.
 

@@ -31,18 +31,9 @@ _SMALL = 1 << 18  # bytes: tensors up to this size are sent together, since larg
 _TOGETHER = 1 << 24  # bytes that are sent together: for a while, both devices need as much extra memory
 
 
-def sent_to(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-    """A copy of all `tensors` for each device; a copy never shares memory with the original.
-
-    Args:
-        tensors: Tensors of one device. No gradient flows through the copies.
-        devices: The devices of the copies; the same device may occur several times.
-    """
-    originals = [tensor.detach() for tensor in tensors]
-    if originals and _have_primitives([originals[0].device, *devices]):
-        copies = comm.broadcast_coalesced(originals, [originals[0].device, *devices])
-        return [list(copy) for copy in copies[1:]]
-    return [[tensor.to(memory_device(device), copy=True) for tensor in originals] for device in devices]
+def sent_to(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    """A copy on a device; it never shares memory with the original, and no gradient flows through it."""
+    return tensor.detach().to(memory_device(device), copy=True)
 
 
 class Write(NamedTuple):
@@ -63,23 +54,23 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
-        copies = sent_to(writes[0].sources, [write.targets[0].device for write in writes])
-        writes = [Write(write.targets, copy) for write, copy in zip(writes, copies, strict=True)]
+        originals = [source.detach() for source in writes[0].sources]
+        devices = [originals[0].device, *(write.targets[0].device for write in writes)]
+        _, *copies = comm.broadcast_coalesced(originals, devices)
+        writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
             torch_internals.foreach_copy_(targets, sources)
             continue
-        groups = _groups(sources)
-        alone = [index for group in groups if len(group) == 1 for index in group]
-        together = [index for group in groups if len(group) > 1 for index in group]
         with _copying_to(device):
             # The program waits for the small ones, which come from memory that is not pinned. So they go first.
-            if together:
-                arrived = brought([sources[index] for index in together], device)
-                torch_internals.foreach_copy_([targets[index] for index in together], arrived)
-            for index in alone:  # a large tensor is copied without a temporary tensor on the target device
-                targets[index].copy_(sources[index], non_blocking=is_accelerator(device))
+            for group in sorted(_groups(sources), key=len, reverse=True):
+                there = [targets[index] for index in group]
+                if len(group) > 1:
+                    torch_internals.foreach_copy_(there, brought([sources[index] for index in group], device))
+                else:  # a large tensor is copied without a temporary tensor on the target device
+                    there[0].copy_(sources[group[0]], non_blocking=is_accelerator(device))
     places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
     return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
 
@@ -97,9 +88,9 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
             # To the CPU, a copy that does not block makes a tensor in pinned memory.
             arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device) or pinned)
             continue
-        together = torch.cat([tensors[index].reshape(-1) for index in indices])
-        there = together.to(device).split([tensors[index].numel() for index in indices])
-        arrived.update((index, flat.view(tensors[index].shape)) for index, flat in zip(indices, there, strict=True))
+        like = [tensors[index] for index in indices]
+        together = torch.cat([tensor.reshape(-1) for tensor in like])
+        arrived.update(zip(indices, torch_internals.unflattened(together.to(device), like), strict=True))
     if pinned:
         torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
@@ -256,10 +247,7 @@ def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
 
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The sum of tensors, each multiplied by its weight, as a new tensor."""
-    total = tensors[0] * weights[0]
-    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total = total + tensor * weight
-    return total
+    return functools.reduce(torch.add, map(torch.mul, tensors, weights))
 
 
 def accumulate(
@@ -334,22 +322,36 @@ def bucketed(
     found: dict[int, list[torch.Tensor]] = {}
     kinds = [_kind(column) or index for index, column in enumerate(columns)]
     for group in grouped(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit):
-        together = [columns[index] for index in group]
-        sizes = _sizes(together, count)
-        buckets = zip(*(_cut(tensors, sizes) for tensors in zip(*together, strict=True)), strict=True)
-        arrived = zip(*(combine(bucket) for bucket in buckets), strict=True)
-        results = [_put_together(parts, together) for parts in arrived]
+        like = [columns[index][0] for index in group]
+        total = sum(tensor.numel() for tensor in like)
+        pieces = count if _kind(columns[group[0]]) and total >= count else 1  # else they are too small to cut
+        if len(group) == pieces == 1:
+            found[group[0]] = list(combine(columns[group[0]]))
+            continue
+        size = total // pieces
+        sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
+        rows = zip(*(columns[index] for index in group), strict=True)
+        buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
+        arrived = [torch.cat(parts) for parts in zip(*map(combine, buckets), strict=True)]
+        results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
         found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
     return [found[index] for index in range(len(columns))]
 
 
-def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
-    """Which of several things go together, by position: those of one kind, up to a total size."""
+def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False) -> list[list[int]]:
+    """Which of several things go together, by position: those of one kind, up to a total size.
+
+    Args:
+        kinds: The kind of each thing.
+        sizes: Its size.
+        limit: The total size.
+        over: Whether the last thing of a group may go over the limit. Then no small group is left between large things.
+    """
     groups: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     room: dict[Hashable, float] = {}
     for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
-        if room.get(kind, -1) < size:
+        if room.get(kind, -1) < (1 if over else size):
             groups.append([])
             filling[kind], room[kind] = groups[-1], limit
         filling[kind].append(index)
@@ -362,26 +364,3 @@ def _kind(column: Column) -> Hashable:
     if not column[0].numel() or any(tensor.layout is not torch.strided for tensor in column):
         return None
     return column[0].dtype, tuple(tensor.device for tensor in column)
-
-
-def _sizes(columns: Sequence[Column], count: int) -> list[int]:
-    """The sizes of the buckets of columns that are put one after the other: one if they are too small to cut."""
-    total = sum(column[0].numel() for column in columns)
-    size = total // count if _kind(columns[0]) else 0
-    return [*[size] * (count - 1), total - size * (count - 1)] if size else [total]
-
-
-def _cut(tensors: Sequence[torch.Tensor], sizes: list[int]) -> Sequence[torch.Tensor]:
-    """The buckets of one replica. One tensor that is one bucket is not copied."""
-    if len(tensors) == len(sizes) == 1:
-        return tensors
-    return list(torch.cat([tensor.reshape(-1) for tensor in tensors]).split(sizes))
-
-
-def _put_together(buckets: Column, columns: Sequence[Column]) -> Column:
-    """The reverse of `_cut`: a tensor for each column."""
-    if len(buckets) == len(columns) == 1:
-        return buckets
-    whole = torch.cat(list(buckets)) if len(buckets) > 1 else buckets[0]
-    parts = whole.split([column[0].numel() for column in columns])
-    return [part.view(column[0].shape).clone() for part, column in zip(parts, columns, strict=True)]

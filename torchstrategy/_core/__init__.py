@@ -13,7 +13,6 @@ which replica a thread is.
     trace                 the ranges that torch's profilers show of a run
     tree                  nested containers and dataclasses: taking them apart, and putting them together again
     context               of each thread: in which strategy and replica it is, on which device, and torch's own state
-    refused_uses          what a per-replica value says where a tensor is wanted
-    distributed_values    one value per replica: how such values are made, taken apart and printed
+    distributed_values    one value per replica: how they are made, taken apart and printed, and what they refuse
     result_leaves         the leaves of what steps return, those in dataclasses included
 """

@@ -12,12 +12,11 @@ deterministic flag belong to the whole process, so nobody has to copy them. `in_
 from __future__ import annotations
 
 import contextvars
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -47,10 +46,10 @@ class Frame:
         return self._replica_context
 
     def __enter__(self) -> None:
-        _here.frames.append(self)
+        this_thread.frames.append(self)
 
     def __exit__(self, *exception: object) -> None:
-        _here.frames.pop()
+        this_thread.frames.pop()
 
 
 class _Here(threading.local):
@@ -62,7 +61,7 @@ class _Here(threading.local):
         self.set_scope = ExitStack()  # the block in which that strategy sees what this thread creates
 
 
-_here = _Here()
+this_thread = _Here()
 _default: list[Any] = []  # the default strategy and its replica context; filled once, when the package is imported
 
 
@@ -71,41 +70,36 @@ def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> 
     _default[:] = [strategy, replica_context]
 
 
-def frames_of_this_thread() -> list[Frame]:
-    """This thread's stack of frames, for callers that push and pop a frame by hand."""
-    return _here.frames
-
-
 def frames_kept() -> Callable[[], None]:
     """Returns a function that puts this thread's stack back to what it is now, also where a block was not left."""
-    frames, depth = _here.frames, len(_here.frames)
+    frames, depth = this_thread.frames, len(this_thread.frames)
 
     def put_back() -> None:
         del frames[depth:]
-        _here.frames = frames
+        this_thread.frames = frames
 
     return put_back
 
 
 def current_frame() -> Frame | None:
     """The top of this thread's stack; None if the thread has entered no strategy."""
-    frames = _here.frames
-    return frames[-1] if frames else _here.set_frame
+    frames = this_thread.frames
+    return frames[-1] if frames else this_thread.set_frame
 
 
 @contextmanager
 def nowhere() -> Iterator[None]:
     """Runs a block as if this thread had entered no strategy."""
-    frames, _here.frames = _here.frames, []
+    frames, this_thread.frames = this_thread.frames, []
     try:
         yield
     finally:
-        _here.frames = frames
+        this_thread.frames = frames
 
 
 def local_object(central: Any) -> Any:
     """The object that the replica of this thread uses in place of `central`: its own copy, or `central` itself."""
-    frames = _here.frames
+    frames = this_thread.frames
     return frames[-1].local_objects.get(id(central), central) if frames else central
 
 
@@ -153,18 +147,23 @@ def current_replica_context() -> ReplicaContextLike | None:
     return frame.replica_context if frame else _default[1]
 
 
-def can_set_strategy(strategy: StrategyLike | None) -> bool:
-    """Whether this thread is outside of every block, or is in the strategy that `set_strategy(None)` would remove."""
-    return not _here.frames or (strategy is None and _here.set_frame is not None and in_cross_replica_context())
-
-
 def set_strategy(strategy: StrategyLike | None) -> None:
-    """Makes a strategy the current one of this thread outside of every block; None: the default strategy."""
-    _here.set_scope.close()
-    _here.set_frame = None
+    """Makes a strategy the current one of this thread outside of every block; None: the default strategy.
+
+    Raises:
+        RuntimeError: In a block or in a replica, unless the block is of the strategy that None would remove.
+    """
+    is_removed_inside = strategy is None and this_thread.set_frame is not None and in_cross_replica_context()
+    if this_thread.frames and not is_removed_inside:
+        raise RuntimeError(
+            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
+            "sets what holds outside of them. Leave the block first."
+        )
+    this_thread.set_scope.close()
+    this_thread.set_frame = None
     if strategy is not None and strategy is not _default[0]:
-        _here.set_scope.enter_context(strategy.extended._creation_scope())
-        _here.set_frame = Frame(strategy)
+        this_thread.set_scope.enter_context(strategy.extended._creation_scope())
+        this_thread.set_frame = Frame(strategy)
 
 
 def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
@@ -181,7 +180,8 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
-    frame = _here.frames[-1] if _here.frames else _here.set_frame  # as `current_frame`, without a call
+    frames = this_thread.frames
+    frame = frames[-1] if frames else this_thread.set_frame  # as `current_frame`, without a call
     if frame is None:  # the usual case
         return
     if frame.strategy is strategy:
@@ -238,6 +238,19 @@ def in_use(device: Device | None) -> AbstractContextManager[object]:
 
 
 @final
+class _Worn(NamedTuple):
+    """The state of torch that the caller's thread has, as far as it is taken off again."""
+
+    autocast: list[tuple[str, bool, torch.dtype]]  # of each device type: whether it is on, and to which dtype
+    autocast_cache: bool
+    autocast_nesting: int  # how many autocasts the thread is in, as far as its cache of casted weights counts them
+    saved_tensors: list[tuple[Callable[..., Any], Callable[..., Any]]]  # the pair of hooks that is in force is the last
+    function_modes: list[Any]  # the default device is one of them
+    dispatch_modes: list[Any]
+    num_threads: int  # the libraries below torch keep it for each thread
+
+
+@final
 class CallerState:
     """The state of the caller's thread, which makes this object. `run_in` takes it over on the thread of a replica.
 
@@ -249,10 +262,8 @@ class CallerState:
         warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast, self.autocast_cache = _read_autocast()
-        # The default device is one of the function modes.
-        self.saved_tensors, self.function_modes, self.dispatch_modes = _modes()
-        self.num_threads = torch.get_num_threads()  # the libraries below torch keep it for each thread
+        self.worn = _worn()
+        self.default_device = torch_internals.default_device_mode()
         self.streams = {d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)}
         self.variables = contextvars.copy_context()
 
@@ -265,51 +276,41 @@ class CallerState:
 
     def run_here(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         """The same on the caller's own thread, which is in this state. What `fn` leaves behind is taken off."""
-        default_device, nesting = torch_internals.default_device_mode(), _autocast_nesting()
-        hooks = _all_saved_tensors_hooks()
         try:
             return self.variables.copy().run(self._run_on, device, fn)
         finally:
-            if torch.get_num_threads() != self.num_threads:
-                torch.set_num_threads(self.num_threads)
             for one, stream in self.streams.items():
                 if torch.accelerator.current_stream(one) != stream:
                     index = torch.accelerator.current_device_index()
                     torch.accelerator.set_stream(stream)  # which also makes its device the current one
                     torch.accelerator.set_device_index(index)
-            known = self.saved_tensors, self.function_modes, self.dispatch_modes
-            autocast = self.autocast, self.autocast_cache, nesting
-            now = *_read_autocast(), _autocast_nesting()
-            if (_modes(), now, _all_saved_tensors_hooks()) != (known, autocast, hooks):
-                _take_modes_off()
-                torch_internals.set_default_device_mode(default_device)
-                while _autocast_nesting() > nesting:
-                    torch.autocast_decrement_nesting()
-                    torch.clear_autocast_cache()
-                self._put_on(hooks)
+            if _worn() != self.worn:
+                _take_off(self.worn.autocast_nesting)
+                torch_internals.set_default_device_mode(self.default_device)
+                self._put_on()
 
     def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
         try:
-            torch.set_num_threads(self.num_threads)
             if device in self.streams:
                 torch.accelerator.set_device_index(device)
                 torch.accelerator.set_stream(self.streams[device])
             torch.autocast_increment_nesting()
-            self._put_on([] if self.saved_tensors is None else [self.saved_tensors])
+            self._put_on()
             return self._run_on(device, fn)
         finally:
-            _take_everything_off()
+            _take_off(autocast_nesting=0)
 
-    def _put_on(self, hooks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        for device_type, enabled, dtype in self.autocast:
+    def _put_on(self) -> None:
+        torch.set_num_threads(self.worn.num_threads)
+        torch.set_autocast_cache_enabled(self.worn.autocast_cache)
+        for device_type, enabled, dtype in self.worn.autocast:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
-        for pair in hooks:
+        for pair in self.worn.saved_tensors:
             torch_internals.push_saved_tensors_hooks(*pair)
-        for mode in self.function_modes:
+        for mode in self.worn.function_modes:
             torch_internals.push_function_mode(mode)
-        for mode in self.dispatch_modes:
+        for mode in self.worn.dispatch_modes:
             torch_internals.push_dispatch_mode(mode)
 
     def _run_on(self, device: Device, fn: Callable[[], Tree]) -> Tree:
@@ -321,36 +322,31 @@ class CallerState:
             return fn()
 
 
-def _read_autocast() -> tuple[list[tuple[str, bool, torch.dtype]], bool]:
-    of_types = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _usual_autocast()]
-    return of_types, torch.is_autocast_cache_enabled()
+def _worn() -> _Worn:
+    """What this thread has on now."""
+    autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _types_with_autocast()]
+    cache, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+    hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    while (pair := torch_internals.saved_tensors_hooks()) is not None:  # torch tells only the one that is in force
+        hooks.insert(0, pair)
+        torch_internals.pop_saved_tensors_hooks()
+    for pair in hooks:
+        torch_internals.push_saved_tensors_hooks(*pair)
+    modes = torch_internals.function_modes(), torch_internals.dispatch_modes()
+    return _Worn(autocast, cache, nesting, hooks, *modes, torch.get_num_threads())
 
 
 def _autocast_nesting() -> int:
-    """How many autocasts this thread is in, as far as its cache of casted weights counts them."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
-def _modes() -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """The hooks for saved tensors, the function modes and the dispatch modes that are in force on this thread."""
-    function_modes, dispatch_modes = torch_internals.function_modes(), torch_internals.dispatch_modes()
-    return torch_internals.saved_tensors_hooks(), tuple(function_modes), tuple(dispatch_modes)
+def _types_with_autocast() -> tuple[str, ...]:
+    return ("cpu", "cuda", "xpu", "mps", "mtia", torch_internals.privateuse1_name())
 
 
-def _all_saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """The (pack, unpack) pairs of this thread, the one that is in force last."""
-    found = []
-    while (pair := torch_internals.saved_tensors_hooks()) is not None:
-        found.append(pair)
-        torch_internals.pop_saved_tensors_hooks()
-    found.reverse()
-    for pair in found:
-        torch_internals.push_saved_tensors_hooks(*pair)
-    return found
-
-
-def _take_modes_off() -> None:
+def _take_off(autocast_nesting: int) -> None:
+    """Takes off all that `CallerState` puts on, also what the step has left behind, but some of the autocasts."""
     torch.set_default_device(None)
     # `left` keeps the modes alive: to pop a mode that nobody else refers to crashes torch 2.10.
     left = torch_internals.dispatch_modes()
@@ -360,18 +356,11 @@ def _take_modes_off() -> None:
         torch_internals.pop_function_mode()
     while torch_internals.saved_tensors_hooks() is not None:
         torch_internals.pop_saved_tensors_hooks()
-
-
-def _take_everything_off() -> None:
-    """Removes all state from a replica's thread, as it is between runs, also what the step has left behind."""
-    _take_modes_off()
-    while torch.autocast_decrement_nesting() > 0:
-        pass
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(True)
-    for device_type, dtype in _usual_autocast().items():
+    while _autocast_nesting() > autocast_nesting:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+    for device_type in _types_with_autocast():
         torch.set_autocast_enabled(device_type, False)
-        torch.set_autocast_dtype(device_type, dtype)
 
 
 @final
@@ -390,28 +379,3 @@ class undisturbed(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._state.__exit__(*exception)
-
-
-def _usual_autocast() -> dict[str, torch.dtype]:
-    """The device types that have autocast, and the default dtype of autocast on each."""
-    return _read_usual_autocast(torch_internals.privateuse1_name())
-
-
-@functools.cache
-def _read_usual_autocast(own_type: str) -> dict[str, torch.dtype]:
-    """Reads the defaults on a new thread, on which nobody has changed them.
-
-    Args:
-        own_type: The name that torch's type for backends of others, `PrivateUse1`, has now.
-    """
-    usual: dict[str, torch.dtype] = {}
-
-    def read() -> None:
-        for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", own_type):
-            with suppress(RuntimeError):
-                usual[device_type] = torch.get_autocast_dtype(device_type)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    return usual

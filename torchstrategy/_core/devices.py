@@ -7,16 +7,11 @@ where a tensor really lives. Code never identifies a replica by its device, sinc
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from torchstrategy._core.types import Device, DeviceLike
 
 _KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # if one is missing, the error says so, and not "no such device"
-_TENSORFLOW_PARTS = re.compile(
-    r"(?i)^(?:job:(?P<job>\w+)|replica:(?P<replica>\d+)|task:(?P<task>\d+)|device:(?P<device>.+))$"
-)
 
 
 def canonical_device(name: DeviceLike) -> Device:
@@ -71,24 +66,22 @@ def local_accelerators() -> list[Device]:
 
 
 def _parse(name: str) -> Device:
-    found = None
+    found = []
     for part in filter(None, name.split("/")):
-        match = _TENSORFLOW_PARTS.match(part)
-        if match and match["job"] not in (None, "localhost"):
-            _refuse(name, f"there is no job {match['job']!r}, only 'localhost'")
-        if match and (match["replica"] or match["task"] or "0") != "0":
+        key, _, said = part.partition(":")
+        if key.lower() == "job" and said != "localhost":
+            _refuse(name, f"there is no job {said!r}, only 'localhost'")
+        if key.lower() in ("replica", "task") and said != "0":
             _refuse(name, "this process is replica 0, task 0")
-        bare = match["device"] if match else part
-        if match and bare is not None and ":" not in bare:
+        if key.lower() == "device" and ":" not in said:
             _refuse(name, "after 'device:' stand a type and an index")
-        if bare is None:
-            continue
-        if found is not None:
-            _refuse(name, f"it names two devices, {found!r} and {bare!r}")
-        found = bare
-    if found is None:
+        if key.lower() not in ("job", "replica", "task"):
+            found.append(said if key.lower() == "device" else part)
+    if not found:
         return torch.get_default_device()
-    kind, colon, index = found.lower().partition(":")
+    if len(found) > 1:
+        _refuse(name, f"it names two devices, {found[0]!r} and {found[1]!r}")
+    kind, colon, index = found[0].lower().partition(":")
     if index not in ("", "*") and not index.isdigit():
         _refuse(name, f"{index!r} is not an index")
     if kind == "gpu":

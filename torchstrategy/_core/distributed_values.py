@@ -1,4 +1,4 @@
-"""One value per replica: how such values are made, taken apart and printed.
+"""One value per replica: how such values are made, taken apart and printed, and which uses they refuse.
 
 A replica that gets no rows of a batch takes no part in the step, and then has no value: `ABSENT` is in its place. All
 functions in this file work on the values of the other replicas, which are called present.
@@ -17,8 +17,7 @@ from typing_extensions import Self, TypeVar
 
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
-from torchstrategy._core.refused_uses import refuse_uses
-from torchstrategy._core.tree import PLAIN_LEAVES, columns_of, is_container, map_leaves, tree_flatten
+from torchstrategy._core.tree import PLAIN_LEAVES, columns_of, map_leaves, tree_flatten, tree_leaves
 from torchstrategy._core.types import Tree
 
 # A value of which nobody says what it holds holds anything.
@@ -204,8 +203,58 @@ class PerReplica(DistributedValues[T]):
         own = self._components[replica]
         return self.understudy if own is ABSENT and self.understudy is not None else own
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(_misused(self, f'f"{{value:{spec}}}"'))
+        return str(self)
 
-refuse_uses(PerReplica)
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(found for found in tree_leaves((args, kwargs)) if isinstance(found, cls))
+        raise TypeError(_misused(value, f"torch.{getattr(func, '__name__', func)}(value)"))
+
+
+def _misused(value: Any, use: str) -> str:
+    """The message for a program that wrote `use` of a per-replica value."""
+    rows = "" if value.rows is None else f" (rows of the batch: {', '.join(map(str, value.rows))})"
+    return (
+        f"{use} does not work: this value is a PerReplica, with a component for each of "
+        f"{plural(len(value._components), 'replica')}{rows}, and not one tensor or number. Outside of the step, write\n"
+        '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; over rows: weights=batch\n'
+        "  strategy.gather(value, axis=0)                 for the rows of all replicas in one tensor\n"
+        "  strategy.experimental_local_results(value)     for the component of each replica: the tuple value.values\n"
+        "  sum(map(len, value.values))                    for the number of rows of all replicas\n"
+        "In the step, pass it on: strategy.run(step, args=(value,)) gives each replica its own component."
+    )
+
+
+def _no_attribute(self: PerReplica, name: str) -> Any:
+    # Python, torch and numpy ask every object for some names with underscores, and expect a short answer.
+    raise AttributeError(name if name.startswith("_") else _misused(self, f"value.{name}"))
+
+
+def _refusal(use: str) -> Callable[..., Any]:
+    def refuse(self: PerReplica, *others: Any, **options: Any) -> Any:
+        raise TypeError(_misused(self, use))
+
+    return refuse
+
+
+# Every use as a tensor or number ends in one message. `==` and `hash` stay those of an object, since dicts, sets and
+# `in` need them.
+_CALLS = ("float", "int", "bool", "complex", "len", "iter", "abs", "round", "divmod")
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_SIGNS |= {"matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
+_USES = {f"__{name}__": f"{name}(value)" for name in _CALLS}
+_USES |= {f"__{name}__": f"math.{name}(value)" for name in ("floor", "ceil", "trunc")}
+_USES |= {f"__{name}__": f"value {sign} ..." for name, sign in (_SIGNS | _COMPARISONS).items()}
+_USES |= {f"__r{name}__": f"... {sign} value" for name, sign in _SIGNS.items()}
+_USES |= {"__neg__": "-value", "__pos__": "+value", "__invert__": "~value", "__getitem__": "value[...]"}
+_USES |= {"__setitem__": "value[...] = ...", "__index__": "value as an index", "__array__": "value as a numpy array"}
+# They are set here and not written in the class: a type checker shall not take every name for an attribute.
+for _name, _method in {"__getattr__": _no_attribute, **{name: _refusal(use) for name, use in _USES.items()}}.items():
+    setattr(PerReplica, _name, _method)
 
 
 @final
@@ -219,9 +268,7 @@ class Mirrored(DistributedValues):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_leaves(_here, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -276,23 +323,10 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
     return tuple(spec.unflatten([own(leaf, r) for leaf in leaves]) for r in replicas)
 
 
-def distributed_within(tree: Tree) -> tuple[DistributedValues, ...]:
-    """The distributed values in a tree.
-
-    Most trees have none. It is quicker to walk over their lists, tuples and dicts than to flatten them.
-    """
-    kind = type(tree)
-    if kind is dict:
-        tree = tree.values()
-    elif kind is not tuple and kind is not list:
-        if kind not in PLAIN_LEAVES and is_container(tree):
-            return distributed_within(tree_flatten(tree)[0])
-        return (tree,) if kind not in PLAIN_LEAVES and isinstance(tree, DistributedValues) else ()
-    found: tuple[DistributedValues, ...] = ()
-    for item in tree:
-        if type(item) not in PLAIN_LEAVES:
-            found += distributed_within(item)
-    return found
+def distributed_within(tree: Tree) -> list[DistributedValues]:
+    """The distributed values in a tree, of which most trees have none."""
+    leaves = tree_leaves(tree)
+    return [leaf for leaf in leaves if type(leaf) not in PLAIN_LEAVES and isinstance(leaf, DistributedValues)]
 
 
 def component(value: Tree, replica: int) -> Tree:

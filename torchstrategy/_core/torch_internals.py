@@ -80,11 +80,6 @@ version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
 # recorded nothing in between.
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-# A run looks at all parameters several times. `map` reads these attributes without a Python call for each tensor.
-_hooks: Callable[[torch.Tensor], object] = _of_tensor._backward_hooks.__get__
-_late_hooks: Callable[[torch.Tensor], object] = _of_tensor._post_accumulate_grad_hooks.__get__
-_layout: Callable[[torch.Tensor], torch.layout] = _of_tensor.layout.__get__
-
 
 def _of_each(read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor]) -> list[T]:
     """What `read` returns for each of some tensors."""
@@ -94,9 +89,14 @@ def _of_each(read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor])
         return list(map(read, tensors))
 
 
-def raw_grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradient that autograd has written for each of some tensors."""
-    return _of_each(raw_grad, tensors)
+# A run looks at all parameters several times. These make a list of what `map` reads, without a Python call for each
+# tensor: the gradients that autograd has written, how many bytes the elements take, and so on.
+_Tensors = Iterable[torch.Tensor]
+raw_grads: Callable[[_Tensors], list[torch.Tensor | None]] = functools.partial(_of_each, raw_grad)
+sizes: Callable[[_Tensors], list[int]] = functools.partial(_of_each, _of_tensor.nbytes.__get__)
+shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(_of_each, _of_tensor.shape.__get__)
+dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(_of_each, _of_tensor.dtype.__get__)
+requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.requires_grad.__get__)
 
 
 def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
@@ -120,19 +120,9 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
-def sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How many bytes the elements of each of some tensors take."""
-    return _of_each(_of_tensor.nbytes.__get__, tensors)
-
-
-def requires_grad_of(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Whether each of some tensors requires grad."""
-    return _of_each(_of_tensor.requires_grad.__get__, tensors)
-
-
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
-    return {torch.strided}.issuperset(_of_each(_layout, tensors))
+    return {torch.strided}.issuperset(_of_each(_of_tensor.layout.__get__, tensors))
 
 
 def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[list[object]]]:
@@ -146,16 +136,6 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
     read.append(torch.Tensor.stride if are_dense(tensors) else _stride_or_layout)
     how = [_of_each(one, tensors) for one in read]
     return versions(tensors), pointers(tensors), how
-
-
-def shapes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
-    """The shape of each of some tensors."""
-    return _of_each(_of_tensor.shape.__get__, tensors)
-
-
-def dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
-    """The dtype of each of some tensors."""
-    return _of_each(_of_tensor.dtype.__get__, tensors)
 
 
 def are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
@@ -183,7 +163,8 @@ def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether the user has registered hooks for the gradient of any of some leaves, which no public function tells."""
-    return any(map(_hooks, leaves)) or any(map(_late_hooks, leaves))
+    late = _of_tensor._post_accumulate_grad_hooks.__get__
+    return any(map(_of_tensor._backward_hooks.__get__, leaves)) or any(map(late, leaves))
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -36,7 +36,3 @@ class Placement(NamedTuple):
     all_reduce: AllReduce | None = None
     workers: Workers = LONE
     streams: WorkerStreams | None = None
-
-    def aliases(self) -> list[bool]:
-        """Of each replica, whether its parameters on the user's device share the user's memory."""
-        return [self.may_alias or (self.is_mirrored and r == 0) for r in range(len(self.devices))]

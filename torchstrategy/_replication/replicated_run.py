@@ -21,15 +21,15 @@ from torchstrategy._core.context import current_frame, in_use, is_in_replica, un
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
-from torchstrategy._execution.replica import Replica, Watch
+from torchstrategy._execution.replica import Replica
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_modules import ReplicatedModules
-from torchstrategy._replication.run_warnings import trained, warn_of_plain_batch
+from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
 from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable, is_variable
 
 
@@ -61,7 +61,6 @@ class ReplicaSet:
             self.replicated = ReplicatedModules(roots, layout, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
         self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
-        self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -102,11 +101,11 @@ class ReplicaSet:
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         self._sharing = self.replicated.sharing()
-        local = {r: self.replicated.own_parameters(replica) for r, replica in enumerate(self.replicated.replicas)}
-        self._local = {r: parameters for r, parameters in local.items() if parameters}
+        self._local = self.replicated.own_parameters()
         # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
-        if self._layout.is_mirrored and self._local and all(self._sharing[0]):
-            self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
+        is_updated = self._layout.is_mirrored and self._local and all(self._sharing[0])
+        followed = [optimizer for optimizer in optimizers if is_updated and can_have_copies(optimizer)]
+        self._optimizer_copies = {id(optimizer): OptimizerCopies(optimizer, self._local) for optimizer in followed}
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
@@ -171,7 +170,7 @@ class ReplicatedRun(OptimizerHost):
         enter_cross_replica: Enters the strategy's cross-replica context.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
-        has_plain_rows: Whether the arguments have rows and were not distributed.
+        trained_before: What `trained` returned when the run began, if its arguments have rows and were not distributed.
     """
 
     copies: ReplicaSet
@@ -181,9 +180,9 @@ class ReplicatedRun(OptimizerHost):
     trainers: Sequence[Trainer]
     shared_trainers: Sequence[SharedTrainer]
     enter_cross_replica: CrossReplica
-    watch: Watch | None
+    watch: SharedWrites | None
     warned: set[tuple[int, str]]
-    has_plain_rows: bool
+    trained_before: list[object] | None
     _lent: list[Replica] = field(default_factory=list)
     # By replica: what stands there for the user's objects.
     _local: dict[int, Mapping[int, object]] = field(default_factory=dict)
@@ -196,10 +195,8 @@ class ReplicatedRun(OptimizerHost):
     _callers_device: torch.device = field(default_factory=torch.get_default_device)
 
     def __post_init__(self) -> None:
-        self._trained = trained(self.copies.replicated.owners) if self.has_plain_rows else None
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
-        written = [(tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)]
-        self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name in written]
+        self._known_outsiders = [(one, name, version(one)) for one, name in self.outsiders if not is_variable(one)]
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
 
@@ -208,44 +205,38 @@ class ReplicatedRun(OptimizerHost):
 
         Called on the replica's thread, when the step begins there.
         """
-        copies, leads = self.copies, replica.index == self.replica_weights.present[0]
+        copies, r = self.copies, replica.index
         self._lent.append(replica)
-        gradients = copies.gradients.of_replicas[replica.index]
+        gradients, leads = copies.gradients.of_replicas[r], r == self.replica_weights.present[0]
         gradients.enter(replica)
-        own = []
-        for optimizer in copies.optimizers():
-            index_of, own_state = copies.optimized[id(optimizer)], copies.own_state(optimizer, replica.index)
-            own.append(ReplicaOptimizer(optimizer, replica, gradients, index_of, self, leads, own_state))
-        self._optimizers[replica.index] = own
-        steppers = {id(counter): SharedStepper(counter, replica, self) for counter in self.steppers}
-        self._local[replica.index] = local = {
-            **copies.replicated.replicas[replica.index].local_objects,
-            **{id(trainer.original): trainer.attributes[replica.index] for trainer in self.trainers},
+        self._optimizers[r] = own = [
+            ReplicaOptimizer(o, replica, gradients, copies.optimized[id(o)], self, leads, copies.own_state(o, r))
+            for o in copies.optimizers()
+        ]
+        self._local[r] = local = {
+            **copies.replicated.replicas[r].local_objects,
+            **{id(trainer.original): trainer.attributes[r] for trainer in self.trainers},
             **{id(one.optimizer): one for one in own},
-            **steppers,
+            **{id(stepper): SharedStepper(stepper, replica, self) for stepper in self.steppers},
         }
         return local
 
-    def ends(self, replica: Replica) -> None:
-        """Called on the thread of `replica`, when the step has ended there."""
-        self.copies.gradients.accumulate(replica.index)
-
     @contextmanager
-    def published(self) -> Iterator[None]:
-        """For the length of the block, the user's own parameters have the accumulated gradients of the run."""
-        with self._published():
-            # A merge function may write on gradients through `.data`, so copies of them may be outdated from here on.
-            self.copies.gradients.forget_arrived()
-            yield
+    def published(self, is_for_optimizer: bool = False) -> Iterator[None]:
+        """For the length of the block, the user's own parameters have the accumulated gradients of the run.
 
-    @contextmanager
-    def _published(self) -> Iterator[None]:
+        Args:
+            is_for_optimizer: Whether an optimizer acts in the block. All else may write on gradients there in ways that
+                torch does not count: a merge function through `.data`; a scaler, which divides them by its scale.
+        """
         # Writes of the step on parameters are looked for now: after the block they could not be told from an update.
         self._check_unwritten()
         # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
         # So while an optimizer steps, the user's parameters are no proxies.
         with suspended(self.copies.plain_owners, self.copies), self.copies.gradients.published():
             self.copies.replicated.check_workers()
+            if not is_for_optimizer:
+                self.copies.gradients.forget_arrived()
             yield
         for optimizer in chain.from_iterable(self._optimizers.values()):
             optimizer.forget_settings()
@@ -258,10 +249,7 @@ class ReplicatedRun(OptimizerHost):
         self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._known_outsiders]
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
-        with self.enter_cross_replica(), self._updating():
-            # A scaler divides gradients by its scale, and torch does not count these writes.
-            if optimizer is None:
-                self.copies.gradients.forget_arrived()
+        with self.enter_cross_replica(), self._updating(optimizer is not None):
             result = call()
             self._has_written(optimizer)
             return result
@@ -280,7 +268,7 @@ class ReplicatedRun(OptimizerHost):
             self._threads = before
 
     def show(self) -> None:
-        self._shown.enter_context(self._updating())
+        self._shown.enter_context(self._updating(is_for_optimizer=True))
         self.copies.gradients.keep()
 
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
@@ -291,20 +279,17 @@ class ReplicatedRun(OptimizerHost):
         if any(loss is None for loss in losses):
             return None
         weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
-        total = sum(_here(loss) * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+        here = [loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses]
+        total = sum(loss * weight for loss, weight in zip(here, weights, strict=True) if weight)
         workers = self.copies.workers
         if workers.count == 1:
             return total
         (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
         return of_all.to(losses[0].dtype) if isinstance(losses[0], torch.Tensor) else of_all.item()
 
-    def results_require_grad(self) -> None:
-        """Says that the caller may run a backward through the results: its gradients reach the user's parameters."""
-        self.copies.gradients.deliver_late_ones()
-
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
-        # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
+        # See Note [The order of a run and of its undoing] in `storage`, step 7.
         self._check_unwritten()
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
@@ -318,7 +303,7 @@ class ReplicatedRun(OptimizerHost):
             self.copies.replicated.return_to_originals(self.replica_weights, changes, self.trainers)
         # A list, since all trainers are written.
         if any([trainer.write_back() for trainer in self.trainers]):
-            self.results_require_grad()
+            self.copies.gradients.deliver_late_ones()
         self._return_settings()
         self.copies.gradients.end()
 
@@ -329,10 +314,10 @@ class ReplicatedRun(OptimizerHost):
         replicated = self.copies.replicated
         if replicated.lost_numbers.differing:
             replicated.lost_numbers.warn(self.warned)
-        if self._trained is None or _PLAIN_BATCH in self.warned or any(replica.was_asked for replica in self._lent):
+        if self.trained_before is None or any(replica.was_asked for replica in self._lent):
             return
-        if self._trained != trained(replicated.owners):
-            self.warned.add(_PLAIN_BATCH)
+        if self.trained_before != trained(replicated.owners):
+            self.warned.add(PLAIN_BATCH)
             warn_of_plain_batch(len(self._lent))
 
     def let_go(self) -> None:
@@ -354,7 +339,8 @@ class ReplicatedRun(OptimizerHost):
         if not any(isinstance(p, ReplicaParameter) or id(p) in known for p in parameters_of(optimizer)):
             return
         if is_on_other_thread:
-            self._on_other_thread = _stepped_on_other_thread(optimizer)
+            names = plain_class(type(optimizer)).__name__, threading.current_thread().name
+            self._on_other_thread = _ON_OTHER_THREAD.format(*names)
         elif in_this_run:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
@@ -386,14 +372,12 @@ class ReplicatedRun(OptimizerHost):
                 if version(tensor) != known:
                     raise RuntimeError(written_in_replica(name))
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _updating(self, is_for_optimizer: bool) -> AbstractContextManager[None]:
         self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.
         self._return_settings()
-        with self._published():
-            yield
+        return self.published(is_for_optimizer)
 
     def _check_settings(self) -> None:
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
@@ -409,18 +393,9 @@ class ReplicatedRun(OptimizerHost):
             optimizer.return_settings()
 
 
-_PLAIN_BATCH = (0, "a plain batch")
-
-
-def _here(loss: Any) -> Any:
-    return loss.cpu() if isinstance(loss, torch.Tensor) else loss
-
-
-def _stepped_on_other_thread(optimizer: Optimizer) -> str:
-    return (
-        f"{plain_class(type(optimizer)).__name__}.step() was called on the thread {threading.current_thread().name!r}, "
-        "which is none of a replica, while strategy.run was at work with the same parameters. A thread that a step "
-        "starts has your own model and optimizer, not its replica's; so has a hook that autograd calls on a "
-        "thread of its own. Call backward and optimizer.step() in the step itself; or train on the other thread when "
-        "strategy.run has returned."
-    )
+_ON_OTHER_THREAD = (
+    "{}.step() was called on the thread {!r}, which is none of a replica, while strategy.run was at work with the same "
+    "parameters. A thread that a step starts has your own model and optimizer, not its replica's; so has a hook that "
+    "autograd calls on a thread of its own. Call backward and optimizer.step() in the step itself; or train on the "
+    "other thread when strategy.run has returned."
+)

@@ -43,7 +43,7 @@ from torchstrategy._binding.step_references import StepReferences
 from torchstrategy._core.distributed_values import DistributedValues
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
 from torchstrategy._core.torch_internals import raw_grads, unseen_by_function_modes, version, versions
-from torchstrategy._core.tree import is_record, parts_of, tree_flatten
+from torchstrategy._core.tree import leaves_within
 from torchstrategy._execution.replica import Watch
 from torchstrategy._replication.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
@@ -64,14 +64,9 @@ def _is_power_of_two(count: int) -> bool:
 
 def has_plain_rows(leaves: Sequence[Any]) -> bool:
     """Whether a leaf of the arguments has rows, and none is a distributed value."""
-    flat = [leaf for leaf in _within(leaves) if not is_variable(leaf)]
+    flat = [leaf for _, leaf in leaves_within(list(leaves), "") if not is_variable(leaf)]
     is_distributed = any(isinstance(leaf, DistributedValues) for leaf in flat)
     return not is_distributed and any(isinstance(leaf, _ARRAYS) and leaf.ndim and len(leaf) > 1 for leaf in flat)
-
-
-def _within(leaves: Sequence[Any]) -> Iterator[Any]:
-    for leaf in leaves:
-        yield from tree_flatten(list(parts_of(leaf).values()))[0] if is_record(leaf) else (leaf,)
 
 
 def trained(parameters: Sequence[torch.Tensor]) -> list[object]:
@@ -85,6 +80,7 @@ def warn_of_plain_batch(num_replicas: int) -> None:
     warn(_NOT_DISTRIBUTED.format(count=num_replicas), UndistributedBatchWarning)
 
 
+PLAIN_BATCH = (0, "a plain batch")  # stands for this warning among those that users have got
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NOT_DISTRIBUTED = (
     "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
@@ -188,7 +184,7 @@ class SharedTensors:
         tensors = [(name, tensor) for name, tensor in tensors if (id(tensor), _root(name)) not in self.warned]
         if not tensors:
             return None
-        read = [pair for pair in tensors if _root(pair[0]) in due] if due else []
+        read = [pair for pair in tensors if _root(pair[0]) in due]
         take_turns = any(self._runs[root] == 1 or root in self.unclear for root in {_root(name) for name, _ in read})
         return SharedWrites(self, tensors, read, take_turns)
 
@@ -299,10 +295,9 @@ def _digest(tensor: torch.Tensor) -> int:
 _PLAIN = (torch.Tensor, nn.Parameter)
 _BY_SEVERAL = (
     "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
-    "in a torchstrategy.Variable is one for all replicas, and each of them wrote on it. That is right for a count "
-    "(hits.add_(hits_in_these_rows)) and for rows of each replica's own (bank[indices] = outputs). It is wrong for a "
-    "mean, a moving average or a decay, which plain PyTorch writes once. For those, return the value from the step and "
-    "write after strategy.run; or keep it in a torchstrategy.Variable; or write in a merge function: "
-    'get_replica_context().merge_call(lambda strategy: ...). If it is right: warnings.filterwarnings("ignore", '
-    "category=torchstrategy.SharedWriteWarning)."
+    "in a torchstrategy.Variable is one for all replicas. That is right for a count (hits.add_(hits_in_these_rows)) "
+    "and for rows of each replica's own (bank[indices] = outputs). It is wrong for a mean, a moving average or a "
+    "decay, which plain PyTorch writes once. For those, return the value from the step and write after strategy.run; "
+    "or keep it in a torchstrategy.Variable; or write in a merge function: get_replica_context().merge_call(lambda "
+    'strategy: ...). If it is right: warnings.filterwarnings("ignore", category=torchstrategy.SharedWriteWarning).'
 )

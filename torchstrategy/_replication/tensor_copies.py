@@ -18,7 +18,7 @@ def copies_of(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Ten
     groups = sharing_memory(tensors)
     shared = {index for group in groups for index in group}
     # Each by itself: tensors that were sent together would be parts of one piece of memory.
-    copies = {i: sent_to([tensor], [device])[0][0] for i, tensor in enumerate(tensors) if i not in shared}
+    copies = {i: sent_to(tensor, device) for i, tensor in enumerate(tensors) if i not in shared}
     for group in groups:
         copies.update(zip(group, _copied_together([tensors[index] for index in group], device), strict=True))
     return [copies[index] for index in range(len(tensors))]
@@ -53,7 +53,7 @@ def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[to
     # A view of any dtype needs a whole number of its elements.
     padded = memory.new_empty(-(-(stop - start) // _ALIGNMENT) * _ALIGNMENT // size)
     padded[: len(memory)] = memory
-    (copied,) = sent_to([padded], [device])[0]
+    copied = sent_to(padded, device)
     return [
         copied.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), (begins - start) // tensor.element_size())
         for tensor, (begins, _) in zip(tensors, extents, strict=True)

@@ -1,10 +1,13 @@
-"""The strategy over several processes: who they are, and which devices this one has."""
+"""The strategy over several processes: who they are, which devices this one has, and how all leave together."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Literal, NamedTuple, final
 
 import torch.distributed as dist
@@ -19,8 +22,7 @@ from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy._strategy.strategies import devices_of_replicas, storage_of
-from torchstrategy._strategy.strategy import Strategy
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import Strategy, StrategyBase
 from torchstrategy.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 
 _NAME = "MultiWorkerMirroredStrategy"
@@ -29,9 +31,9 @@ _NAME = "MultiWorkerMirroredStrategy"
 class Place(NamedTuple):
     """Where a process stands among those that train together."""
 
-    rank: int
-    num_workers: int
-    address: str  # of the first process; empty: the environment says it
+    rank: int = 0
+    num_workers: int = 1
+    address: str = ""  # of the first process; empty: the environment says it
     local_rank: int = 0  # its number among the processes of its machine
     local_count: int = 1
 
@@ -51,10 +53,7 @@ class MultiWorkerMirroredBase(StrategyBase):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
-            raise TypeError(
-                "cluster_resolver is a torchstrategy.cluster_resolver.ClusterResolver or None; got "
-                f"{cluster_resolver!r}."
-            )
+            raise TypeError(f"cluster_resolver is a ClusterResolver or None; got {cluster_resolver!r}.")
         said = as_options(_NAME, communication_options)
         _check(said)
         if timeout is None and said.timeout_seconds:
@@ -71,7 +70,7 @@ class MultiWorkerMirroredBase(StrategyBase):
             )
         streams = WorkerStreams(workers, on[0], len(on)) if workers.count > 1 else None
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), workers=workers))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
         self._extended._cluster_resolver = cluster_resolver
 
 
@@ -128,40 +127,104 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
     """
 
 
+@final
+class PreemptionCheckpointHandler:
+    """Tells a training that this process, or that of another worker, will be ended soon.
+
+    Clusters that need a machine for something else send its processes the signal SIGTERM, and end them some time
+    later. This object takes the signal, which would have ended the process at once. Workers tell each other when a run
+    begins, so `requested` becomes True after the same run in all of them, whichever got the signal. Ask it after each
+    `strategy.run`; if it is True, save a checkpoint and leave the loop.
+
+    It takes signals until `close()`, or until the end of its `with` block. What happened at a signal before happens
+    again then.
+
+    Args:
+        strategy: The strategy of the training. If it is no `MultiWorkerMirroredStrategy`, this process is the only one.
+        signals: The signals that announce the end. Slurm sends another one if you say so: `sbatch --signal=USR1@120`.
+
+    Example:
+        >>> import os, signal
+        >>> strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+        >>> with torchstrategy.experimental.PreemptionCheckpointHandler(strategy) as handler:
+        ...     for step in range(5):
+        ...         result = strategy.run(lambda: None)
+        ...         if step == 2:
+        ...             os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does
+        ...         if handler.requested:
+        ...             break
+        >>> step
+        2
+
+    Differs from tf.distribute:
+        TensorFlow's class saves by itself and ends the process, as its `TerminationConfig` says; it counts the steps
+        that it runs. Here the script saves and ends, since it knows what a checkpoint holds.
+
+    Raises:
+        TypeError: If `strategy` is no strategy.
+        RuntimeError: If this is not the main thread of the program, which alone gets signals.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
+    """
+
+    def __init__(self, strategy: StrategyBase, *, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> None:
+        if not isinstance(strategy, StrategyBase):
+            raise TypeError(f"PreemptionCheckpointHandler takes a torchstrategy.Strategy; got {strategy!r}.")
+        if threading.current_thread() is not threading.main_thread():
+            told = "A PreemptionCheckpointHandler gets signals in the main thread only. Make it in the main thread."
+            raise RuntimeError(told)
+        self._workers = strategy.extended._workers
+        self._is_asked = False
+        self._before = {one: signal.signal(one, self._note) for one in signals}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a worker was asked to end: the same in all workers between two runs."""
+        return self._workers.all_leave if self._workers.count > 1 else self._is_asked
+
+    def close(self) -> None:
+        """Takes no more signals. `requested` stays as it is."""
+        for one, handler in self._before.items():
+            if handler is not None:  # what was not set in Python cannot be put back
+                signal.signal(one, handler)
+        self._before.clear()
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = self._workers.is_asked_to_leave = True
+
+
 def _check(options: CommunicationOptions) -> None:
+    refused = None
     if options.bytes_per_pack:
-        raise ValueError(
-            f"CommunicationOptions(bytes_per_pack={options.bytes_per_pack}): workers send all gradients of a step "
-            "together. Leave it out."
-        )
-    if options.implementation is CommunicationImplementation.RING:
-        raise ValueError(
-            "CommunicationOptions(implementation=RING): TensorFlow's rings are not here. Leave it out: "
-            "torch.distributed takes NCCL for CUDA devices, and gloo elsewhere."
-        )
-    if options.implementation is CommunicationImplementation.NCCL and not dist.is_nccl_available():
-        raise ValueError("CommunicationOptions(implementation=NCCL): this torch has no NCCL. Leave it out.")
+        refused = f"bytes_per_pack={options.bytes_per_pack}): workers send all gradients of a step together."
+    elif options.implementation is CommunicationImplementation.RING:
+        refused = "implementation=RING): TensorFlow's rings are not here; torch takes NCCL or gloo."
+    elif options.implementation is CommunicationImplementation.NCCL and not dist.is_nccl_available():
+        refused = "implementation=NCCL): this torch has no NCCL."
+    if refused is not None:
+        raise ValueError(f"CommunicationOptions({refused} Leave it out.")
 
 
-def _place(resolver: ClusterResolver | None) -> Place | None:
-    """Where this process stands, if a resolver or the environment says so. None: it is alone, or in a group already."""
-    if has_group() or resolver is None:
-        local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if has_group():
-            return Place(dist.get_rank(), dist.get_world_size(), "", *local)
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
-        if "TF_CONFIG" not in os.environ:
-            return None
-        resolver = TFConfigClusterResolver()
-    return _resolved(resolver)
+def _place(resolver: ClusterResolver | None) -> Place:
+    """Where this process stands, if a resolver or the environment says so; else it is alone."""
+    local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if has_group():
+        return Place(dist.get_rank(), dist.get_world_size(), "", *local)
+    if resolver is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", *local)
+    return _resolved(resolver or TFConfigClusterResolver())
 
 
-def _resolved(resolver: ClusterResolver) -> Place | None:
+def _resolved(resolver: ClusterResolver) -> Place:
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    training: list[tuple[str, int]] = [
-        (job, i) for job in ("chief", "master", "worker") if job in spec.jobs for i in spec.task_indices(job)
-    ]
+    jobs = sorted({"chief", "master", "worker"}.intersection(spec.jobs))  # the chief comes first
+    training = [(job, i) for job in jobs for i in spec.task_indices(job)]
     if kind in ("ps", "evaluator") or (kind is not None and kind not in spec.jobs and spec):
         raise ValueError(
             f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in those of the jobs 'chief' "
@@ -169,7 +232,7 @@ def _resolved(resolver: ClusterResolver) -> Place | None:
             "evaluator is a script of its own, without this strategy."
         )
     if len(training) < 2:
-        return None
+        return Place()
     if kind is None or index is None:
         raise ValueError(
             f"The cluster {spec} has several tasks, and the resolver does not say which of them this process is. Give "
@@ -182,25 +245,23 @@ def _resolved(resolver: ClusterResolver) -> Place | None:
     return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), local_count)
 
 
-def _own_devices(place: Place | None) -> list[Device]:
+def _own_devices(place: Place) -> list[Device]:
     accelerators = local_accelerators()
-    if place is None or place.local_count < 2 or not accelerators:
+    if place.local_count < 2 or not accelerators:
         return devices_of_replicas("devices", None)
     if len(accelerators) == 1 and any(name.endswith("VISIBLE_DEVICES") for name in os.environ):
         return accelerators  # as where Slurm shows each task its own one only
     if len(accelerators) < place.local_count:
         raise ValueError(
             f"This machine has {plural(len(accelerators), 'accelerator')} and {plural(place.local_count, 'worker')}, "
-            "and each worker takes one. Start fewer workers; or say which devices each of them has: "
-            f"{_NAME}(devices=[...])."
+            f"and each takes one. Start fewer workers; or say what each of them has: {_NAME}(devices=[...])."
         )
     return [accelerators[place.local_rank]]
 
 
-def _workers(place: Place | None, group: dist.ProcessGroup | None, timeout: timedelta | None) -> Workers:
-    if group is None and (place is None or place.num_workers == 1):
+def _workers(place: Place, group: dist.ProcessGroup | None, timeout: timedelta | None) -> Workers:
+    if group is None and place.num_workers == 1:
         return LONE
     if not has_group():
-        assert place is not None
         join(place.rank, place.num_workers, place.address, timeout)
     return ProcessGroup(group, timeout)

@@ -2,81 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, final
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import Self
 
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions
-from torchstrategy._communication.reductions import as_axis, as_tensor, combined, gathered
-from torchstrategy._communication.workers import LONE, Workers
-from torchstrategy._core.context import Frame
+from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, delivered, devices_of
+from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
+from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
+from torchstrategy._core.context import Frame, in_use, needs_device_context, this_thread
+from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
-    ABSENT,
     DistributedValues,
     Mirrored,
     PerReplica,
     check_component_counts,
+    distributed_within,
     for_understudy,
-    regroup,
-    regroup_in_worker,
+    local_results,
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import tree_flatten, tree_leaves
+from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
+from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._input.dataset import distributed, distributed_from_function
+from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._replication.replicated_run import ReplicatedRun
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
-from torchstrategy._strategy.one_machine import OneMachineExtended, gathered_alone
-from torchstrategy._strategy.replica_context import running_context
+from torchstrategy._replication.storage import ReplicatedStorage, Storage
+from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
+from torchstrategy._variables.variable import Variable
 
 _ON_ONE_DEVICE = ReductionToOneDevice()
 
 
-@final
-class ReplicatedExtended(OneMachineExtended):
+class ReplicatedExtended(StrategyExtended):
     """Several replicas, or a single one. Each gets its part of a batch, and their results are put together.
 
     Args:
-        storage: Where parameters live, and on which devices replicas run.
+        storage: Where parameters live, on which devices replicas run, and which processes train together.
         gradient_reduction: How the gradients of the replicas become one, where a run does not say.
-        between_graph: The value of `extended.experimental_between_graph`, which changes nothing here.
-        cross_device_ops: How `reduce` and the like bring values together on the parameter device.
-        workers: The processes that train together.
+        ops: How `reduce` and the like bring values together on the parameter device.
     """
 
-    _makes_containers = True
+    _makes_containers = True  # whether a lone replica gets lists and dicts of its own, as several replicas do
 
     def __init__(
-        self,
-        storage: Storage,
-        gradient_reduction: ReduceOp,
-        between_graph: bool = False,
-        cross_device_ops: CrossDeviceOps = _ON_ONE_DEVICE,
-        workers: Workers = LONE,
+        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = _ON_ONE_DEVICE
     ) -> None:
-        super().__init__(storage, between_graph)
-        self._workers = workers
-        self._cross_device_ops = cross_device_ops
-        self._replicas = Replicas(storage.devices, workers.index * len(storage.devices))
-        self._streams = storage.layout.streams if isinstance(storage, ReplicatedStorage) else None
+        super().__init__()
+        self._storage = storage
+        self._workers, self._streams = storage.layout.workers, storage.layout.streams
+        self._num_local = len(storage.devices)  # all workers have the same number of replicas
+        self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
         self._gradient_reduction = gradient_reduction
+        self._ops = ops
+        self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
+        self._owns = storage.owns
         self._is_running = False  # whether a run is under way, where there are several workers
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        return self._storage.devices
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self._storage.parameter_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return not self._storage.layout.is_mirrored
+
+    def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
+        if not isinstance(v, (nn.Module, torch.Tensor)):
+            raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+        return self._owns(self.value_container(v))
+
+    def _take_variable(self, variable: Variable) -> None:
+        self._storage.take_variable(variable)
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._num_local * self._workers.count
+
+    def _device_of(self, replica: int) -> Device:
+        return self._storage.devices[replica % self._num_local]
 
     # Note [The story of a step]
     # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
-    #    (`_training/replica_weights`).
+    #    (`_execution/replica_weights`).
     # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
-    #    gets the copy of its replica (`_replication/replicated_storage`; Note [The order of a run and of its undoing]
+    #    gets the copy of its replica (`_replication/storage`; Note [The order of a run and of its undoing]
     #    there tells what undoes it).
     # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
     #    another (`_execution/replica_threads`).
@@ -90,14 +117,13 @@ class ReplicatedExtended(OneMachineExtended):
         if not callable(fn):
             raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
         if not isinstance(self._storage, ReplicatedStorage):
-            return super()._run(fn, args, kwargs, options)
+            return self._run_alone(fn, args, kwargs, options)
         if self._workers.count == 1:
             return self._run_together(fn, args, kwargs, options)
         if self._is_running:
             raise RuntimeError(
-                "strategy.run was called in a merge function, or on a second thread, while a run of the same strategy "
-                "was under way. Several workers could not tell which of the two runs an exchange belongs to. Call run "
-                "after the other one has returned."
+                "strategy.run was called in a merge function, or on a second thread, during another run of the same "
+                "strategy. Workers could not tell to which an exchange belongs: call run when the other has returned."
             )
         self._is_running = True
         self._workers.begin_run()
@@ -119,11 +145,9 @@ class ReplicatedExtended(OneMachineExtended):
     def _run_together(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
     ) -> Tree:
-        strategy, count = self._container_strategy(), len(self._storage.devices)
-        leaves = tree_leaves((args, kwargs))
-        check_component_counts(leaves, count)
-        storage = self._storage
+        strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
         assert isinstance(storage, ReplicatedStorage)
+        check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options)
         uncounted = storage.as_before() if weights.is_understudy else nullcontext()
         with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted:
@@ -131,16 +155,7 @@ class ReplicatedExtended(OneMachineExtended):
             def call(replica: Replica) -> Tree:
                 given = for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
                 own_args, own_kwargs = select(given, replica.index)
-                group = ReplicaGroup(
-                    replica,
-                    weights.present,
-                    weights.weights,
-                    storage.devices,
-                    workers=self._workers,
-                    num_present=weights.num_present,
-                    weight_of_all=weights.total_weight,
-                    is_understudy=weights.is_understudy,
-                )
+                group = ReplicaGroup(replica, weights, storage.devices, self._workers)
                 context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
@@ -151,7 +166,7 @@ class ReplicatedExtended(OneMachineExtended):
                         if isinstance(result, (Generator, Coroutine)):
                             result.close()
                             raise TypeError(_NOT_RUN.format(type(result).__name__))
-                        run_state.ends(replica)
+                        run_state.copies.gradients.accumulate(replica.index)
                         return result
                     finally:
                         context._ends()
@@ -170,15 +185,12 @@ class ReplicatedExtended(OneMachineExtended):
     def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
         """Makes one tree of those that the replicas of this worker have returned."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
-            run_state.results_require_grad()
-        by_replica = [results.get(r, ABSENT) for r in range(len(self._storage.devices))]
-        if self._workers.count > 1:
-            return regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
-        return regroup(by_replica, are_results=True)
+            run_state.copies.gradients.deliver_late_ones()
+        return weights.regrouped(results, self._workers, are_results=True)
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""
-        known = leaves, len(storage.devices), options, self._gradient_reduction
+        known = leaves, self._num_local, options, self._gradient_reduction
         if self._streams is None:
             return ReplicaWeights.of(*known)
         weights = ReplicaWeights.of(*known, self._workers, self._streams.begin(), storage.has_news)
@@ -186,12 +198,31 @@ class ReplicatedExtended(OneMachineExtended):
             self._streams.follow()
         return weights
 
-    @property
-    def _num_local(self) -> int:
-        return len(self._storage.devices)
+    def _run_alone(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+        """Calls the step in a single replica, which uses the user's own objects. This has to cost next to nothing.
 
-    def _device_of(self, replica: int) -> Device:
-        return super()._device_of(replica % self._num_local)  # all workers have the same number of replicas
+        It runs between steps, when its code is in no cache of the processor: each function that it calls takes half a
+        microsecond or more.
+        """
+        if options.examples is not None:
+            ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
+        if args or kwargs:
+            distributed = distributed_within((*args, *kwargs.values()))
+            if distributed:
+                check_component_counts(distributed, 1)
+            if distributed or self._makes_containers:
+                args, kwargs = select(args, 0), select(kwargs, 0)
+        frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
+        depth, device = len(frames), self._alone_on
+        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+            frames.append(frame)
+            if device is None or not needs_device_context(device):
+                return performed_alone(fn, args, kwargs)
+            with in_use(device):
+                return performed_alone(fn, args, kwargs)
+        finally:
+            del frames[depth:]
+            frame.ends()
 
     def _first_of(self, value: Tree) -> Tree:
         if self._workers.count == 1:
@@ -202,10 +233,12 @@ class ReplicatedExtended(OneMachineExtended):
             of_all = self._workers.all_gather_object(told, "the assignment of a variable")
         return next((value for matters, value in of_all if matters), own)
 
-    def _over_workers(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...] | None) -> torch.Tensor:
+    def _of_all_workers(self, put_together: Callable[..., torch.Tensor], value: Tree) -> torch.Tensor:
+        """One tensor of what all workers have of a value; `put_together` is `combined` or `gathered`."""
+        check_component_counts([value], self._num_local)
         with self._telling_others():
             values, matter = self._parts_of(value)
-            return combined(op, values, axis, self._storage.parameter_device, self._workers, matter)
+            return put_together(values, self._storage.parameter_device, self._workers, matter)
 
     def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
         """What this worker has of a value, and whether it counts. A plain value is the same in every replica.
@@ -216,22 +249,26 @@ class ReplicatedExtended(OneMachineExtended):
             return [value] * self._num_local, True
         return value.values or [getattr(value, "understudy", None)], bool(value.values)
 
+    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
+        return self._batch_reduce_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
+
+    def _batch_reduce_to(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Tree, Any]],
+        options: CommunicationOptions,
+        method: str = "batch_reduce_to",
+    ) -> list[Tree]:
+        check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
+        leaves, spec = tree_flatten([value for value, _ in value_destination_pairs])
+        reduced = spec.unflatten(self._reduce_all(reduce_op, leaves, options))
+        return [
+            map_leaves(partial(_sent, destinations=where), value)
+            for value, (_, where) in zip(reduced, value_destination_pairs, strict=True)
+        ]
+
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
-        if isinstance(value, (Mirrored, MirroredVariable)) and op is ReduceOp.MEAN:
-            return value.values[0]
-        if isinstance(value, DistributedValues):
-            check_component_counts([value], self._num_local)
-            if self._workers.count > 1:
-                return self._over_workers(op, value, None)
-            return _as_mean(op, value, self._cross_device_ops.reduce(op, *self._on_parameter_device(value)))
-        if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
-            return value
-        if self._num_replicas_in_sync > 1:
-            raise ValueError(
-                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} "
-                "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
-            )
-        return as_tensor(value).clone()
+        return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
 
     def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
@@ -241,48 +278,76 @@ class ReplicatedExtended(OneMachineExtended):
         return super()._reduce_leaves(op, value)
 
     def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        """The sum or mean of each of several leaves."""
+        reduced = [self._without_sending(op, leaf) for leaf in leaves]
+        check_component_counts(reduced, self._num_local)
+        apart = [leaf for leaf in reduced if isinstance(leaf, DistributedValues)]
         if self._workers.count > 1:
-            return super()._reduce_all(op, leaves, options)
-        together = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerReplica)]
-        check_component_counts(leaves, self._num_replicas_in_sync)
-        pairs = [self._on_parameter_device(leaves[i]) for i in together]
-        totals = self._cross_device_ops.batch_reduce(op, pairs, options)
-        reduced = {i: _as_mean(op, leaves[i], total) for i, total in zip(together, totals, strict=True)}
-        return [reduced[i] if i in reduced else self._reduce(op, leaf) for i, leaf in enumerate(leaves)]
+            totals = [self._of_all_workers(partial(combined, op, None), value) for value in apart]
+        else:
+            # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
+            values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
+            pairs = [(value, self._storage.parameter_device) for value in values]
+            totals = self._ops.batch_reduce(op, pairs, options)
+            if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
+                totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
+        sent = iter(totals)
+        return [next(sent) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
 
-    def _on_parameter_device(self, value: DistributedValues) -> tuple[PerReplica, Device]:
-        # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
-        plain = value if isinstance(value, PerReplica) else PerReplica(value.values)
-        return plain, self._storage.parameter_device
+    def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
+        """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""
+        if isinstance(value, DistributedValues):
+            is_equal = isinstance(value, (Mirrored, MirroredVariable))
+            return value.values[0] if is_equal and op is ReduceOp.MEAN else value
+        if op is ReduceOp.MEAN or (isinstance(value, (int, float)) and value == 0):
+            return value
+        if self._num_replicas_in_sync > 1:
+            raise ValueError(
+                f"A value that is not distributed, {value!r}, cannot be summed over {self._num_replicas_in_sync} "
+                "replicas: it is not known whether each of them has it. Return it from strategy.run, or multiply it."
+            )
+        return as_tensor(value).clone()
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        check_component_counts([value], self._num_local)
-        return self._over_workers(op, value, axis)
+        return self._of_all_workers(partial(combined, op, axis), value)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
             return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
-        check_component_counts([value], self._num_local)
-        with self._telling_others():
-            values, matter = self._parts_of(value)
-            return gathered(values, as_axis(axis), self._storage.parameter_device, self._workers, matter)
+        return self._of_all_workers(lambda *of_this: gathered(as_axis(axis), *of_this), value)
 
-    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        return _sent(tensor, destinations)
+
+    def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
+        return local_results(distributed_value, self._num_local)
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        return distributed(dataset, self._storage.devices, options, self._workers)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        return distributed_from_function(dataset_fn, self._storage.devices, options, self._workers)
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        self._storage.take_module(module)
+        return module.to(memory_device(self._storage.parameter_device))
+
+    def _distribute_optimizer(self, optimizer: Optimizer) -> None:
+        self._storage.take_stepper(optimizer)
+
+    @contextmanager
+    def _creation_scope(self) -> Iterator[None]:
+        with in_use(self._storage.parameter_device), self._storage.watching():
+            yield
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
-            raise TypeError(
-                "A strategy of several processes cannot be copied: the copy's exchanges would have no order."
-            )
-        settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
-        return ReplicatedExtended(self._storage.like(), *settings)
+            raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
+        return type(self)(self._storage.like(), self._gradient_reduction, self._ops)
 
 
 def _holds_tensors(value: Tree) -> bool:
     return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
-
-
-def _as_mean(op: ReduceOp, value: DistributedValues, reduced: Tree) -> Tree:
-    """The result of a reduction. The mean of integers is of torch's default dtype, also if one replica was present."""
-    return reduced / 1 if op is ReduceOp.MEAN and len(value.values) == 1 else reduced
 
 
 _NOT_RUN = (
@@ -299,3 +364,18 @@ def _may_require_grad(value: Tree) -> bool:
 
 
 _WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def gathered_alone(value: Tree, axis: int) -> Tree:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        check_gatherable([value], axis)  # code that is written with one device should not break on two
+    return value
+
+
+def _sent(value: Tree, destinations: Any) -> Tree:
+    """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
+    if not isinstance(value, torch.Tensor):
+        devices_of(destinations)  # raises an error for what is none
+        return value
+    # The copies are the caller's, who may write on them.
+    return delivered(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)

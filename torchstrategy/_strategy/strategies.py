@@ -8,20 +8,108 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
+import torch
+from torch import nn
+
 from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
-from torchstrategy._communication.workers import LONE
+from torchstrategy._communication.options import CommunicationOptions
+from torchstrategy._communication.reductions import as_tensor, combined
+from torchstrategy._core.context import current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
-from torchstrategy._core.options import ReduceOp, RunOptions
-from torchstrategy._core.types import Device, DeviceLike
+from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
+from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
+from torchstrategy._core.types import Device, DeviceLike, Tree
+from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
 from torchstrategy._replication.placement import Placement
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
-from torchstrategy._strategy.one_machine import DefaultExtended, OneDeviceExtended
-from torchstrategy._strategy.replicated import ReplicatedExtended
-from torchstrategy._strategy.strategy import Strategy
-from torchstrategy._strategy.strategy_base import ONE_DEFAULT, StrategyBase
+from torchstrategy._replication.storage import ReplicatedStorage, Storage, is_nobodys
+from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
+from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase
 
 T = TypeVar("T")
+
+
+class OneDeviceExtended(ReplicatedExtended):
+    """One replica, on the caller's thread and on the user's own objects: nothing is wrapped, nothing put together."""
+
+    _makes_containers = False
+    _run = ReplicatedExtended._run_alone
+
+    def _reduce_all(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+        return list(map(_own, leaves))
+
+    def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+        tensor = as_tensor(_own(value))
+        return combined(op, axis, [tensor], tensor.device)
+
+    def _gather(self, value: Tree, axis: int) -> Tree:
+        return gathered_alone(_own(value), axis)
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise NotImplementedError(
+                "OneDeviceStrategy has one replica: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
+            )
+        return super()._distribute_from_function(dataset_fn, options)
+
+    def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        return value_fn(ValueContext())
+
+
+@final
+class DefaultExtended(OneDeviceExtended):
+    """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__(Storage(Placement([torch.device("cpu", 0)], torch.device("cpu", 0))))  # which stays empty
+        self._alone_on, self._owns = None, is_nobodys
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        return self.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
+        return (self._device_of(0),)
+
+    def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
+        raise NotImplementedError("The default strategy has no devices of its own to broadcast to. Use tensor.to().")
+
+    def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset
+
+    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+        _refuse_input_options(options)
+        return dataset_fn(InputContext())
+
+    def _distribute_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def _device_of(self, replica: int) -> Device:
+        return canonical_device(None)
+
+
+def _own(value: Tree) -> Tree:
+    """The value of a lone replica, wherever it was made."""
+    if not isinstance(value, DistributedValues):
+        return value
+    check_component_counts([value], 1)
+    return value.values[0]
+
+
+def _refuse_input_options(options: InputOptions) -> None:
+    if options != InputOptions():
+        raise ValueError(
+            f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
+            "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
+        )
 
 
 @final
@@ -46,7 +134,7 @@ class OneDeviceBase(StrategyBase):
 
     def __init__(self, device: DeviceLike) -> None:
         one = canonical_device(device)
-        super().__init__(OneDeviceExtended(Storage([one], one)))
+        super().__init__(OneDeviceExtended(Storage(Placement([one], one, is_mirrored=True))))
 
     if TYPE_CHECKING:  # one replica's results are what the step returned
 
@@ -98,7 +186,7 @@ class CentralStorageBase(StrategyBase):
         if parameter_device in (None, ""):
             parameter_device = devices[0] if len(devices) == 1 else "cpu:0"
         storage = storage_of(devices, canonical_device(parameter_device), buffer_aggregation)
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), between_graph=True))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction)))
 
 
 @final
@@ -164,7 +252,7 @@ class MirroredBase(StrategyBase):
         storage = storage_of(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
         if len(on) == 1:
             ops = ReductionToOneDevice()
-        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), cross_device_ops=ops))
+        super().__init__(ReplicatedExtended(storage, ReduceOp.of(gradient_reduction), ops))
 
 
 @final
@@ -214,6 +302,45 @@ class MirroredStrategy(MirroredBase, Strategy):
     """
 
 
+def get_strategy() -> Strategy:
+    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.get_strategy() is strategy
+        False
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
+    """
+    return current_strategy()  # type: ignore[return-value]  # one of compat.v1 only in its own scope and replicas
+
+
+def experimental_set_strategy(strategy: StrategyBase | None) -> None:
+    """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
+
+    Calling it again replaces the strategy; `None` takes it away.
+
+    Example:
+        >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+        >>> torchstrategy.experimental_set_strategy(strategy)
+        >>> torchstrategy.get_strategy() is strategy
+        True
+        >>> torchstrategy.experimental_set_strategy(None)
+
+    Raises:
+        RuntimeError: If called in a `scope()` block or in a replica.
+        TypeError: If `strategy` is not a strategy.
+
+    Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
+    """
+    if strategy is not None and not isinstance(strategy, StrategyBase):
+        raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
+    set_strategy(strategy)
+
+
 def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list[Device]:
     """The device of each replica; for None all accelerators of this machine, or a CPU. `name` is that of the argument.
 
@@ -241,7 +368,6 @@ def storage_of(devices: list[Device], owner: Device, buffer_aggregation: str, **
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    is_lone = len(devices) == 1 and mirrored.get("workers", LONE).count == 1
-    if is_lone and memory_device(devices[0]) == memory_device(owner):
-        return Storage(devices, owner)
-    return ReplicatedStorage(Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored))
+    layout = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
+    is_lone = len(devices) == layout.workers.count == 1 and memory_device(devices[0]) == memory_device(owner)
+    return Storage(layout) if is_lone else ReplicatedStorage(layout)

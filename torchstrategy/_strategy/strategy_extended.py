@@ -6,7 +6,6 @@ NotImplementedError.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -17,18 +16,17 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
-from torchstrategy._communication.reductions import as_tensor, size_along, summed_along
+from torchstrategy._communication.reductions import as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
-from torchstrategy._core.distributed_values import DistributedValues, regroup, select
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
+from torchstrategy._core.errors import plural
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
-from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._strategy.weighted_mean import weighted_parts
 from torchstrategy._variables.kinds import VariablesOfExtended
 from torchstrategy.cluster_resolver import ClusterResolver
 
@@ -141,13 +139,10 @@ class StrategyExtended(VariablesOfExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves checkpoints: the first of several does, and any that is alone."""
+        """Whether this process saves checkpoints and summaries: the first of several does, and any that is alone."""
         return self._workers.index == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this process saves summaries: the first of several does, and any that is alone."""
-        return self._workers.index == 0
+    should_save_summary = should_checkpoint
 
     def call_for_each_replica(
         self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None
@@ -311,15 +306,13 @@ class StrategyExtended(VariablesOfExtended):
         if not places:
             raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
         devices = [canonical_device(one.device if isinstance(one, torch.Tensor) else one) for one in places]
-        results: list[Tree] = []
+
+        def on_device(device: Device, *args: Tree, **kwargs: Tree) -> Tree:
+            with in_use(device):
+                return fn(*args, **kwargs)
+
         with strategy.scope():
-            for i, device in enumerate(devices):
-                local_args, local_kwargs = select((tuple(args), dict(kwargs or {})), i)
-                with in_use(device):
-                    results.append(fn(*local_args, **local_kwargs))
-        if group:
-            return regroup(results)
-        return map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+            return self._called(on_device, devices, args, kwargs, group)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.
@@ -330,10 +323,7 @@ class StrategyExtended(VariablesOfExtended):
         """
         require_cross_replica(self._container_strategy(), "Strategy.experimental_make_numpy_dataset")
         if session is not None:
-            raise ValueError(
-                f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here, and the arrays are "
-                "read where they are; leave it out."
-            )
+            raise ValueError(f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here.")
         return ArrayDataset(numpy_input)
 
     def experimental_run_steps_on_iterator(
@@ -421,16 +411,16 @@ class StrategyExtended(VariablesOfExtended):
     def _weighted_mean(self, value: Tree, weights: Tree) -> Tree:
         if not isinstance(value, DistributedValues):
             return self._reduce(ReduceOp.MEAN, value)
-        products, sizes = weighted_parts(value, weights)
+        products, sizes = _weighted_parts(value, weights)
         mean = self._reduce(ReduceOp.SUM, products) / self._reduce(ReduceOp.SUM, sizes)
         dtype = as_tensor((value.values or (getattr(value, "understudy", mean),))[0]).dtype
         return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
     def _reduce_along(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
-        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis), (value,), {}, NO_OPTIONS))
+        total = self._reduce(ReduceOp.SUM, self._run(lambda v: summed_along(v, axis)[0], (value,), {}, NO_OPTIONS))
         if op is ReduceOp.SUM:
             return total
-        sizes = self._run(lambda v: torch.tensor(size_along(v, axis)), (value,), {}, NO_OPTIONS)
+        sizes = self._run(lambda v: torch.tensor(summed_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
         return total / self._reduce(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
@@ -463,22 +453,52 @@ class StrategyExtended(VariablesOfExtended):
     def _device_of(self, replica: int) -> Device:
         return self.worker_devices[replica]
 
-    def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
-        return copy.deepcopy(self, memo)
-
-    # What it can rely on
-
-    def _select(self, tree: Tree, replica: int) -> Tree:
-        """`tree` as a replica sees it: with its component of every distributed value."""
-        return select(tree, replica)
-
-    def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
-        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
-        return regroup(by_replica, are_results=True)
-
 
 def _check_destinations(destinations: object) -> None:
     if isinstance(destinations, (list, tuple)):
         raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
     if destinations is None:
         raise ValueError("destinations says where the result goes: a device, tensor or distributed value; got None.")
+
+
+def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica, PerReplica]:
+    """The components times their weights, and the weights; the mean is the sum of the former over that of the latter.
+
+    Raises:
+        ValueError: If it is not known how much a replica weighs.
+        TypeError: If a component, or a weight, is no number.
+    """
+    components, found = value._components, _weights(weights, len(value._components))
+    pairs = [(ABSENT, ABSENT) if v is ABSENT else _pair(v, w) for v, w in zip(components, found, strict=True)]
+    spare = getattr(value, "understudy", None)  # of a worker without rows: what it would bring does not count
+    product, size = (None, None) if spare is None else _pair(spare, getattr(weights, "understudy", None) or 0)
+    return PerReplica([p for p, _ in pairs], understudy=product), PerReplica([w for _, w in pairs], understudy=size)
+
+
+def _pair(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    if weight is ABSENT:
+        raise ValueError("weights=... has no weight for a replica that has a value: give the batch of the same step.")
+    tensor = as_tensor(component)
+    # A sum of many rows may be more than a half can hold.
+    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.get_default_dtype()))
+    size = as_tensor(weight).detach().to(wide)
+    if size.numel() != 1:
+        raise ValueError(f"A weight is one number for each replica; got one of shape {tuple(size.shape)}.")
+    size = size.reshape(())
+    return torch.where(size == 0, 0, wide * size), size  # the mean of no rows is NaN, and does not count
+
+
+def _weights(weights: Tree, count: int) -> Sequence[Tree]:
+    found = distributed_within(weights)
+    rows = {leaf.rows for leaf in found if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    if len(rows) == 1:
+        return rows.pop()
+    if isinstance(weights, DistributedValues) and not rows:
+        return weights._components
+    if isinstance(weights, (list, tuple)) and not found and len(weights) == count:
+        return weights
+    raise ValueError(
+        "weights=... says how much each replica weighs: give the batch that the strategy split, what strategy.run "
+        f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got "
+        + (f"a batch that was split with different rows, {sorted(rows)}." if rows else f"{weights!r}.")
+    )

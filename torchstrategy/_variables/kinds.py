@@ -16,13 +16,13 @@ from typing_extensions import Self
 
 from torchstrategy._communication.transfer import added
 from torchstrategy._communication.workers import LONE, Workers
-from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica, undisturbed
+from torchstrategy._core.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
 from torchstrategy._core.errors import an
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import make_parameter, version
-from torchstrategy._core.tree import map_leaves, tree_flatten
+from torchstrategy._core.tree import map_leaves, tree_leaves
 from torchstrategy._core.types import Device, StrategyLike, Tree
 from torchstrategy._variables.variable import Variable, Wanted, is_variable, make_data, plain_alias, write
 
@@ -95,20 +95,10 @@ class SyncOnReadVariable(DistributedVariable):
     def _memories(self) -> Sequence[torch.Tensor]:
         return self._parts
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the variable, also if its value cannot be read."""
-        return self._part().shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the variable, also if its value cannot be read."""
-        return self._part().dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device of the replica's own value; outside of replicas, the device of the first replica's value."""
-        return self._part().device
+    # Of the replica's own value; outside of replicas, of the first replica's. They are known also if it cannot be read.
+    shape: Any = property(lambda self: self._part().shape, doc="The shape of the variable.")
+    dtype: Any = property(lambda self: self._part().dtype, doc="The dtype of the variable.")
+    device: Any = property(lambda self: self._part().device, doc="The device of the variable.")
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -147,19 +137,19 @@ class SyncOnReadVariable(DistributedVariable):
 
     def _read(self) -> torch.Tensor:
         self._require_here("read_value")
-        if self._aggregation is VariableAggregation.NONE:
+        if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{self._name} has a value in each replica and no aggregation, so that it cannot be read outside of "
+                f"{self.name} has a value in each replica and no aggregation, so that it cannot be read outside of "
                 "them. Make it with an aggregation; or take strategy.experimental_local_results(variable)."
             )
         with undisturbed():
-            point = f"the reading of {self._name}"
-            if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            point = f"the reading of {self.name}"
+            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 first = self._parts[0].clone()
                 self._workers.broadcast([first], 0, point)
                 return first
             (total,) = self._workers.all_reduce([added(self._parts, self._parts[0].device)], point)
-            return total / self._num_parts if self._aggregation is VariableAggregation.MEAN else total
+            return total / self._num_parts if self.aggregation is VariableAggregation.MEAN else total
 
     @property
     def _num_parts(self) -> int:
@@ -181,10 +171,10 @@ class SyncOnReadVariable(DistributedVariable):
             write(self, self._part(), operation, value)
             return self
         self._require_here("assign")
-        is_sum = self._aggregation is VariableAggregation.SUM
+        is_sum = self.aggregation is VariableAggregation.SUM
         if is_sum and operation is not torch.Tensor.copy_:
             raise ValueError(
-                f"{self._name} is the sum of a value in each replica. Which of them is to change when something is "
+                f"{self.name} is the sum of a value in each replica. Which of them is to change when something is "
                 "added to it outside of the replicas is not known: assign it, or add to it in the step."
             )
         for part, share in zip(self._parts, self._shares(value) if is_sum else [value] * len(self._parts), strict=True):
@@ -211,7 +201,7 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
     try:
         yield
     finally:
-        with undisturbed(), torch.no_grad():
+        with undisturbed():
             for part, value in zip(parts, values, strict=True):
                 part.copy_(value)
 
@@ -231,8 +221,7 @@ class Component(Variable):
         """The component of a variable whose value is in `memory`, or is copied to it."""
         component = make_parameter(Component, memory, False)
         component.container, component._memory = weakref.ref(container), memory
-        component._name, component._strategy = container._name, container._strategy
-        component._synchronization, component._aggregation = container._synchronization, container._aggregation
+        component._wanted, component._strategy = container._wanted, container._strategy
         return component
 
     def _stand_in(self) -> torch.Tensor:
@@ -257,7 +246,7 @@ class Component(Variable):
     def _require_open(self) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
             raise RuntimeError(
-                f"A component of {self._name} was assigned by itself: the components of a mirrored variable are always "
+                f"A component of {self.name} was assigned by itself: the components of a mirrored variable are always "
                 "equal. Assign the variable, or write on its components in strategy.extended.update(variable, fn)."
             )
 
@@ -265,9 +254,8 @@ class Component(Variable):
 def _refuse_gradient(value: torch.Tensor) -> None:
     raise RuntimeError(
         f"A gradient came to a torchstrategy.Variable of shape {tuple(value.shape)} with trainable=True and "
-        "synchronization=ON_READ. Each replica has a value of its own, of which there is no gradient of the whole "
-        "batch. Leave out synchronization, and all replicas train one value; or take each replica's own gradient: "
-        "torch.autograd.grad(loss, variable)."
+        "synchronization=ON_READ: each replica has its own value, and there is no gradient of the whole batch. Leave "
+        "out synchronization, or take each replica's own gradient: torch.autograd.grad(loss, variable)."
     )
 
 
@@ -332,12 +320,10 @@ class VariablesOfExtended:
         require_cross_replica(self._container_strategy(), "update")
         if not isinstance(var, nn.Parameter):
             raise TypeError(
-                f"update writes a variable, and was given {an(type(var).__name__)}. Make it one, in `with "
-                "strategy.scope()`: torchstrategy.Variable(value, trainable=False). A tensor of your own you can write "
-                "yourself, outside of strategy.run."
+                f"update writes a variable, and was given {an(type(var).__name__)}. Make it one in the scope, "
+                "torchstrategy.Variable(value, trainable=False); or write it yourself, outside of strategy.run."
             )
-        kwargs = kwargs or {}
-        if any(type(leaf) is PerReplica for leaf in tree_flatten((args, kwargs))[0]):
+        if any(type(leaf) is PerReplica for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
                 "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
@@ -345,8 +331,7 @@ class VariablesOfExtended:
         components: Sequence[Any] = var._components if isinstance(var, DistributedVariable) else (var,)
         opened = var.updating() if isinstance(var, MirroredVariable) else nullcontext()
         with Frame(self._container_strategy()), opened:
-            results = [fn(one, *select(tuple(args), r), **select(kwargs, r)) for r, one in enumerate(components)]
-        return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+            return self._called(fn, components, args, kwargs, group)
 
     def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
@@ -366,11 +351,9 @@ class VariablesOfExtended:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#colocate_vars_with
         """
         frame, strategy = current_frame(), self._container_strategy()
-        is_inside = is_default(strategy) if frame is None else frame.strategy is strategy
-        if not is_inside or (frame is not None and frame.replica_context is not None):
+        if current_strategy() is not strategy or (frame is not None and frame.replica_context is not None):
             raise RuntimeError(
-                f'Need to be inside "with strategy.scope()" for {strategy!r}: colocate_vars_with says where variables '
-                "are created there."
+                f'Need to be inside "with strategy.scope()" for {strategy!r}: colocate_vars_with is for that block.'
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError("colocate_vars_with takes a variable that was created in this strategy's scope.")
@@ -409,6 +392,16 @@ class VariablesOfExtended:
             raise TypeError(f"read_var reads a torchstrategy.Variable; got {v!r}, a {type(v).__name__}.")
         return v.clone() if is_variable(v) else v
 
+    # What a subclass can rely on
+
+    def _select(self, tree: Tree, replica: int) -> Tree:
+        """`tree` as a replica sees it: with its component of every distributed value."""
+        return select(tree, replica)
+
+    def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
+        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
+        return regroup(by_replica, are_results=True)
+
     def _container_strategy(self) -> StrategyLike:
         """The strategy that this is of."""
         strategy = self._strategy_reference() if self._strategy_reference is not None else None
@@ -420,13 +413,19 @@ class VariablesOfExtended:
         owner = self._strategy_reference and self._strategy_reference()
         if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
             raise ValueError(
-                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. copy.deepcopy(strategy) makes "
-                "another strategy of the same kind."
+                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. Try copy.deepcopy(strategy)."
             )
         self._strategy_reference = weakref.ref(strategy)
 
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
+
+    def _called(
+        self, fn: Callable[..., Tree], places: Sequence[Any], args: Sequence[Tree], kwargs: Any, group: bool
+    ) -> Tree:
+        """What `fn` returns for each of several places, each with its components of the arguments, put together."""
+        results = [fn(one, *select(tuple(args), i), **select(dict(kwargs or {}), i)) for i, one in enumerate(places)]
+        return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
 
     def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
         """A new variable of the kind that suits the strategy, with a copy of a value."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
 import numpy
@@ -90,9 +90,7 @@ class Variable(ShowsLocalGrad, VariableBase):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/Variable
     """
 
-    _name: str
-    _synchronization: VariableSynchronization
-    _aggregation: VariableAggregation
+    _wanted: Wanted  # without the initial value
     _strategy: weakref.ref[StrategyLike] | None
     _watches = False  # whether `_stand_in` is another tensor, and `_was_written` is to be called when it is written
 
@@ -112,7 +110,7 @@ class Variable(ShowsLocalGrad, VariableBase):
     @property
     def name(self) -> str:
         """The name of the variable in messages."""
-        return self._name
+        return self._wanted.name or "Variable"
 
     @property
     def trainable(self) -> bool:
@@ -122,12 +120,12 @@ class Variable(ShowsLocalGrad, VariableBase):
     @property
     def synchronization(self) -> VariableSynchronization:
         """When the values of replicas become one."""
-        return self._synchronization
+        return self._wanted.synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
         """How the values of replicas become one."""
-        return self._aggregation
+        return self._wanted.aggregation
 
     def read_value(self) -> torch.Tensor:
         """The value of the variable, as a new tensor. Gradients flow back to the variable."""
@@ -182,7 +180,7 @@ class Variable(ShowsLocalGrad, VariableBase):
             local.data = value
 
     def __repr__(self) -> str:  # type: ignore[override]
-        named = "" if self._name == _NAMELESS else f"{self._name!r}, "
+        named = "" if self._wanted.name is None else f"{self.name!r}, "
         return f"Variable({named}{shown(self.detach())})"
 
     def __format__(self, format_spec: str) -> str:
@@ -199,9 +197,9 @@ class Variable(ShowsLocalGrad, VariableBase):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        used: list[tuple[Variable, torch.Tensor]] = []
+        used: dict[int, tuple[Variable, torch.Tensor]] = {}
         args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
-        watched = [(v, t, version(t)) for v, t in used if v._watches]
+        watched = [(v, t, version(t)) for v, t in used.values() if v._watches]
         if any(map(_has_a_say, types)):
             result = func(*_without_variables(args), **_without_variables(kwargs))
         else:
@@ -231,11 +229,10 @@ class Variable(ShowsLocalGrad, VariableBase):
                 self._require_here("assign")
             write(self, self, operation, value)
             return self
-        if self._aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
+        if self.aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
             raise ValueError(
-                f"{self._name} was assigned in a replica, and has no aggregation: the replicas' values cannot become "
-                "one. Make it with aggregation=torchstrategy.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or "
-                "assign it outside of strategy.run."
+                f"{self.name} was assigned in a replica, and has no aggregation. Make it with SUM, MEAN or "
+                "ONLY_FIRST_REPLICA of torchstrategy.VariableAggregation, or assign it outside of strategy.run."
             )
         context.merge_call(_assign_together, args=((self, operation), value))
         return self
@@ -263,14 +260,12 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def _as_it_is(self) -> Wanted:
         """The arguments with which an equal variable is created."""
-        value, trainable = self.detach().clone(), self.trainable
-        return Wanted(value, trainable, self._name, None, self._synchronization, self._aggregation)
+        return replace(self._wanted, initial_value=self.detach().clone(), trainable=self.trainable, dtype=None)
 
 
 # If `torch.compile` traced this method, it would find the component of one replica, and use it in all replicas.
 hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-defined]
 
-_NAMELESS = "Variable"
 _DATA: Any = torch.Tensor.data
 plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
@@ -282,7 +277,7 @@ def is_variable(thing: object) -> bool:
     return issubclass(type(thing), Variable)
 
 
-def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> Any:
+def _with_stand_ins(value: Any, used: dict[int, tuple[Variable, torch.Tensor]]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([_with_stand_ins(item, used) for item in value])
@@ -290,11 +285,9 @@ def _with_stand_ins(value: Any, used: list[tuple[Variable, torch.Tensor]]) -> An
         return {key: _with_stand_ins(item, used) for key, item in value.items()}
     if not issubclass(kind, Variable):
         return value
-    known = next((tensor for variable, tensor in used if variable is value), None)
-    if known is None:
-        known = value._stand_in()
-        used.append((value, known))
-    return known
+    if id(value) not in used:
+        used[id(value)] = value, value._stand_in()
+    return used[id(value)][1]
 
 
 def _has_a_say(kind: Any) -> bool:
@@ -426,8 +419,7 @@ def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
             variable = make_data(Variable, value, None, is_trained)
         else:
             variable = strategy.extended._make_variable(value, is_trained, wanted)
-    variable._name = wanted.name or _NAMELESS
-    variable._synchronization, variable._aggregation = wanted.synchronization, wanted.aggregation
+    variable._wanted = replace(wanted, initial_value=None)
     variable._strategy = None if strategy is None else weakref.ref(strategy)
     if strategy is not None:
         strategy.extended._take_variable(variable)
@@ -440,25 +432,20 @@ def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
         if other.like() != wishes[0].like():
             raise RuntimeError(
                 f"The replicas created different variables: mismatching name or settings {wishes[0].like()} and "
-                f"{other.like()}. A variable that is created in a replica is one for all of them: create the same "
-                "ones in the same order, or create it in strategy.scope(), before strategy.run."
+                f"{other.like()}. Create the same ones in the same order, or in strategy.scope(), before strategy.run."
             )
     return _made(wishes[0], strategy)
 
 
 def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tree) -> None:
-    variable, operation = (_first(brought) for brought in what)
-    for brought, first in zip(what, (variable, operation), strict=True):
-        if type(brought) is PerReplica and any(other is not first for other in brought.values):
-            raise RuntimeError(
-                f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one of "
-                "them. Every replica makes the same assignments in the same order."
-            )
+    of_all = (brought.values if type(brought) is PerReplica else (brought,) for brought in what)
+    (variable, *others), (operation, *ways) = of_all
+    if any(other is not variable for other in others) or any(way is not operation for way in ways):
+        raise RuntimeError(
+            f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "
+            "replica makes the same assignments in the same order."
+        )
     write(variable, variable, operation, _aggregated(strategy, variable.aggregation, value))
-
-
-def _first(brought: Tree) -> Any:
-    return brought.values[0] if type(brought) is PerReplica else brought
 
 
 def _aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:

@@ -4,8 +4,7 @@ from torchstrategy._communication.options import CollectiveHints, CommunicationI
 from torchstrategy._core.options import ValueContext
 from torchstrategy._input.dataset import Optional
 from torchstrategy._input.options import AutoShardPolicy
-from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from torchstrategy._strategy.preemption import PreemptionCheckpointHandler
+from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy, PreemptionCheckpointHandler
 from torchstrategy._strategy.strategies import CentralStorageStrategy
 
 CollectiveCommunication = CommunicationImplementation

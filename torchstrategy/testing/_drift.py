@@ -14,7 +14,7 @@ from torchstrategy._core.context import local_object
 from torchstrategy._core.errors import plural
 from torchstrategy._execution.replica import group_here
 from torchstrategy._execution.replica_threads import runs_under_way
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._refusals import refuse_in_replica
 
@@ -57,7 +57,9 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         group = group_here("assert_replicas_agree")
         assert group is not None
         # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
-        group.replica.synchronize("assert_replicas_agree", lambda brought: _compared(group.present, brought), _taken())
+        group.replica.synchronize(
+            "assert_replicas_agree", lambda brought: _compared(group.run.present, brought), _taken()
+        )
 
     def _taken() -> dict[str, torch.Tensor]:
         return dict(tensors_of([local_object(thing) for thing in things]))

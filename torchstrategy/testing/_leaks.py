@@ -199,9 +199,10 @@ def _settings() -> dict[str, object]:
 def _of_the_thread() -> dict[str, object]:
     """What a replica's thread would take over from this one."""
     state = CallerState(devices=())  # to ask accelerators for their streams would start them
-    worn: dict[str, object] = {name.replace("_", " "): value for name, value in vars(state).items()}
-    del worn["autocast"], worn["streams"], worn["variables"]
-    return worn | {f"autocast on {device_type}": rest for device_type, *rest in state.autocast}
+    worn: dict[str, object] = {"grad": state.grad, "inference": state.inference, **state.worn._asdict()}
+    del worn["autocast"], worn["autocast_nesting"]
+    worn |= {f"autocast on {device_type}": rest for device_type, *rest in state.worn.autocast}
+    return {name.replace("_", " "): value for name, value in worn.items()}
 
 
 def _of_the_process() -> dict[str, object]:

@@ -11,8 +11,8 @@ from torchstrategy._core.context import has_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators
 from torchstrategy._core.errors import an
 from torchstrategy._core.types import Device
-from torchstrategy._strategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
-from torchstrategy._strategy.strategy import Strategy, get_strategy
+from torchstrategy._strategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy, get_strategy
+from torchstrategy._strategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")

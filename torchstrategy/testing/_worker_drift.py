@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._core.errors import plural
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._drift import MOST_NAMED, difference, tensors_of
 from torchstrategy.testing._refusals import refuse_in_replica
 

@@ -18,7 +18,7 @@ from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._input.dataset import InputIterator
 from torchstrategy._input.options import InputContext, InputReplicationMode
 from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context
-from torchstrategy._strategy.strategy import experimental_set_strategy, get_strategy
+from torchstrategy._strategy.strategies import experimental_set_strategy, get_strategy
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy.compat.v1 import experimental
 from torchstrategy.compat.v1._strategies import MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction

@@ -10,7 +10,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Tree
 from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredBase
 from torchstrategy._strategy.strategies import CentralStorageBase, MirroredBase, OneDeviceBase
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import StrategyBase
 
 
 class Strategy(StrategyBase):

@@ -11,8 +11,7 @@ from torch import nn
 
 from torchstrategy._core.tree import map_leaves, tree_flatten
 from torchstrategy._core.types import Tree
-from torchstrategy._strategy.strategies import OneDeviceStrategy
-from torchstrategy._strategy.strategy import get_strategy
+from torchstrategy._strategy.strategies import OneDeviceStrategy, get_strategy
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, first_mismatch, first_plain_record
 from torchstrategy.testing._same_as_plain.difference import Tolerance
 from torchstrategy.testing._same_as_plain.record import Numbers, Record

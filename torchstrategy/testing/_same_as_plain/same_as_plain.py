@@ -11,7 +11,7 @@ from torchstrategy._core.context import has_strategy
 from torchstrategy._core.errors import add_note, an
 from torchstrategy._core.options import RunOptions
 from torchstrategy._core.types import Tree
-from torchstrategy._strategy.strategy_base import StrategyBase
+from torchstrategy._strategy.strategy import StrategyBase
 from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed, first_mismatch
 from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
 from torchstrategy.testing._same_as_plain.messages import failure_text, mismatch_text, which
