@@ -160,7 +160,6 @@ class ModuleReplica:
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = slots
         self.buffers = StepWrites(own)
-        self._attributes = Snapshot(dict(enumerate(self.insides)), TABLES)
         self._structure = Snapshot(tables_of(self.insides))
 
     def _own_in(
@@ -285,10 +284,6 @@ class ModuleReplica:
         held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self._memo)
         return any(isinstance(thing, nn.Module) or _is_trainable(thing) for thing in held)
 
-    def note_attributes(self) -> None:
-        """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
-        self._attributes.take()
-
     def copied(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
@@ -329,13 +324,6 @@ class ModuleReplica:
         if found and not made:
             self._structure.take()
         return made
-
-    def take_attributes(self) -> list[Edit]:
-        """The plain attributes that the step made, replaced or removed since the last call."""
-        edits = list(self._attributes.edits())
-        if edits:
-            self.note_attributes()
-        return [edit for edit in edits if edit.name not in TABLES]
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""

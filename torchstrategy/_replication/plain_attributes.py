@@ -37,7 +37,7 @@ from torchstrategy._binding.changes import (
     TrackedTensors,
     write_value,
 )
-from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
+from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
@@ -83,6 +83,8 @@ class PlainAttributes:
         self._states = {path: states_of(place.original) for path, place in self._modules.items()}
         self._left_out = {path: _TORCHS.union(self._computed[path], self._states[path]) for path in self._modules}
         self._known_modules = Snapshot({path: place.original for path, place in self._modules.items()})
+        own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
+        self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect()
 
@@ -166,7 +168,7 @@ class PlainAttributes:
             for path in changed:
                 write(self._containers[path].local[r], copies[path, ""])
             if brought:
-                replica.note_attributes()
+                self._known_insides[r].take()
         if edits:
             self._known_modules.take()
         return True
@@ -188,7 +190,7 @@ class PlainAttributes:
         self._is_understudy = is_understudy
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
-        edits = [edit for r in present for edit in self.replicas[r].take_attributes()]
+        edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
@@ -220,9 +222,9 @@ class PlainAttributes:
                 self._merged[path] = merger.items(f"attribute {path}", items, named_items(original))
 
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
-        paths = list(self._modules)
-        for path, name in dict.fromkeys((paths[edit.place], edit.name) for edit in edits):
+        for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._modules[path]
+            merged = self._merged.setdefault(path, {})
             before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
             if name in self._computed[path]:
                 after = value.detach().to(self.device) if isinstance(value, torch.Tensor) else before
@@ -231,7 +233,7 @@ class PlainAttributes:
             else:
                 merger.is_quiet = self._is_quiet(path)
                 after = merger.merged(f"attribute {path}.{name}", [value, *others], before)
-            self._merged.setdefault(path, {})[ATTRIBUTE, name] = after
+            merged[ATTRIBUTE, name] = after
 
     def _is_quiet(self, path: str) -> bool:
         return path in self._of_packages or _is_of_package(self._places[path].original)
@@ -297,8 +299,8 @@ class PlainAttributes:
                     for of_replica in local:
                         of_replica.pop(name, None)
         if self._merged.keys() & self._modules.keys():
-            for replica in self.replicas:
-                replica.note_attributes()
+            for known in self._known_insides:
+                known.take()
         # The replicas get these values before the next run: a backward through the results of this run may still need
         # the tensors that they have now.
         for index, path in enumerate(self._leaves if self._written else ()):
