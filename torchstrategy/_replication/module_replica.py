@@ -132,7 +132,8 @@ class ModuleReplica:
         self._is_counted_by_users = all(self.aliased)
         self.note_parameters()
         self._memo = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
-        self._memo.update((id(owner), p) for owner, p in zip(owners, self.parameters, strict=True))
+        by_owner = dict(zip(map(id, owners), self.parameters, strict=True))
+        self._memo.update(by_owner)
         named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
         outputs, self._held = self._own_in(named, self._memo.keys() | set(map(id, buffers.tensors)), is_new=True)
@@ -156,8 +157,7 @@ class ModuleReplica:
                 kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
                 drop(kept, MISSING)
                 inside.update(kept)
-        self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
-        self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
+        self.local_objects: dict[int, object] = {**pairs, **by_owner}
         self._slots = slots
         self.buffers = StepWrites(own)
         self._structure = Snapshot(tables_of(self.insides))
