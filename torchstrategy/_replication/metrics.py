@@ -21,8 +21,8 @@ from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.torch_internals import version
 from torchstrategy._execution.replica import group_here
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.module_replica import ModuleReplica
-from torchstrategy._training.replica_weights import ReplicaWeights
 
 Inside = dict[str, Any]  # the `__dict__` of a module
 
@@ -186,7 +186,7 @@ def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     def together(brought: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         here = list(brought)
         if group.workers.count > 1:
-            counted = [] if group.is_understudy else [one.cpu() for one in here]
+            counted = [] if group.run.is_understudy else [one.cpu() for one in here]
             here = [one for of_worker in group.workers.all_gather_object(counted, point) for one in of_worker]
         return [here] * len(brought)
 

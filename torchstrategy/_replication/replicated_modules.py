@@ -32,6 +32,7 @@ from torchstrategy._communication.workers import BETWEEN_RUNS
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
@@ -48,7 +49,6 @@ from torchstrategy._replication.worker_values import (
     refuse_other_values,
 )
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable
 
 

@@ -22,6 +22,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
 from torchstrategy._replication.storage import Placement
@@ -29,7 +30,6 @@ from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable, is_variable
 
 

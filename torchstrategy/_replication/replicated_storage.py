@@ -27,13 +27,13 @@ from torchstrategy._core.context import frames_kept, is_accelerator, is_in_repli
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, trained
 from torchstrategy._replication.storage import Placement, Storage
 from torchstrategy._replication.worker_values import take_from_first_worker
 from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten
 from torchstrategy._variables.variable import Variable
 

@@ -12,8 +12,8 @@ from torch import nn
 from torchstrategy._binding.object_attributes import KEPT, Told
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._core.distributed_values import ABSENT
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.merged_values import Look
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
