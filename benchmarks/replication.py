@@ -24,7 +24,7 @@ from torchstrategy._replication.placement import Placement
 import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, timed
 from torchstrategy import ReduceOp
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
+from torchstrategy._replication.storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
 

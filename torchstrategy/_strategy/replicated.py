@@ -38,8 +38,7 @@ from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._replication.replicated_run import ReplicatedRun
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
@@ -104,7 +103,7 @@ class ReplicatedExtended(StrategyExtended):
     # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
     #    (`_execution/replica_weights`).
     # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
-    #    gets the copy of its replica (`_replication/replicated_storage`; Note [The order of a run and of its undoing]
+    #    gets the copy of its replica (`_replication/storage`; Note [The order of a run and of its undoing]
     #    there tells what undoes it).
     # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
     #    another (`_execution/replica_threads`).
