@@ -280,12 +280,6 @@ class ModuleReplica:
             self.buffers = StepWrites(tensors)
         self.buffers.note()
 
-    def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
-        """Brings plain attributes of modules; `MISSING` removes one. `own`: see `copied`."""
-        copied = self.copied({(e.place, e.name): e.after for e in edits if e.after is not MISSING}, own)
-        for edit in edits:
-            edit._replace(after=copied.get((edit.place, edit.name), MISSING)).apply(self.insides[edit.place])
-
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
         held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self._memo)
@@ -295,20 +289,20 @@ class ModuleReplica:
         """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
         self._attributes.take()
 
-    def copied(self, values: Mapping[tuple[int, str], Any], own: Mapping[int, Any]) -> dict[tuple[int, str], Any]:
+    def copied(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
         Its copy of a tensor that no attribute has held meanwhile may be outdated: such a tensor is copied anew.
 
         Args:
             values: The user's values, which are copied at once: what several of them hold is one object in the copies,
-                too. The second part of a key is what to call the value in a message.
+                too. A message calls each what the parts of its key make together.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
         ours = set(map(id, self.buffers.tensors))
         memo = {key: held for key, held in self._memo.items() if type(held) is not torch.Tensor or id(held) in ours}
         memo.update(own)
-        given, tensors = self._own_in(((name, value) for (_, name), value in values.items()), memo, is_new=False)
+        given, tensors = self._own_in((("".join(key), value) for key, value in values.items()), memo, is_new=False)
         memo.update(given)
         memo.update(zip(map(id, tensors), copies_of(tensors, self.device), strict=True))
         rebinding = ClosureRebinder({**self._memo, **own})
