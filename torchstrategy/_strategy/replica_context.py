@@ -129,9 +129,8 @@ class ReplicaContext:
         group = self._require_active("merge_call")
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
-            merged_args, merged_kwargs = group.run.regrouped(
-                dict(zip(group.run.present, brought, strict=True)), group.workers
-            )
+            trees = dict(zip(group.run.present, brought, strict=True))
+            merged_args, merged_kwargs = group.run.regrouped(trees, group.workers)
             with Frame(self._strategy), self._published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], len(group.devices))
