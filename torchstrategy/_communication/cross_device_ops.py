@@ -31,6 +31,7 @@ _Route: TypeAlias = "Device | tuple[Device, ...]"
 
 # What is reduced, and where the result goes.
 Pair = tuple[DistributedValues, Destinations]
+_Given: TypeAlias = "tuple[DistributedValues | torch.Tensor, Destinations]"
 
 
 def devices_of(where: Destinations) -> list[Device]:
@@ -146,7 +147,7 @@ class CrossDeviceOps:
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
+        value_destination_pairs: Sequence[_Given],
         options: CommunicationOptions | None = None,
     ) -> list[Tree]:
         """`reduce` for each of several (value, destinations) pairs, which may be sent together.
@@ -277,11 +278,7 @@ class CrossDeviceOps:
         return found
 
     def _checked(
-        self,
-        method: str,
-        reduce_op: object,
-        pairs: Sequence[tuple[DistributedValues | torch.Tensor, Destinations]],
-        options: CommunicationOptions | None,
+        self, method: str, reduce_op: object, pairs: Sequence[_Given], options: CommunicationOptions | None
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
@@ -377,9 +374,7 @@ class ReductionToOneDevice(_ByRoutes):
 
     def __init__(self, reduce_to_device: DeviceLike = None, accumulation_fn: AccumulationFn | None = None) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise TypeError(
-                f"accumulation_fn makes one tensor of a list of tensors; {accumulation_fn!r} is no function."
-            )
+            raise TypeError(f"accumulation_fn makes one tensor of several; {accumulation_fn!r} is no function.")
         self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
         self._accumulation_fn = accumulation_fn
 
@@ -477,8 +472,7 @@ class NcclAllReduce(_AllReduce):
     """
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
-        why = why_not_nccl(devices)
-        if why is not None:
+        if why := why_not_nccl(devices):
             raise ValueError(
                 f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
             )

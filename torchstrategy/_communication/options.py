@@ -87,9 +87,7 @@ class CommunicationOptions:
         try:
             implementation = CommunicationImplementation(said.upper() if isinstance(said, str) else said)
         except ValueError:
-            raise ValueError(
-                f"CommunicationOptions(implementation={said!r}): it is one of 'AUTO', 'RING', 'NCCL'."
-            ) from None
+            raise ValueError(f"CommunicationOptions(implementation={said!r}): say 'AUTO', 'RING' or 'NCCL'.") from None
         object.__setattr__(self, "implementation", implementation)
 
 
@@ -120,9 +118,7 @@ def as_options(method: str, options: CommunicationOptions | None) -> Communicati
         ValueError: If they are no options.
     """
     if not isinstance(options, (CommunicationOptions, type(None))):
-        raise ValueError(
-            f"{method}(options={options!r}): options are a torchstrategy.experimental.CommunicationOptions, or None."
-        )
+        raise ValueError(f"{method}(options={options!r}): options are torchstrategy.experimental.CommunicationOptions.")
     return options or USUAL_OPTIONS
 
 

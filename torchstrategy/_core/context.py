@@ -180,9 +180,8 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
     Raises:
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
-    frame = (
-        this_thread.frames[-1] if this_thread.frames else this_thread.set_frame
-    )  # as `current_frame`, without a call
+    frames = this_thread.frames
+    frame = frames[-1] if frames else this_thread.set_frame  # as `current_frame`, without a call
     if frame is None:  # the usual case
         return
     if frame.strategy is strategy:

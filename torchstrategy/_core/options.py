@@ -100,10 +100,9 @@ class ReduceOp(enum.Enum):
             raise TypeError(
                 f"Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'; got {op!r}."
             )
-        try:
-            return cls(op.upper())
-        except ValueError:
-            raise ValueError(f"{op!r} is not one of the reductions 'SUM', 'MEAN'.") from None
+        if op.upper() not in cls.__members__:
+            raise ValueError(f"{op!r} is not one of the reductions 'SUM', 'MEAN'.")
+        return cls[op.upper()]
 
 
 @final

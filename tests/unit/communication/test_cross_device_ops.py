@@ -244,7 +244,10 @@ WRONG: dict[str, tuple[Callable[[CrossDeviceOps], Any], str]] = {
         lambda o: o.batch_reduce(SUM, [(numbers(2), numbers(2)), (numbers(2), "")]),
         "destinations says where the result goes",
     ),
-    "what is no option": (lambda o: o.reduce(SUM, numbers(2), "cpu", 3), r"reduce\(options=3\): options are a "),
+    "what is no option": (
+        lambda o: o.reduce(SUM, numbers(2), "cpu", 3),
+        r"reduce\(options=3\): options are ",
+    ),
     "an option of clusters": (
         lambda o: o.batch_reduce(SUM, [(numbers(2), "cpu")], CommunicationOptions(timeout_seconds=1)),
         r"batch_reduce\(options=CommunicationOptions\(timeout_seconds=1\)\): the replicas are in one process",
@@ -317,9 +320,7 @@ def test_a_function_gets_no_packs() -> None:
 def test_what_is_no_device_or_no_function_is_refused() -> None:
     with pytest.raises(ValueError, match="'foo' is not a device"):
         ReductionToOneDevice("foo")
-    with pytest.raises(
-        TypeError, match=r"^accumulation_fn makes one tensor of a list of tensors; 'add_n' is no function"
-    ):
+    with pytest.raises(TypeError, match=r"^accumulation_fn makes one tensor of several; 'add_n' is no function"):
         ReductionToOneDevice(accumulation_fn="add_n")  # type: ignore[arg-type]
 
 
