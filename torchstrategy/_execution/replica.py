@@ -241,7 +241,7 @@ class ReplicaGroup:
         unit = max(self.run.weights) if self.workers.count == 1 else 1.0
         factor = self.weight / unit
         # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out, and it gets none.
-        # What autograd brings for an integer stays an integer, or it would not fit that of a replica with another factor.
+        # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
         scaled = ((g * factor).to(g.dtype) if factor else torch.zeros_like(g) for g in grads)
         brought = grads if factor == 1 else list(scaled)
         totals = self._exchange("the backward of a collective", brought, self._sums, self._added_over_workers)[0]

@@ -224,8 +224,7 @@ class ReplicaContext:
     def _ends(self) -> None:
         """The call of the step is over: the replica cannot synchronize any more."""
         # A context may be kept, and must not keep the run.
-        self._group, self._published = None, nullcontext
-        self._is_over = True
+        self._group, self._published, self._is_over = None, nullcontext, True
 
     def _require_active(self, what: str) -> ReplicaGroup:
         self._require_here(what, can_synchronize=not self._is_over)
