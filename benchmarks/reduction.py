@@ -16,9 +16,9 @@ import torchstrategy
 from contest import Contender, Measure, Row, compared, hold, timed
 from torchstrategy import ReduceOp
 from torchstrategy._core.options import NO_OPTIONS
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.replica_gradients import ReplicaParameter
-from torchstrategy._training.replica_weights import ReplicaWeights
 
 REPLICAS, WEIGHT, BAR = 4, 0.25, 1.1
 LAYOUTS = {"10 of 10 MB": (10, 2_500_000), "1,000 of 100 kB": (1_000, 25_000), "10,000 of 10 kB": (10_000, 2_500)}

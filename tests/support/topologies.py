@@ -9,8 +9,8 @@ import torch
 import torchstrategy
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Placement
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
 

@@ -38,46 +38,34 @@ _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 class Place(NamedTuple):
-    """A container or an object that may be changed in place, and the copies of the replicas."""
+    """An attribute, or what it holds: a container, an object or a tensor, with the copies of the replicas."""
 
     path: str
     original: Any
     local: Sequence[Any]  # by replica
 
 
-class Leaf(NamedTuple):
-    """A tensor with its path and the copies of the replicas. An array is taken as a tensor that shares its memory."""
-
-    path: str
-    original: torch.Tensor
-    local: Sequence[torch.Tensor]
-
-
-Attribute = tuple[str, Any, Sequence[Any]]
-"""The path of an attribute, its value in the user's object, and its value in each replica."""
-
-
-def places_and_leaves(named: Iterable[Attribute]) -> tuple[dict[int, Place], dict[int, Leaf], list[Place]]:
-    """All places and leaves in some values of which the replicas have copies, by the ids of the user's objects.
+def places_and_leaves(named: Iterable[Place]) -> tuple[dict[int, Place], dict[int, Place], list[Place]]:
+    """All that some attributes hold and that may be changed in place, by the ids of the user's objects.
 
     Returns:
-        The places, the leaves, and further places, which hold arrays and `PerReplica`s.
+        The containers and objects; the leaves, which are tensors, and arrays as tensors that share their memory; and
+        the arrays and `PerReplica`s themselves.
     """
     places: dict[int, Place] = {}
-    leaves: dict[int, Leaf] = {}
+    leaves: dict[int, Place] = {}
     others: list[Place] = []
-    for where, value, copies in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
+    for place in chain.from_iterable(_walk(*attribute, set()) for attribute in named):
+        where, value, copies = place
         if isinstance(value, torch.Tensor):
             if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
-                leaves[id(value)] = Leaf(where, value, copies)
-        elif isinstance(value, np.ndarray):
-            others.append(Place(where, value, copies))
-            with suppress(TypeError, ValueError):  # an array of a dtype that torch does not have
-                leaves[id(value)] = Leaf(where, _over(value), list(map(_over, copies)))
-        elif isinstance(value, PerReplica):
-            others.append(Place(where, value, copies))
+                leaves[id(value)] = place
+        elif isinstance(value, (np.ndarray, PerReplica)):
+            others.append(place)
+            with suppress(TypeError, ValueError):  # no array, or one of a dtype that torch does not have
+                leaves[id(value)] = Place(where, _over(value), list(map(_over, copies)))
         elif not isinstance(value, nn.Module):
-            places[id(value)] = Place(where, value, copies)
+            places[id(value)] = place
     return places, leaves, others
 
 
@@ -94,16 +82,16 @@ def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     return ((where, held) for where, held, _ in walked)
 
 
-def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Attribute]:
+def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Place]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
-        yield path, value, local
+        yield Place(path, value, local)
     if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
         return
     if type(value).__module__.partition(".")[0] == "torchstrategy":
         return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset)):
-        yield path, value, local
+        yield Place(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= _PLAIN_TYPES:
         return  # there may be many
     items, of_copies = named_items(value), list(map(named_items, local))
@@ -113,21 +101,21 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
             yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen)
 
 
-_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
+ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
 
 
 def named_items(value: Any) -> dict[tuple[str, Any], Any]:
     """What a value holds, by how a path shows it and by its position, key or name."""
     named: dict[tuple[str, Any], Any] = {}
     if isinstance(value, (list, tuple, deque)):
-        named.update(((_ITEM, i), item) for i, item in enumerate(value))
+        named.update(((ITEM, i), item) for i, item in enumerate(value))
     elif isinstance(value, set):
-        named.update(((_ITEM, item), item) for item in value)
+        named.update(((ITEM, item), item) for item in value)
     elif isinstance(value, dict):
-        named.update(((_ITEM, key), item) for key, item in table_type(value).items(value))
+        named.update(((ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
-        named.update(((_ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
-    named.update(((_ATTRIBUTE, key), item) for key, item in attributes(value).items())
+        named.update(((ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
+    named.update(((ATTRIBUTE, key), item) for key, item in attributes(value).items())
     return named
 
 
@@ -158,17 +146,16 @@ def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes."""
-    return isinstance(value, (tuple, frozenset)) or type(value) in _COPIED or _is_all_attributes(value)
+    """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes.
 
-
-def _is_all_attributes(value: Any) -> bool:
-    """Whether attributes are all that an object has: no lock, file or random generator, and nothing that is called."""
+    Such an object has no lock, file or random generator, and nothing that is called.
+    """
     cls: Any = type(value)
-    if isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy"):
-        return False
+    if isinstance(value, (tuple, frozenset)) or cls in _COPIED:
+        return True
     is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
-    if not is_usual or hasattr(cls, "__deepcopy__"):
+    is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")
+    if is_closed or not is_usual or hasattr(cls, "__deepcopy__"):
         return False
     try:
         maker: Any = value.__reduce_ex__(4)[0]
@@ -183,22 +170,18 @@ def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
     return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
-def contents_of(container: Any) -> tuple[Any, Any, Any]:
-    """The contents of a container as plain containers, which can be copied; `write` is the reverse."""
-    return (
-        list(container) if isinstance(container, SEQUENCES) else None,
-        dict(table_type(container).items(container)) if isinstance(container, dict) else None,
-        dict(attributes(container)),
-    )
+def contents_of(container: Any) -> tuple[Any, Any]:
+    """The items of a container and its attributes, in plain containers, which can be copied. `write` is the reverse."""
+    items: Any = list(container) if isinstance(container, SEQUENCES) else None
+    if isinstance(container, dict):
+        items = dict(table_type(container).items(container))
+    return items, dict(attributes(container))
 
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
     """Gives a container, which stays the same object, what `named_items` returned for another one."""
-    tables: dict[str, dict[Any, Any]] = {_ITEM: {}, _ATTRIBUTE: {}}
-    for (shown, key), value in named.items():
-        tables[shown][key] = value
-    items = list(tables[_ITEM].values()) if isinstance(container, SEQUENCES) else None
-    write(container, (items, tables[_ITEM] if isinstance(container, dict) else None, tables[_ATTRIBUTE]))
+    items, inside = ({key: v for (how, key), v in named.items() if how == shown} for shown in (ITEM, ATTRIBUTE))
+    write(container, (items if isinstance(container, dict) else items.values(), inside))
 
 
 def drop(value: Any, item: object) -> None:
@@ -209,16 +192,16 @@ def drop(value: Any, item: object) -> None:
             write_items(container, {place: held for place, held in named.items() if held is not item})
 
 
-def write(container: Any, contents: tuple[Any, Any, Any]) -> None:
+def write(container: Any, contents: tuple[Any, Any]) -> None:
     """Gives a container, which stays the same object, the contents that `contents_of` returned for another one."""
-    items, mapping, inside = contents
-    if items is not None:
+    items, inside = contents
+    if isinstance(container, SEQUENCES):
         container.clear()
         getattr(container, "update" if isinstance(container, set) else "extend")(items)
-    if mapping is not None:
+    elif isinstance(container, dict):
         table = table_type(container)
         table.clear(container)
-        for key, value in mapping.items():
+        for key, value in items.items():
             table.__setitem__(container, key, value)
     for name in attributes(container).keys() - inside.keys():
         object.__delattr__(container, name)

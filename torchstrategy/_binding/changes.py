@@ -95,9 +95,13 @@ class Snapshot:
         # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
         self._are_plain = {str}.issuperset(map(type, self._names))
 
-    def forget(self, place: Any, name: Any) -> None:
-        """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
-        self._known[place][name] = object()  # which no table holds
+    def forget(self, place: Any, name: Any = None) -> None:
+        """Drops an entry of a table, or what else a container held: it counts as changed until the next `take`."""
+        nothing = object()  # which no container holds
+        if place in self._known:
+            self._known[place][name] = nothing
+        else:
+            self._known_items[place] = [nothing]
         self._sizes, self._names, self._values = [], [], []
 
     def is_same(self) -> bool:
@@ -112,19 +116,18 @@ class Snapshot:
             return False
         return names == self._names if self._are_plain else all(map(is_, names, self._names))
 
-    def edits(self) -> Iterator[Edit]:
-        """The entries of tables that have changed."""
-        if not self.is_same():
-            for (place, known), now in zip(self._known.items(), self._tables.values(), strict=True):
-                if len(known) != len(now) or not all(map(is_, chain(known, known.values()), chain(now, now.values()))):
-                    yield from edits(known, now, place)
+    def edits(self, places: Iterable[Any] | None = None) -> Iterator[Edit]:
+        """The entries of tables that have changed; `places`: the keys of those to look at, else of all that differ."""
+        for place in self.differing() if places is None else places:
+            if place in self._known:
+                yield from edits(self._known[place], self._tables[place], place)
 
     def differing(self) -> list[Any]:
-        """The keys of the containers that hold other objects."""
+        """The keys of the containers that hold other objects, or in another order."""
         if self.is_same():
             return []
-        now, known = {**self._tables, **self._others}, {**self._known, **self._known_items}
-        return [key for key in known if not are_same(_items(now[key]), _items(known[key]))]
+        changed = [k for k, known in self._known.items() if not are_same(_all_in(self._tables[k]), _all_in(known))]
+        return changed + [key for key, old in self._known_items.items() if not are_same(_items(self._others[key]), old)]
 
     def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
         """How many objects each container holds, the names in the tables, and all other objects."""
@@ -150,6 +153,10 @@ def _is_table(container: Any) -> bool:
 def are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     return len(items) == len(others) and all(map(is_, items, others))
+
+
+def _all_in(table: dict[Any, Any]) -> list[Any]:
+    return [*table, *table.values()]
 
 
 def _items(container: Any) -> list[Any]:

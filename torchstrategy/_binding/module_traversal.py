@@ -50,10 +50,10 @@ def computed_by_hooks(module: nn.Module) -> set[str]:
 
 def tables_of(insides: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[Any, Any]]:
     """The tables of modules, of which the `__dict__`s are given, by the position of the module and the table's name."""
-    return {(i, table): inside[table] for i, inside in enumerate(insides) for table in (*PART_TABLES, *HOOK_TABLES)}
+    tables = ("_parameters", "_modules", "_buffers", *HOOK_TABLES)
+    return {(i, table): inside[table] for i, inside in enumerate(insides) for table in tables}
 
 
-PART_TABLES = ("_parameters", "_modules", "_buffers")
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 # The attributes in which torch itself keeps tables, hooks, flags, and the result of `module.compile()`.

@@ -11,12 +11,13 @@ it is, and values that differ become a `PerReplica`. In the next run, each repli
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
 
-from torchstrategy._binding.attribute_contents import contents_of, write
+from torchstrategy._binding.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._binding.changes import MISSING, Edit, edits
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
@@ -33,9 +34,11 @@ class Told(NamedTuple):
 
 
 KEPT = ""  # the text of a process whose value stays that from before the run, since it takes no part
+NOTHING = Told("\0", ABSENT, False)  # of a process that wrote no value, whose text differs from that of any value
 
 
 @final
+@dataclass(eq=False)
 class Trainer:
     """A trainer that becomes a proxy, and its attributes in each replica of one run.
 
@@ -44,92 +47,83 @@ class Trainer:
         num_replicas: How many replicas the strategy has.
         present: The replicas that take part in the run.
         has_others: Whether other processes have replicas, too.
-        is_understudy: Whether what this process computes does not count.
+        is_understudy: Whether what this process computes does not count. Then the first replica is present.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        num_replicas: int,
-        present: Sequence[int],
-        has_others: bool = False,
-        is_understudy: bool = False,
-    ) -> None:
-        self.original = original
-        self._has_others = has_others
-        self._is_understudy = is_understudy
-        self._inside: dict[str, Any] = object.__getattribute__(original, "__dict__")
-        self._present = present
-        self._num_replicas = num_replicas
+    original: Any
+    num_replicas: int
+    present: Sequence[int]
+    has_others: bool = False
+    is_understudy: bool = False
+
+    def __post_init__(self) -> None:
+        self._inside: dict[str, Any] = object.__getattribute__(self.original, "__dict__")
         self._known: dict[str, Any] = {}
-        self._given: list[dict[str, Any]] = [{} for _ in range(num_replicas)]
-        self.attributes: list[dict[str, Any]] = [{} for _ in range(num_replicas)]
+        self.attributes: list[dict[str, Any]] = [{} for _ in range(self.num_replicas)]
         self.refresh()
 
     def refresh(self) -> None:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
         now = dict(self._inside)
         for edit in edits(self._known, now):
-            for r, tables in enumerate(zip(self._given, self.attributes, strict=True)):
-                for table in tables:
-                    edit._replace(after=in_replica(edit.after, r, self._num_replicas)).apply(table)
+            for r, table in enumerate(self.attributes):
+                edit._replace(after=in_replica(edit.after, r, self.num_replicas)).apply(table)
         self._known = now
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
-        written = (edits(self._given[r], self.attributes[r]) for r in self._present)
-        self._edits = {name: self._of_all(name) for name in dict.fromkeys(e.name for e in chain.from_iterable(written))}
+        given = {
+            r: {name: in_replica(v, r, self.num_replicas) for name, v in self._known.items()} for r in self.present
+        }
+        written = chain.from_iterable(edits(given[r], self.attributes[r]) for r in self.present)
+        self._merged = {name: self._merged_value(name) for name in dict.fromkeys(edit.name for edit in written)}
+
+    def _merged_value(self, name: str) -> Any:
+        """The value for the user's trainer; `MISSING` if it is to have none."""
+        before = self._known.get(name, MISSING)
+        if self.is_understudy and isinstance(before, PerReplica):
+            return before
+        values = [
+            own.get(name, MISSING) if self._counts(r, before) else ABSENT for r, own in enumerate(self.attributes)
+        ]
+        there = [value for value in values if value is not ABSENT]
+        # Another process has another tensor. An understudy keeps numbers and the like until the others tell theirs.
+        is_own = self.has_others and isinstance(there[0], torch.Tensor)
+        return self._of_each(values) if is_own or not all(_are_equal(value, there[0]) for value in there) else there[0]
+
+    def _counts(self, r: int, before: Any) -> bool:
+        # A replica that takes no part in the step keeps its value, if it had a value of its own.
+        return isinstance(before, PerReplica) or r in self.present
+
+    def _of_each(self, values: Sequence[Any]) -> Any:
+        if self.is_understudy:
+            return PerReplica([ABSENT] * len(values), understudy=values[0])
+        return PerReplica([ABSENT if value is MISSING else value for value in values])
 
     def told(self) -> dict[Any, Told]:
         """What is one value in this process, for the others to compare."""
-        pairs = ((name, edit.after) for name, edit in self._edits.items())
-        told = {("", "", name): Told(repr(value), value, True) for name, value in pairs if isinstance(value, _PLAIN)}
-        if self._is_understudy:
-            kept = [name for name, edit in self._edits.items() if isinstance(edit.before, PerReplica)]
-            told.update({("", "", name): Told(KEPT, None, True) for name in kept})
-        return told
+        told = {name: Told(repr(v), v, True) for name, v in self._merged.items() if isinstance(v, _PLAIN)}
+        kept = [name for name in self._merged if self.is_understudy and type(self._known.get(name)) is PerReplica]
+        return {**told, **dict.fromkeys(kept, Told(KEPT, None, True))}
 
     def keep(self, key: Any) -> None:
         """Replicas of other processes have another value."""
-        before = self._known.get(key[2], MISSING)
-        value = self._edits[key[2]].after if key[2] in self._edits else before
+        before = self._known.get(key, MISSING)
+        value = self._merged.get(key, before)
         if not isinstance(value, PerReplica) and value is not MISSING:
-            values = [value if c else ABSENT for c in self._counts(before)]
-            self._edits[key[2]] = Edit(None, key[2], before, self._own(before, values))
+            counted = [value if self._counts(r, before) else ABSENT for r in range(self.num_replicas)]
+            self._merged[key] = self._of_each(counted)
 
     def put(self, key: Any, value: Any) -> None:
         """All replicas whose rows count have this value."""
-        before = self._known.get(key[2], MISSING)
-        self._edits[key[2]] = Edit(None, key[2], before, before if value is ABSENT else value)
+        self._merged[key] = self._known.get(key, MISSING) if value is ABSENT else value
 
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
-        for edit in self._edits.values():
-            edit.apply(self._inside)
-        values = [list(edit.after.values) for edit in self._edits.values() if isinstance(edit.after, DistributedValues)]
+        for name, value in self._merged.items():
+            Edit(None, name, None, value).apply(self._inside)
+        values = [list(value.values) for value in self._merged.values() if isinstance(value, DistributedValues)]
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
-
-    def _of_all(self, name: str) -> Edit:
-        before = self._known.get(name, MISSING)
-        values = [own.get(name, MISSING) for own in self.attributes]
-        counted = [v if c else ABSENT for v, c in zip(values, self._counts(before), strict=True)]
-        if self._is_understudy and isinstance(before, PerReplica):
-            return Edit(None, name, before, before)
-        if self._is_understudy and isinstance(values[0], _PLAIN):
-            return Edit(None, name, before, values[0])  # until the others tell theirs
-        if self._has_others and isinstance(values[0], torch.Tensor):
-            return Edit(None, name, before, self._own(before, counted))
-        return Edit(None, name, before, _as_one(counted))
-
-    def _counts(self, before: Any) -> list[bool]:
-        # A replica that takes no part in the step keeps its value, if it had a value of its own.
-        return [isinstance(before, PerReplica) or r in self._present for r in range(self._num_replicas)]
-
-    def _own(self, before: Any, values: Sequence[Any]) -> Any:
-        """The value where replicas of other processes have others."""
-        if not self._is_understudy:
-            return PerReplica([ABSENT if value is MISSING else value for value in values])
-        return before if isinstance(before, PerReplica) else PerReplica([ABSENT] * len(values), understudy=values[0])
 
 
 @final
@@ -143,7 +137,7 @@ class SharedTrainer:
 
     def refresh(self) -> None:
         """Notes what the trainer holds now: what is written from here on, a step writes."""
-        self._known = contents_of(self._thing)
+        self._known = named_items(self._thing)
 
     def check_unwritten(self) -> None:
         """Raises an error if a step wrote on the trainer.
@@ -151,13 +145,14 @@ class SharedTrainer:
         Raises:
             RuntimeError: Naming what was written, which is taken back.
         """
-        table = 1 if isinstance(self._thing, dict) else 2  # which part of the contents has the items or attributes
-        written = next(edits(self._known[table], contents_of(self._thing)[table]), None)
+        looked_at = ITEM if isinstance(self._thing, dict) else ATTRIBUTE
+        found = edits(self._known, named_items(self._thing))
+        written = next((edit for edit in found if edit.name[0] == looked_at), None)
         if written is None:
             return
-        write(self._thing, self._known)
-        key = written.name
-        what = f"{self._name}[{key!r}]" if isinstance(self._thing, dict) else f"{self._name}.{key}"
+        write_items(self._thing, self._known)
+        shown, key = written.name
+        what = self._name + shown.format(key)
         kind = plain_class(type(self._thing)).__name__
         raise RuntimeError(
             f"The step wrote {what} in a replica. All replicas share this {kind}, which holds models or optimizers: "
@@ -176,14 +171,6 @@ def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
         own = getattr(value, "understudy", None)
         return MISSING if own is None else own
     return own
-
-
-def _as_one(values: Sequence[Any]) -> Any:
-    """The value of all replicas, if theirs are equal; else a `PerReplica`. Replicas with `ABSENT` do not count."""
-    there = [value for value in values if value is not ABSENT]
-    if all(_are_equal(value, there[0]) for value in there):
-        return there[0]
-    return PerReplica([ABSENT if value is MISSING else value for value in values])
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

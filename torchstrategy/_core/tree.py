@@ -146,7 +146,9 @@ def _flatten(tree: Tree, is_leaf: IsLeaf, leaves: list[Tree]) -> TreeSpec:
 LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is one leaf
 
 
-def columns_of(trees: Sequence[Tree], replicas: Sequence[int], are_results: bool) -> tuple[list[list[Tree]], TreeSpec]:
+def columns_of(
+    trees: Sequence[Tree], replicas: Sequence[int], are_results: bool, what: str = "values"
+) -> tuple[list[list[Tree]], TreeSpec]:
     """The leaves of the trees of some replicas side by side, and the common structure of the trees.
 
     If `are_results`, lists that differ in length are leaves.
@@ -169,8 +171,8 @@ def columns_of(trees: Sequence[Tree], replicas: Sequence[int], are_results: bool
     except ValueError:
         other, path = first_unlike(trees, is_leaf)
         raise ValueError(
-            f"Replicas {replicas[0]} and {replicas[other]} returned values of different structure, which cannot be put "
-            f"together: {path}. Return the same containers from every replica."
+            f"Replicas {replicas[0]} and {replicas[other]} returned {what} of different structure, which cannot be "
+            f"put together: {path}. Return the same containers from every replica."
         ) from None
 
 

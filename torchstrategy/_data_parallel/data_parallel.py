@@ -33,16 +33,7 @@ from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Pe
 from torchstrategy._core.errors import an, as_int, hide_frames
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
-from torchstrategy._core.tree import (
-    first_unlike,
-    is_record,
-    leaves_with_names,
-    leaves_within,
-    map_within,
-    parts_of,
-    with_parts,
-    zip_leaves,
-)
+from torchstrategy._core.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._replication.copyable import refuse_uncopyable
@@ -119,7 +110,12 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._devices = _replica_devices(device_ids)
-        _require_module(module, is_copied=len(self._devices) > 1)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
+        if isinstance(module, DataParallel):
+            raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
+        if len(self._devices) > 1:
+            refuse_uncopyable([module], are_all=False)
         output = self._devices[0] if output_device is None and self._devices else output_device
         self._output = None if output is None else canonical_device(output)
         self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
@@ -166,10 +162,14 @@ class DataParallel(nn.Module):
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
         owners = list(self.module.parameters())
-        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, _callers_device(self._devices[0])))
+        # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device. With a
+        # default device of the replicas' type, it is on the replica's device, as in a step.
+        default = torch.get_default_device()
+        callers_device = None if default.type == self._devices[0].type else default
+        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, callers_device))
         present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
-        return put_together([select(outputs, r) for r in present], self.dim, self._output)
+        return put_together([select(outputs, r) for r in present], present, self.dim, self._output)
 
 
 # A compiler that traced a DataParallel would trace its threads and locks, and not the forward that they run.
@@ -245,13 +245,6 @@ def _strategy_for(module: nn.Module, devices: tuple[Device, ...]) -> CentralStor
         return strategy
 
 
-def _callers_device(replicas_device: Device) -> Device | None:
-    """The default device for a forward: the caller's; None: the replica's, as in a step."""
-    # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device.
-    device = torch.get_default_device()
-    return None if device.type == replicas_device.type else device
-
-
 def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
     """Calls the module. Runs in each replica."""
     inputs, kwargs = arguments
@@ -278,15 +271,6 @@ def _refuse_in_replica() -> None:
             "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is "
             "split already."
         )
-
-
-def _require_module(module: Any, is_copied: bool) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
-    if isinstance(module, DataParallel):
-        raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
-    if is_copied:
-        refuse_uncopyable([module], are_all=False)
 
 
 def _as_torch_has_it(device: Device) -> int | Device:
@@ -367,19 +351,18 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
 
 
-def put_together(outputs: Sequence[Tree], dim: int, device: Device, name: str = "output") -> Tree:
-    """Makes one value on `device` of the values that the replicas returned. Gradients flow back to these.
+def put_together(
+    outputs: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str = "output"
+) -> Tree:
+    """Makes one value on `device` of the values that replicas returned as `name`. Gradients flow back to these.
 
     Raises:
         ValueError: If they differ in structure, or tensors do not fit together.
     """
-    try:
-        columns, spec = zip_leaves(outputs)
-    except ValueError:
-        other, path = first_unlike(outputs)
-        raise _unlike(name, other, path) from None
-    names = [f"{name}{path}" for path, _ in leaves_with_names(outputs[0])]
-    return spec.unflatten([_united(column, dim, device, path) for column, path in zip(columns, names, strict=True)])
+    columns, spec = columns_of(outputs, replicas, are_results=False, what=f"an {name}")
+    names = [path for path, _ in leaves_within(outputs[0], name, is_record=lambda leaf: False)]
+    united = [_united(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
+    return spec.unflatten(united)
 
 
 def moved(tree: Tree, device: Device) -> Tree:
@@ -424,7 +407,7 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     return None if first is None else first[1]
 
 
-def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree:
+def _united(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
         return _united_tensors(values, dim, memory_device(device), name)
@@ -433,10 +416,17 @@ def _united(values: Sequence[Tree], dim: int, device: Device, name: str) -> Tree
     if not is_record(first) or any(type(value) is not type(first) for value in values):
         return [moved(value, device) for value in values]
     parts = [parts_of(value) for value in values]
-    for index, other in enumerate(parts):
+    for r, other in zip(replicas, parts, strict=True):
         if other.keys() != parts[0].keys():
-            raise _unlike(name, index, f"what they hold: {', '.join(parts[0])} and {', '.join(other)}")
-    return with_parts(first, lambda part, _: put_together([held[part] for held in parts], dim, device, f"{name}{part}"))
+            raise ValueError(
+                f"Replicas {replicas[0]} and {r} returned an {name} of different structure. They differ in what they "
+                f"hold: {', '.join(parts[0])} and {', '.join(other)}. Return the same containers whatever the rows are."
+            )
+
+    def united(part: str, _: Tree) -> Tree:
+        return put_together([held[part] for held in parts], replicas, dim, device, f"{name}{part}")
+
+    return with_parts(first, united)
 
 
 def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
@@ -453,10 +443,3 @@ def _united_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, n
             "a replica's own rows: give it total_length."
         ) from None
     return tensors[0].to(device) if len(tensors) == 1 else concatenated(tensors, dim, device)
-
-
-def _unlike(name: str, other: int, how: str) -> ValueError:
-    return ValueError(
-        f"The replicas returned an {name} of different structure, which cannot be put together: the first of them and "
-        f"number {other + 1} differ in {how}. Return the same containers whatever the rows are."
-    )

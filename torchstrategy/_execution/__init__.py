@@ -6,6 +6,7 @@ thread that called `run`, and each replica gets its result.
 
     instruments        the hooks for tests: they are told where replicas are, and may say which one goes next
     random_streams     the random numbers of each replica
+    replica_weights    how much each replica of a run counts, and which replicas take part
     replica            one replica of one run: it synchronizes with the others, and reduces and gathers with them
     worker_streams     the caller's generators, which all workers keep in the state of worker 0
     one_of_several     one of several replicas, on the caller's thread or on one of its own, and what it reports

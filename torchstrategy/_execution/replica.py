@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol, final
 
 import torch
@@ -27,11 +27,12 @@ from torchstrategy._communication.transfer import added, concatenated, in_bucket
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import current_replica_context, in_use, nowhere
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import ABSENT, regroup, regroup_in_worker
+from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._execution.instruments import held, reached
+from torchstrategy._execution.replica_weights import ReplicaWeights
 
 # The function of a synchronization point: it takes the values that the replicas brought and returns their results.
 # Both are in replica order.
@@ -144,56 +145,26 @@ class ReplicaGroup:
 
     Args:
         replica: This replica.
-        present: The replicas of the run, in order.
-        weights: The weight of the gradient of each replica of the strategy.
+        run: The replicas that are in the run, and how much the gradient of each counts.
         devices: The device of each replica of the strategy. None: the device of the tensors that it brings.
-        workers: The processes that train together. `present`, `weights` and `devices` are of this one.
-        num_present: How many replicas of all workers are in the run. None: those of this one.
-        weight_of_all: What the gradient of something that is the same in every replica is multiplied by. None: the sum
-            of `weights`.
-        is_understudy: Whether what this worker brings does not count: it has no rows.
+        workers: The processes that train together. `run` and `devices` are of this one.
         bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
     """
 
     replica: Replica
-    present: Sequence[int]
-    weights: Sequence[float]
+    run: ReplicaWeights
     devices: Sequence[Device | None]
     workers: Workers = LONE
-    num_present: int | None = None
-    weight_of_all: float | None = None
-    is_understudy: bool = False
     bytes_per_pack: int = 0
-
-    @property
-    def size(self) -> int:
-        """How many replicas of all workers are in the run."""
-        return len(self.present) if self.num_present is None else self.num_present
-
-    @property
-    def total_weight(self) -> float:
-        """What the gradient of something that is the same in every replica is multiplied by."""
-        return sum(self.weights) if self.weight_of_all is None else self.weight_of_all
 
     def in_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
         """The same group, which sends tensors in buckets of at most `bytes_per_pack`."""
         return replace(self, bytes_per_pack=bytes_per_pack)
 
-    def regroup(self, brought: Sequence[Tree]) -> Tree:
-        """One tree of the trees that the replicas of this run brought."""
-        # Replicas that take no part in this run count, too, since a distributed value has a component for each replica
-        # of the strategy.
-        by_replica: list[Tree] = [ABSENT] * len(self.devices)
-        for r, tree in zip(self.present, brought, strict=True):
-            by_replica[r] = tree
-        if self.workers.count > 1:
-            return regroup_in_worker(by_replica, is_understudy=self.is_understudy)
-        return regroup(by_replica)
-
     @property
     def weight(self) -> float:
         """The factor of this replica's gradient; 0 if the gradient is dropped."""
-        return self.weights[self.replica.index]
+        return self.run.weights[self.replica.index]
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], names: Sequence[str] = (), name: str = "all_reduce"
@@ -208,20 +179,7 @@ class ReplicaGroup:
         Raises:
             ValueError: From `run`, if the shapes or dtypes of what they bring differ.
         """
-        # Each device adds the tensors up once. Other replicas on the device get copies, since a replica may write on
-        # its result.
-        made: dict[Device | None, list[torch.Tensor]] = {}
-
-        def given(r: int, columns: _Columns) -> list[torch.Tensor]:
-            if (device := self.devices[r]) in made:
-                return [total.clone() for total in made[device]]
-            made[device] = self._sums(r, columns)
-            return made[device]
-
-        def over_workers(columns: _Columns) -> _Columns:
-            return self._added_over_workers(columns, [1.0] * len(self.present), name)
-
-        outputs, wants_grad = self._exchange(name, tensors, given, names, over_workers)
+        outputs, wants_grad, _ = self._exchange(name, tensors, self._sums, self._added_over_workers, names)
         return self._differentiable(tensors, outputs) if wants_grad else outputs
 
     def all_gather(
@@ -238,68 +196,54 @@ class ReplicaGroup:
         Raises:
             ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
         """
+        # For each tensor, where the part of each replica here begins. `combine` of one replica fills it for all.
+        starts: list[list[int]] = []
 
-        # For each tensor: how much the workers before this one bring along the axis, and how much each replica brings.
-        lengths: list[tuple[int, list[int]]] = []
+        def check(column: Sequence[torch.Tensor]) -> None:
+            check_gatherable(column, axis)
+            starts.append(list(accumulate((tensor.shape[axis] for tensor in column), initial=0)))
 
-        def over_workers(columns: _Columns) -> _Columns:
-            joined: _Columns = []
-            for column in columns:
-                mine = concatenated(column, axis, self._where(self.present[0], column))
-                mine = mine.narrow(axis, 0, 0) if self.is_understudy else mine
-                parts = self.workers.all_gather(mine, axis % mine.dim(), f"{name}(axis={axis})")
+        def joined(r: int, columns: _Columns) -> list[torch.Tensor]:
+            def sent(column: Sequence[torch.Tensor]) -> torch.Tensor:
+                return column[0].to(self._where(r, column))
+
+            of_replicas = zip(*columns, strict=True)
+            there = [in_buckets([[one] for one in tensors], self.bytes_per_pack, sent) for tensors in of_replicas]
+            return [concatenated(column, axis, self._where(r, column)) for column in zip(*there, strict=True)]
+
+        def over_workers(tensors: Sequence[torch.Tensor], point: str) -> list[torch.Tensor]:
+            found = []
+            for i, tensor in enumerate(tensors):
+                mine = tensor.narrow(axis, 0, 0) if self.run.is_understudy else tensor
+                parts = self.workers.all_gather(mine, axis % mine.dim(), point)
                 before = sum(part.shape[axis] for part in parts[: self.workers.index])
-                lengths.append((before, [tensor.shape[axis] for tensor in column]))
-                joined.append((torch.cat(parts, axis),))
-            return joined
+                starts[i] = [before + start for start in starts[i]]
+                found.append(torch.cat(parts, axis))
+            return found
 
-        def gathered(r: int, columns: _Columns) -> list[tuple[torch.Tensor, tuple[int, list[int]]]]:
-            there = zip(*(self._sent(tensors, r) for tensors in zip(*columns, strict=True)), strict=True)
-            joined = [concatenated(column, axis, self._where(r, column)) for column in there]
-            known = lengths or [(0, [t.shape[axis] for t in column]) for column in columns]
-            return list(zip(joined, known, strict=True))
-
-        fits = partial(check_gatherable, axis=axis)
-        pairs, wants_grad = self._exchange(f"{name}(axis={axis})", tensors, gathered, names, over_workers, fits)
-        outputs, known = [output for output, _ in pairs], [length for _, length in pairs]
+        outputs, wants_grad, known = self._exchange(
+            f"{name}(axis={axis})", tensors, joined, over_workers, names, check, starts
+        )
         shapes = [tensor.shape for tensor in tensors]
 
         def cut(totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            if self.is_understudy:
+            if self.run.is_understudy:
                 return [total.new_zeros(shape) for total, shape in zip(totals, shapes, strict=True)]
-            position = self.present.index(self.replica.index)
-            return [
-                total.narrow(axis, before + sum(sizes[:position]), sizes[position])
-                for total, (before, sizes) in zip(totals, known, strict=True)
-            ]
+            position = self.run.present.index(self.replica.index)
+            parts = zip(totals, known, shapes, strict=True)
+            return [total.narrow(axis, start[position], shape[axis]) for total, start, shape in parts]
 
         return self._differentiable(tensors, outputs, cut) if wants_grad else outputs
 
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of the replicas' gradients, each multiplied by its replica's weight over that of this replica."""
-
-        name = "the backward of a collective"
-
-        def sums(r: int, columns: _Columns) -> list[torch.Tensor]:
-            if self.workers.count > 1:
-                weight = self.weights[r]
-                return [total / weight if weight else torch.zeros_like(total) for (total,) in columns]
-            return in_buckets(columns, self.bytes_per_pack, lambda column: self._scaled_sum_for(r, column))
-
-        def over_workers(columns: _Columns) -> _Columns:
-            return self._added_over_workers(columns, [self.weights[r] for r in self.present], name)
-
-        return self._exchange(name, grads, sums, over_workers=over_workers)[0]
-
-    def _added_over_workers(self, columns: _Columns, weights: Sequence[float], name: str) -> _Columns:
-        """The weighted sums over the replicas of all workers, in the place of what those of this worker brought."""
-        totals = []
-        for column in columns:
-            counted = [] if self.is_understudy else zip(column, weights, strict=True)
-            terms = [t if w == 1 else t * w for t, w in counted if w]
-            where = self._where(self.present[0], column)
-            totals.append(added(terms, where) if terms else torch.zeros_like(column[0], device=where))
-        return [(total,) for total in self.workers.all_reduce(totals, name)]
+        # With equal weights, this is a plain sum in one worker. Several know no weight that is the greatest of all.
+        unit = max(self.run.weights) if self.workers.count == 1 else 1.0
+        factor = self.weight / unit
+        # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out, and it gets none.
+        brought = grads if factor == 1 else [g * factor if factor else torch.zeros_like(g) for g in grads]
+        totals = self._exchange("the backward of a collective", brought, self._sums, self._added_over_workers)[0]
+        return totals if factor == 1 else [t / factor if factor else torch.zeros_like(t) for t in totals]
 
     def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]
@@ -307,52 +251,50 @@ class ReplicaGroup:
             return sums(columns, device)
         return in_buckets(columns, self.bytes_per_pack, lambda column: added(column, self._where(r, column)))
 
-    def _scaled_sum_for(self, r: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
-        if not self.weights[r]:
-            return torch.zeros_like(column[self.present.index(r)])  # this replica's gradient will be dropped
-        ratios = [self.weights[j] / self.weights[r] for j in self.present]
-        # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out.
-        terms = [t if ratio == 1 else t * ratio for t, ratio in zip(column, ratios, strict=True) if ratio]
-        return added(terms, self._where(r, column))
+    def _added_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+        counted = [torch.zeros_like(total) for total in totals] if self.run.is_understudy else totals
+        return self.workers.all_reduce(counted, name)
 
     def _where(self, r: int, column: Sequence[torch.Tensor]) -> Device:
         device = self.devices[r]
         # The single replica on the user's own objects has no device of its own: it runs where its tensors are.
-        return column[0].device if device is None else device
-
-    def _sent(self, tensors: Sequence[torch.Tensor], r: int) -> list[torch.Tensor]:
-        """The tensors of one replica, on the device of replica `r`."""
-        columns = [[tensor] for tensor in tensors]
-        return in_buckets(
-            columns, self.bytes_per_pack, lambda column: column[0].to(memory_device(self._where(r, column)))
-        )
+        return column[0].device if device is None else memory_device(device)
 
     def _exchange(
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
-        given: Callable[[int, _Columns], list[Any]],
+        joined: Callable[[int, _Columns], list[torch.Tensor]],
+        over_workers: Callable[[Sequence[torch.Tensor], str], list[torch.Tensor]],
         names: Sequence[str] = (),
-        over_workers: Callable[[_Columns], _Columns] = list,
         check: Callable[[Sequence[torch.Tensor]], None] = check_addable,
-    ) -> tuple[list[Any], bool]:
-        """One synchronization point: `given` makes, for each replica, a result of the tensors that all replicas bring.
+        told: Sequence[Any] = (),
+    ) -> tuple[list[torch.Tensor], bool, Sequence[Any]]:
+        """One synchronization point, at which the tensors that replicas bring become one for all of them.
 
-        `check` raises an error for a column that does not fit together.
+        Args:
+            name: The name of the synchronization point.
+            tensors: Those that this replica brings.
+            joined: Makes, on the device of a replica, one tensor of each column.
+            over_workers: Makes one of those that the workers have joined.
+            names: The name of each tensor.
+            check: Raises an error for a column that does not fit together.
+            told: What these functions tell all replicas.
 
         Returns:
-            The result of this replica, and whether any replica wants gradients. The output of one replica depends on
-            the inputs of all replicas. So all of them take part in the backward, or none.
+            The joined tensors on this replica's device; whether any replica wants gradients; and what the functions of
+            the replica tell whose `combine` ran. The output of one replica depends on the inputs of all replicas. So
+            all of them take part in the backward, or none.
         """
 
-        def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[tuple[list[Any], bool]]:
+        def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[Tree]:
             # Tensors are matched by their positions, so without this check, a step would add up tensors that have
             # nothing to do with each other.
-            for r, (_, _, other) in zip(self.present, brought, strict=True):
+            for r, (_, _, other) in zip(self.run.present, brought, strict=True):
                 if other != brought[0][2]:
                     raise ValueError(
-                        f"Replicas {self.present[0]} and {r} brought values of different structure to one {name}: one "
-                        f"has {_listed(brought[0][2])}, the other {_listed(other)}."
+                        f"Replicas {self.run.present[0]} and {r} brought values of different structure to one {name}: "
+                        f"one has {_listed(brought[0][2])}, the other {_listed(other)}."
                     )
             columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
             for column in columns:
@@ -360,20 +302,28 @@ class ReplicaGroup:
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
                 wants_grad = any(self.workers.all_gather_object(wants_grad, name))
-                columns = over_workers(columns)
-            return [(given(r, columns), wants_grad) for r in self.present]
+                columns = [(one,) for one in over_workers(joined(self.run.present[0], columns), name)]
+            # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.
+            made: dict[Device | None, list[torch.Tensor]] = {}
+            answers: list[Tree] = []
+            for r in self.run.present:
+                known = made.get(self.devices[r])
+                result = joined(r, columns) if known is None else [tensor.clone() for tensor in known]
+                made[self.devices[r]] = result
+                answers.append((result, wants_grad, told))
+            return answers
 
         # Detached, so that no graph of one replica leads into that of another: a backward of its own, which is another
         # synchronization point, takes gradients from replica to replica.
         wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         brought = ([tensor.detach() for tensor in tensors], wants_grad, list(names))
-        answer: tuple[list[Any], bool] = self.replica.synchronize(name, combine, brought)
+        answer: tuple[list[torch.Tensor], bool, Sequence[Any]] = self.replica.synchronize(name, combine, brought)
         return answer
 
     def _differentiable(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], cut: _Cut = tuple
     ) -> list[torch.Tensor]:
-        here = memory_device(self._where(self.replica.index, inputs))
+        here = self._where(self.replica.index, inputs)
         # The outputs have to require grad also if only the inputs of another replica do. An additional input that
         # requires grad makes them so.
         gate = torch.ones((), device=here, requires_grad=True)
@@ -433,7 +383,7 @@ def _listed(names: Sequence[str]) -> str:
 
 # The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody
 # asks for its device.
-ALONE = ReplicaGroup(InlineReplica(0, torch.device("cpu", 0)), (0,), (1.0,), (None,))
+ALONE = ReplicaGroup(InlineReplica(0, torch.device("cpu", 0)), ReplicaWeights((0,), (1.0,), ReduceOp.SUM), (None,))
 
 
 def group_here(what: str) -> ReplicaGroup | None:

@@ -157,7 +157,8 @@ class _Run:
     ) -> None:
         turns, devices = begins(len(replicas.devices)), replicas.devices
         self._state, self._callers_device = CallerState(devices), torch.get_default_device()
-        self._callers_variables = self._state.variables.copy()  # what `combine` sees where a replica is on this thread
+        # Calls what acts for the caller where a replica is on this thread: it sees the caller's context variables.
+        self._outside: Callable[..., Tree] = self._state.variables.copy().run
         self._all, self._call = replicas, call
         self._threads: ReplicaThreads | None = None  # borrowed when a replica first has to run on one of them
         self._on_threads: dict[int, OneOfSeveral] = {}
@@ -176,7 +177,6 @@ class _Run:
         # replica draws from the same kind of stream with and without the watch.
         one_at_a_time = len(set(self._lanes.values())) == 1
         self._streams = RandomStreams(devices, one_at_a_time, _here.depth, replicas.first)
-        self.has_drawn = False  # after the run: whether a replica other than replica 0 of all has drawn
         if watch is not None and watch.take_turns:
             self._lanes = dict.fromkeys(present)
         self._is_in_order = turns is None and len(set(self._lanes.values())) == 1
@@ -204,18 +204,18 @@ class _Run:
             raise
         finally:
             _here.depth -= 1
-            self.has_drawn = self._streams.give_back()
+            self._all.has_drawn = self._streams.give_back()
             self._errors.clear()  # their tracebacks refer to this frame: that would be a cycle
             self._interruption = None
             if self._threads is not None:
-                self._all.give_back(self._threads)
+                self._all.idle.append(self._threads)
 
     def _run_here(self) -> None:
         """Calls the step in one replica after the other on this thread, until one has waited for those after it."""
         for r in sorted(self._to_send):
             if self._to_send.get(r) is not _BEGIN or self._errors:
                 return
-            here = OneOfSeveral(r, self._all.devices[r], stand_still=self._meet_outside)
+            here = OneOfSeveral(r, self._all.devices[r], stand_still=functools.partial(self._outside, self._meet))
             self._take_turn(r)
             report = here.perform(self._state.run_here, self._call)
             del here.stand_still  # else the replica and this run would refer to each other
@@ -224,19 +224,18 @@ class _Run:
             if self._interruption is not None:
                 raise self._interruption
 
-    def _meet_outside(self, report: Report) -> Tree:
-        """The same as `_meet`, outside of the replica: what this thread does there, it does for all replicas."""
-        with nowhere(), in_use(self._callers_device):
-            return self._callers_variables.run(self._meet, report)
-
     def _meet(self, report: Report) -> Tree:
-        """Lets the other replicas come to where the one on this thread stands still. Returns what this one gets."""
-        self._take(report)
+        """Lets the other replicas come to where the one on this thread stands still. Returns what this one gets.
+
+        What this thread does here, it does for all replicas: outside of the one that it runs.
+        """
         try:
-            if not self._is_over and isinstance(report, Synchronizing):
-                self._go_on()
-            if not self._is_over:
-                return self._take_turn(report.replica)
+            with nowhere(), in_use(self._callers_device):
+                self._take(report)
+                if not self._is_over and isinstance(report, Synchronizing):
+                    self._go_on()
+                if not self._is_over:
+                    return self._take_turn(report.replica)
         except BaseException as error:
             self._interruption = error
         self._arrived.pop(report.replica, None)
@@ -250,20 +249,19 @@ class _Run:
         return bool(self._errors) or self._interruption is not None
 
     def _go_on(self) -> None:
-        """Lets every replica run to a synchronization point or its end. If they are at one, they synchronize."""
+        """Lets every replica run to a synchronization point or its end. If they are at one, they synchronize.
+
+        The replicas of one lane run one by one, and those of different lanes all at once.
+        """
         with traced("wait for replicas"):
-            self._let_run()
+            for lane in dict.fromkeys(self._lanes[r] for r in sorted(self._to_send)):
+                self._wake_one(lane)
+            while self._running:
+                lane = self._lanes[self._receive()]
+                if not self._errors:
+                    self._wake_one(lane)
         if self._arrived and not self._errors:
             self._hold_synchronization_point()
-
-    def _let_run(self) -> None:
-        """Lets every replica run to a synchronization point or its end; in one lane one by one, else all at once."""
-        for lane in dict.fromkeys(self._lanes[r] for r in sorted(self._to_send)):
-            self._wake_one(lane)
-        while self._running:
-            lane = self._lanes[self._receive()]
-            if not self._errors:
-                self._wake_one(lane)
 
     def _wake_one(self, lane: Device | None) -> None:
         waiting = [r for r in sorted(self._to_send) if self._lanes[r] == lane]
@@ -294,7 +292,12 @@ class _Run:
         inbox.put(message)
 
     def _receive(self) -> int:
-        report = self._next_report()
+        report = None
+        # If a signal comes just when this thread begins to wait, Python handles it only when the thread wakes again. So
+        # the thread must not wait for ever.
+        while report is None:
+            with suppress(Empty):
+                report = self._reports.get(timeout=_LOOK_UP_S)
         self._take(report)
         return report.replica
 
@@ -310,13 +313,6 @@ class _Run:
             self._results[report.replica] = report.result
         elif not (isinstance(report.error, ReplicaStopped) or report.replica == self._stopped_here):
             self._errors[report.replica] = report.error
-
-    def _next_report(self) -> Report:
-        # If a signal comes just when this thread begins to wait, Python handles it only when the thread wakes again. So
-        # the thread must not wait for ever.
-        while True:
-            with suppress(Empty):
-                return self._reports.get(timeout=_LOOK_UP_S)
 
     def _hold_synchronization_point(self) -> None:
         points = [self._arrived[r] for r in sorted(self._arrived)]
@@ -356,10 +352,8 @@ class _Run:
         first = min(self._errors)
         error = self._errors[first]
         note = f"raised by replica {first} of {len(self._all.devices)} on {self._all.devices[first]}"
-        for r, other in self._errors.items():
-            if r != first:
-                note += f"; replica {r} also failed: {described(other)}"
-        add_note(error, note)
+        others = [f"; replica {r} also failed: {described(other)}" for r, other in self._errors.items() if r != first]
+        add_note(error, note + "".join(others))
         return error
 
     def _unequal(self) -> str:
@@ -397,7 +391,8 @@ class Replicas:
         # See Note [Who may call what on which thread].
         self.lanes: list[Device | None] = [memory_device(device) for device in devices]
         self.has_drawn = False  # whether a replica other than replica 0 of all has drawn in the last run
-        self._idle: list[ReplicaThreads] = []
+        # Threads that no run has. After an interrupted run they have ended, and are not used again.
+        self.idle: list[ReplicaThreads] = []
 
     def run(
         self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
@@ -413,20 +408,12 @@ class Replicas:
             replica = InlineReplica(0, self.devices[0], torch.get_default_device())
             with in_use(replica.device):
                 return {0: performed_alone(call, (replica,), {})}
-        run = _Run(self, call, present, watch)
-        result = run.result()
-        self.has_drawn = run.has_drawn
-        return result
+        return _Run(self, call, present, watch).result()
 
     def borrow(self) -> ReplicaThreads:
         """Threads that no other run has."""
-        while self._idle:
-            threads = self._idle.pop()
+        while self.idle:
+            threads = self.idle.pop()
             if threads.is_fit:
                 return threads
         return ReplicaThreads(self.devices)
-
-    def give_back(self, threads: ReplicaThreads) -> None:
-        """Takes threads back from a run. After an interrupted run they have ended, and are not used again."""
-        if threads.is_fit:
-            self._idle.append(threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
@@ -62,7 +62,7 @@ class ArrayDataset(Dataset[Tree]):
             for path, leaf in leaves_with_names(numpy_input, _is_list)
         ]
         self._rows = _rows(named)
-        self._columns: list[_Array | _Copied] = [_column(array) for _, array in named]
+        self._columns = [_column(array) for _, array in named]
         self._shape = tree_flatten(map_leaves(lambda _: None, numpy_input, _is_list))[1]
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class ArrayDataset(Dataset[Tree]):
         """The elements at `indices`. A DataLoader calls this once for each batch."""
         # Row by row, so that nothing is copied. Indexing a whole column once is faster for rows of less than about
         # 4 kB, but takes twice as long for images.
-        columns = [map(column.__getitem__, indices) for column in self._columns]
+        columns = [_rows_at(indices, column) for column in self._columns]
         return [self._shape.unflatten(list(row)) for row in zip(*columns, strict=True)]
 
     def __getstate__(self) -> tuple[int, Tree]:
@@ -89,27 +89,22 @@ class ArrayDataset(Dataset[Tree]):
         self._columns, self._shape = tree_flatten(columns)
 
 
-@final
-class _Copied:
-    """The rows of an array whose memory torch cannot share. Each row is copied when it is read.
+def _column(array: _Array) -> _Array:
+    """An array as `_rows_at` reads it: a tensor that shares its memory, if there is one."""
+    shared = sharing(array) if isinstance(array, np.ndarray) and has_dtype(array.dtype) else None
+    return array if shared is None else shared
+
+
+def _rows_at(indices: Sequence[int], column: _Array) -> Iterable[Any]:
+    """Some rows of an array. Those of numbers are tensors: where torch cannot share their memory, each is copied.
 
     The array is not copied as a whole, since it may be larger than the memory, such as an array mapped from a file.
     """
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-        self._dtype = array.dtype.newbyteorder("=")
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(self._array[index], dtype=self._dtype))
-
-
-def _column(array: _Array) -> _Array | _Copied:
-    """An object that returns the rows of an array by their indices."""
-    if isinstance(array, torch.Tensor) or not has_dtype(array.dtype):
-        return array
-    tensor = sharing(array)
-    return _Copied(array) if tensor is None else tensor
+    rows = map(column.__getitem__, indices)
+    if isinstance(column, torch.Tensor) or not has_dtype(column.dtype):
+        return rows
+    native = column.dtype.newbyteorder("=")
+    return (torch.from_numpy(np.array(row, dtype=native)) for row in rows)
 
 
 def sharing(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -135,7 +130,14 @@ def has_dtype(dtype: np.dtype[Any]) -> bool:
 def _array(name: str, leaf: Tree) -> _Array:
     """The array of a leaf of `numpy_input`; if the leaf is a list of arrays, these are stacked."""
     if _is_list(leaf) and leaf:
-        return _stacked(name, [_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)])
+        arrays: list[Any] = [_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)]
+        for i, array in enumerate(arrays):
+            if _kind(array) != _kind(arrays[0]):
+                raise ValueError(
+                    f"{name} is a list, so the arrays in it are stacked; but {name}[0] is {_described(arrays[0])} and "
+                    f"{name}[{i}] is {_described(array)}. Make them alike, or write a tuple if each has its own rows."
+                )
+        return torch.stack(arrays) if isinstance(arrays[0], torch.Tensor) else np.stack(arrays)
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, and a tensor has no mask. Write {name}.filled(...).")
     if not isinstance(leaf, (np.ndarray, torch.Tensor)):
@@ -145,18 +147,6 @@ def _array(name: str, leaf: Tree) -> _Array:
             "arrays to stack. Make one array of numbers or strings that belong together, as in numpy.array([1.0, 2.0])."
         )
     return leaf
-
-
-def _stacked(name: str, arrays: list[Any]) -> _Array:
-    for i, array in enumerate(arrays):
-        if _kind(array) != _kind(arrays[0]):
-            raise ValueError(
-                f"{name} is a list, and the arrays of a list are stacked; but {name}[0] is {_described(arrays[0])} and "
-                f"{name}[{i}] is {_described(array)}. Make them alike, or write a tuple if each has its own rows."
-            )
-    if isinstance(arrays[0], torch.Tensor):
-        return torch.stack(arrays)
-    return np.stack(arrays)
 
 
 def _kind(array: _Array) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar, final
 
@@ -130,47 +130,39 @@ def register_batch_type(
             f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
             "taken. Say how many rows it has, or leave out take."
         )
-    theirs = _Registered(cls, rows or len, take or operator.getitem, apply or unchanged)
-    have_rows = rows is not None
-    _registered[cls] = Kind(theirs.rows if have_rows else None, theirs.take if have_rows else unchanged, theirs.apply)
+    checked = _checked(cls, rows or len, take or unchanged, apply or unchanged)
+    _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
 
 
-@final
-@dataclass(frozen=True)
-class _Registered:
-    """The functions that a user has registered for a type. Their results are checked, as an error would lose rows."""
+def _checked(cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]) -> Kind:
+    """The kind of a type with a user's functions. Their results are checked, as an error would lose rows."""
 
-    cls: type
-    rows_of: Callable[[Any], Any]
-    take_of: Callable[[Any, slice], Any]
-    apply_of: Callable[[Any, TensorFn], Any]
+    def told(name: str) -> str:
+        return f"The {name} function that {cls.__name__} was registered with"
 
-    def rows(self, value: Any) -> int:
-        count = self.rows_of(value)
-        if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
-            raise TypeError(f"{self._told('rows')} returned {count!r}, which is no number of rows.")
-        return operator.index(count)
-
-    def take(self, value: Any, rows: slice) -> Any:
-        part = self._own("take", self.take_of(value, rows))
-        found, wanted = self.rows(part), rows.stop - rows.start
-        if found != wanted:
-            raise ValueError(
-                f"{self._told('take')} returned {plural(found, 'row')} for slice({rows.start}, {rows.stop}), which is "
-                f"{wanted}."
-            )
-        return part
-
-    def apply(self, value: Any, fn: TensorFn) -> Any:
-        return self._own("apply", self.apply_of(value, fn))
-
-    def _own(self, name: str, result: Any) -> Any:
-        if not isinstance(result, self.cls):
-            raise TypeError(f"{self._told(name)} returned {an(type(result).__name__)}, and not a {self.cls.__name__}.")
+    def own(name: str, result: Any) -> Any:
+        if not isinstance(result, cls):
+            raise TypeError(f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}.")
         return result
 
-    def _told(self, name: str) -> str:
-        return f"The {name} function that {self.cls.__name__} was registered with"
+    def counted(value: Any) -> int:
+        count = rows(value)
+        if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
+            raise TypeError(f"{told('rows')} returned {count!r}, which is no number of rows.")
+        return operator.index(count)
+
+    def taken(value: Any, part: slice) -> Any:
+        result = own("take", take(value, part))
+        found, (start, stop) = counted(result), (part.start, part.stop)
+        if found != stop - start:
+            wanted = f"slice({start}, {stop}), which is {stop - start}"
+            raise ValueError(f"{told('take')} returned {plural(found, 'row')} for {wanted}.")
+        return result
+
+    def applied(value: Any, fn: TensorFn) -> Any:
+        return own("apply", apply(value, fn))
+
+    return Kind(counted, taken, applied)
 
 
 def registration_of(value: Any) -> Kind | None:
@@ -206,8 +198,8 @@ def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     return map_within(change, batch, lambda value: type(value) is old or is_leaf(value), _is_record)
 
 
-def kind_of(value: Any) -> Kind | None:
-    """How to split a leaf of a batch; None if the library does not know how."""
+def kind_of(value: Any) -> Kind:
+    """How to split a leaf of a batch; `_UNKNOWN` if the library does not know how."""
     if type(value) is torch.Tensor:  # by far the most leaves, and nobody can register this type
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
@@ -222,7 +214,7 @@ def kind_of(value: Any) -> Kind | None:
         return _LIST
     if is_record(value):
         return _RECORD
-    return _ONE_THING if isinstance(value, SINGLE) else None
+    return _ONE_THING if isinstance(value, SINGLE) else _UNKNOWN
 
 
 def is_leaf(value: Any) -> bool:
@@ -239,19 +231,38 @@ def is_leaf(value: Any) -> bool:
 
 def has_rows(leaf: Any) -> bool:
     """Whether a leaf, or a leaf in its parts, has rows."""
-    return any(kind is not None and kind.rows is not None for kind in map(kind_of, _parts(leaf)))
+    return any(kind_of(part).rows is not None for part in _parts(leaf))
 
 
-def row_counts(batch: Tree) -> set[int] | None:
-    """The numbers of rows of all values in a batch; None if the library does not know how to split one of them."""
-    counts = set()
-    for value in [part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]:
+def rows_of(batch: Tree) -> int | None:
+    """The number of rows that all values in a batch have in common; None if no value has rows.
+
+    Raises:
+        ValueError: If two of them have different numbers of rows.
+        TypeError: If it is not known how to distribute one.
+    """
+
+    def name_of(index: int) -> str:  # which takes longer than to count the rows
+        return list(leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
+
+    counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
+    for index, value in enumerate([part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
         kind = kind_of(value)
-        if kind is None:
-            return None
+        if kind is _UNKNOWN:
+            what, to_do = _unknown(value)
+            raise TypeError(f"{name_of(index)} is {what}, and it is not known how to distribute its rows. {to_do}")
         if kind.rows is not None:
-            counts.add(kind.rows(value))
-    return counts
+            counts.setdefault(kind.rows(value), index)
+    if len(counts) > 1:
+        (rows, first), (count, other), *_ = counts.items()
+        raise ValueError(
+            f"The leaves of a batch have different numbers of rows: {name_of(first)} has {rows} and {name_of(other)} "
+            f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows; or make what "
+            "is not per row a tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as "
+            "with the boxes of images, say InputOptions(lists_are_rows=True); or make the batch an object of a class "
+            "of your own, and say how it is cut: torchstrategy.register_batch_type(...)."
+        )
+    return next(iter(counts), None)
 
 
 def is_registered_within(leaf: Any) -> bool:
@@ -259,33 +270,16 @@ def is_registered_within(leaf: Any) -> bool:
     return any(registration_of(value) is not None for value in _parts(leaf))
 
 
-def named_counts(batch: Tree) -> Iterator[tuple[str, int]]:
-    """The names of all values that have rows, and the number of their rows.
-
-    Raises:
-        TypeError: If it is not known how to distribute a value.
-    """
-    for name, value in leaves_within(batch, "batch", is_leaf, _is_record):
-        kind = kind_of(value)
-        if kind is None:
-            what, to_do = _unknown(value)
-            raise TypeError(f"{name} is {what}, and it is not known how to distribute its rows. {to_do}")
-        if kind.rows is not None:
-            yield name, kind.rows(value)
-
-
 def taken(leaf: Any, rows: slice) -> Any:
     """`leaf` with only some rows of all values in it that have rows."""
-    kind = kind_of(leaf)
-    return leaf if kind is None else kind.take(leaf, rows)
+    return kind_of(leaf).take(leaf, rows)
 
 
 def applied(leaf: Any, fn: TensorFn) -> Any:
     """`leaf` with `fn(tensor)` in place of each tensor. An array of numbers becomes a tensor."""
     if type(leaf) is torch.Tensor:  # a shortcut with the same result
-        return leaf if _of_tensor(leaf) is None else fn(leaf)
-    kind = kind_of(leaf)
-    return leaf if kind is None else kind.apply(leaf, fn)
+        return leaf if _of_tensor(leaf) is _UNKNOWN else fn(leaf)
+    return kind_of(leaf).apply(leaf, fn)
 
 
 def applied_within(batch: Tree, fn: TensorFn) -> Tree:
@@ -338,9 +332,8 @@ def _makes_container(value: Any) -> bool:
     if type(value) is not torch.Tensor and is_container(value):
         return True
     kind = kind_of(value)
-    if kind is None:
-        return isinstance(value, (torch.Tensor, np.ndarray))  # it has rows, though the library cannot split it
-    return kind.rows is not None or kind is _RECORD
+    is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))  # it has rows all the same
+    return is_unsplit or kind.rows is not None or kind is _RECORD
 
 
 def _is_strings(value: Any) -> bool:
@@ -361,13 +354,13 @@ def _unknown(value: Any) -> tuple[str, str]:
     )
 
 
-def _of_tensor(tensor: torch.Tensor) -> Kind | None:
+def _of_tensor(tensor: torch.Tensor) -> Kind:
     if tensor.is_nested:
-        return _NESTED if tensor.layout is torch.jagged else None
+        return _NESTED if tensor.layout is torch.jagged else _UNKNOWN
     if tensor.layout is torch.sparse_coo:
         return _SPARSE if tensor.dim() else _TENSOR
     if tensor.layout is not torch.strided:
-        return None
+        return _UNKNOWN
     return _ROWS_OF_TENSOR if tensor.dim() else _TENSOR
 
 
@@ -375,12 +368,12 @@ def _apply_to_tensor(tensor: torch.Tensor, fn: TensorFn) -> torch.Tensor:
     return fn(tensor)
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> Kind | None:
+def _of_array(array: np.ndarray[Any, Any]) -> Kind:
     if array.ndim == 0:
         return _ONE_THING
     if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
         return _ROWS
-    return _NUMBERS if has_dtype(array.dtype) else None
+    return _NUMBERS if has_dtype(array.dtype) else _UNKNOWN
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -438,6 +431,7 @@ def _take_record(record: Any, rows: slice) -> Any:
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
 _PLAIN: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
 _ONE_THING = Kind(None, unchanged, unchanged)
+_UNKNOWN = Kind(None, unchanged, unchanged)  # a value that the library does not know how to split
 _ROWS = Kind(len, operator.getitem, unchanged)
 _LIST = Kind(len, operator.getitem, _apply_to_items)
 _TENSOR = Kind(None, unchanged, _apply_to_tensor)

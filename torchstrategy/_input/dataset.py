@@ -6,21 +6,20 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Generic, final
 
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import TypeVar
 
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.errors import an, plural, unpicklable, warn
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.loader_state import State
 from torchstrategy._input.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, nothing
-from torchstrategy._input.sharding import ShardedBatches, can_be_sharded
+from torchstrategy._input.reading import OnDemand, Prefetcher, Reading, Route, in_step
 from torchstrategy._input.source import Source, is_map_style
-from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, Steps, cut_of
-from torchstrategy._input.worker_reading import InStep
+from torchstrategy._input.steps import OneForEach, SplitSteps, Splitter, share_of
 
 T = TypeVar("T", default=Any)
 
@@ -60,7 +59,7 @@ class Optional(Generic[T]):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/experimental/Optional
     """
 
-    def __init__(self, values: tuple[()] | tuple[T]) -> None:
+    def __init__(self, values: tuple[T, ...]) -> None:
         self._values = values
 
     def has_value(self) -> bool:
@@ -121,8 +120,10 @@ class DistributedIterator(BatchIterator[T]):
     def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
         self._reading = reading
         self._splitter = splitter
+        self._next = in_step(reading) if splitter.reads_its_own else reading.next
         self._ended = ended
         self._is_over = False
+        weakref.finalize(self, _close, weakref.ref(reading))
 
     def __repr__(self) -> str:
         return f"DistributedIterator({self._splitter})"
@@ -136,7 +137,7 @@ class DistributedIterator(BatchIterator[T]):
         if self._is_over:
             raise StopIteration
         try:
-            return self._reading.next()  # type: ignore[no-any-return]
+            return self._next()  # type: ignore[no-any-return]
         except StopIteration:
             self._ended()
             self.close()
@@ -154,15 +155,18 @@ class DistributedIterator(BatchIterator[T]):
 
     def get_next_as_optional(self) -> Optional[T]:
         """The next batch, if there is one."""
-        try:
-            return Optional((next(self),))
-        except StopIteration:
-            return Optional(())
+        return Optional(tuple(islice(self, 1)))
 
     def close(self) -> None:
         """Ends the iteration, and the threads and loader workers that it has started."""
         self._is_over = True
+        self._next = self._reading.next
         self._reading.close()
+
+
+def _close(reading: weakref.ref[Reading]) -> None:
+    if (left := reading()) is not None:
+        left.close()
 
 
 @final
@@ -276,22 +280,19 @@ class DistributedDataset(Generic[T]):
         self._splitter = splitter
         self._routes = tuple(routes)
         has_workers = any(source.has_workers for source in splitter.sources)
-        self._is_ahead = has_workers if options.load_ahead is None else options.load_ahead
+        is_ahead = has_workers if options.load_ahead is None else options.load_ahead
         ahead = functools.partial(Prefetcher, depth=options.experimental_per_replica_buffer_size)
-        self._read: Callable[[Steps, Sequence[Route]], Reading] = ahead if self._is_ahead else OnDemand
+        self._read: Callable[[Splitter, Sequence[Route]], Reading] = ahead if is_ahead else OnDemand
 
     def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
         # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
         # last epoch over the loader is ended first.
-        shared = [source._dataset for source in self._splitter.sources if source.allows_one_pass_at_a_time]
-        for loader in shared:
-            _endings.pop(loader, nothing)()
-        steps = Steps(self._splitter, self._splitter.begin(), is_ahead=self._is_ahead)
-        reading = self._read(steps, self._routes)
-        _endings.update(dict.fromkeys(shared, reading.ending()))
-        if self._splitter.reads_its_own:
-            reading = InStep(reading, self._splitter.workers, self._routes[0].device)
+        shared = [id(source._dataset) for source in self._splitter.sources if source.allows_one_pass_at_a_time]
+        for last in filter(None, map(_readings.get, shared)):
+            last.close(waits=True)
+        reading = self._read(self._splitter, self._routes)
+        _readings.update(dict.fromkeys(shared, reading))
         positions = [source.position for source in self._splitter.sources]
 
         def ended() -> None:
@@ -419,16 +420,20 @@ class DistributedDataset(Generic[T]):
             TypeError: If it is no such state.
         """
         sources = self._splitter.sources
-        states = _checked(state_dict)
+        states = state_dict.get("sources") if isinstance(state_dict, dict) else None
+        if not isinstance(states, list) or len(state_dict) != 1:
+            raise TypeError(
+                f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
+                f"{type(state_dict).__name__} {state_dict!r:.60}."
+            )
         if len(states) != len(sources):
             raise ValueError(
                 f"The state is of a dataset that reads {plural(len(states), 'loader')}, and this one reads "
                 f"{len(sources)}: what each replica had consumed of its own cannot be given to another number of them."
             )
-        for source, state in zip(sources, states, strict=True):
-            source.check_state(state)
-        for source, state in zip(sources, states, strict=True):
-            source.load_state(state)
+        positions = list(map(Source.position_of, sources, states))  # nothing is loaded unless all of them are right
+        for source, position in zip(sources, positions, strict=True):
+            source.load_position(position)
 
 
 def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, workers: Workers) -> DistributedDataset:
@@ -445,24 +450,17 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, 
             "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
             "for each replica. Give distribute_datasets_from_function a function that makes them."
         )
-    is_own = options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+    share = share_of(options, replicas, workers)
+    is_dealt = workers.count > 1 and options.experimental_auto_shard_policy is not AutoShardPolicy.OFF
+    is_sharded = is_dealt and _can_be_sharded(dataset)
+    source = _source(dataset, "A dataset to distribute", (lambda rows: share(rows).loaded) if is_sharded else None)
     replicas_of_all = replicas * workers.count
-    splitting, shares = replicas if is_own else replicas_of_all, options.row_shares
-    if shares is not None and len(shares) != splitting:
-        raise ValueError(
-            f"InputOptions(row_shares={shares}) has {plural(len(shares), 'number')}, and a batch is split among "
-            f"{plural(splitting, 'replica')}."
-        )
-    first, cut = workers.index * replicas, cut_of(options, replicas_of_all)
-    is_sharded = workers.count > 1 and not is_own and can_be_sharded(dataset)
-    shards = (lambda sampler: ShardedBatches(sampler, cut, first, replicas)) if is_sharded else None
-    source = _source(dataset, "A dataset to distribute", shards)
     if replicas_of_all > 1 and is_map_style(dataset):
         raise ValueError(
             f"{type(dataset).__name__} yields single elements, which cannot be distributed to {replicas_of_all} "
             "replicas. Batch it: torch.utils.data.DataLoader(dataset, batch_size=...), with the global batch size."
         )
-    if workers.count > 1 and not (is_own or is_sharded or isinstance(dataset, (list, tuple))):
+    if is_dealt and not (is_sharded or isinstance(dataset, (list, tuple))):
         warn(
             f"Every worker reads all of this {type(dataset).__name__}, and keeps the rows of its own replicas: nobody "
             "can tell which rows they are before they are read. Give the strategy a torch.utils.data.DataLoader of a "
@@ -471,6 +469,26 @@ def distributed(dataset: Any, devices: Sequence[Device], options: InputOptions, 
             UserWarning,
         )
     return DistributedDataset(SplitSteps(source, devices, options, workers), _routes(devices, options), options)
+
+
+def _can_be_sharded(dataset: Any) -> bool:
+    """Whether a worker can load its own rows only: a `DataLoader` that makes batches of a dataset read by index.
+
+    Raises:
+        ValueError: If the loader leaves some rows to other processes already.
+    """
+    if not isinstance(dataset, DataLoader):
+        return False
+    for sampler in (dataset.sampler, getattr(dataset.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise ValueError(
+                "The loader has a DistributedSampler, which gives each process rows of its own, and so does the "
+                "strategy: most rows would be left out. Leave the sampler out, give the loader the global batch size, "
+                "and say shuffle=True if the sampler shuffles; or return the loader from the function that you give to "
+                "distribute_datasets_from_function, which splits nothing."
+            )
+    is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(dataset, "in_order", True)
+    return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)
 
 
 def distributed_from_function(
@@ -498,27 +516,17 @@ def distributed_from_function(
     return DistributedDataset(splitter, _routes(devices, options), options)
 
 
-def _source(dataset: Any, what: str, shards: Callable[[Any], ShardedBatches] | None = None) -> Source:
+def _source(dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
             "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
         )
-    return Source(dataset, what, shards)
+    return Source(dataset, what, loaded_of)
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
     return [Route(device if options.experimental_fetch_to_device else None) for device in devices]
 
 
-def _checked(state_dict: Any) -> list[State]:
-    states = state_dict.get("sources") if isinstance(state_dict, dict) else None
-    if not isinstance(states, list) or len(state_dict) != 1:
-        raise TypeError(
-            f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
-            f"{type(state_dict).__name__} {state_dict!r:.60}."
-        )
-    return states
-
-
-# For each loader with persistent workers, the function that ends the last epoch over it.
-_endings: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+# By the id of each loader with persistent workers, which is alive as long as this: the last epoch over it.
+_readings: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()

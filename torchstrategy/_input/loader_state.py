@@ -21,13 +21,10 @@ def check_form(state: Any) -> None:
     if not isinstance(state, dict):
         raise TypeError(f"{state!r:.60} is not the state of a loader that DistributedDataset.state_dict() returns.")
     form = _FORM_OF_LOADER if "loader" in state else _FORM
-    for name in {**form, **state}:
-        told = "In the state of a loader that DistributedDataset.state_dict() returns"
-        if name not in form:
-            raise TypeError(f"{told}, there is no {name!r}.")
-        if name not in state:
-            raise TypeError(f"{told}, there is {name!r}; here it is missing.")
-        is_right, what = form[name]
+    told = "In the state of a loader that DistributedDataset.state_dict() returns"
+    if state.keys() != form.keys():
+        raise TypeError(f"{told}, the entries are {[*form]}; in this one, they are {[*state]}.")
+    for name, (is_right, what) in form.items():
         if not is_right(state[name]):
             raise TypeError(f"{told}, {name!r} is {what}; got {state[name]!r:.60}.")
 

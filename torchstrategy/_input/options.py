@@ -102,9 +102,8 @@ class InputContext:
         return size
 
     def __str__(self) -> str:
-        return (
-            f"torchstrategy.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
-        )
+        pipeline, total = self.input_pipeline_id, self.num_input_pipelines
+        return f"torchstrategy.InputContext(input pipeline id {pipeline}, total: {total})"
 
 
 DatasetFn = Callable[[InputContext], Any]

@@ -16,20 +16,21 @@ Ahead, batches are read, split, pinned and copied:
     ^                                                              receives its parts
     +--------------------------- room for one more ----------------+
 
-The threads do not keep the iterator alive that they work for, and end when it is dropped. They use only queues to talk
-to each other, since a finalizer may use a queue at any point of the program; with a lock, it could wait for ever. A
-step stays in the queue until the consumer has received it, so that Ctrl-C loses no step.
+The threads share a `Prefetcher` with the iterator that they work for, which they do not keep alive. When it is dropped,
+the `Prefetcher` is closed, and they end. They use only queues to talk to each other, since a finalizer may use a queue
+at any point of the program; with a lock, it could wait for ever. A step stays in the queue until the consumer has
+received it, so that Ctrl-C loses no step.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
@@ -39,11 +40,12 @@ import torch
 from torchstrategy._communication.transfer import copy_stream
 from torchstrategy._core.context import CallerState, is_accelerator
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
-from torchstrategy._core.distributed_values import ABSENT, Unmade
+from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.trace import traced
+from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.batch_types import applied_within, memory_of, moved
-from torchstrategy._input.steps import SplitBatch, Steps
+from torchstrategy._input.steps import SplitBatch, Splitter, are_in_host_memory
 
 
 class StagedBatch(NamedTuple):
@@ -79,40 +81,35 @@ class Route:
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
         """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
-        sent: list[torch.Tensor] = []
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if self.device is None or tensor.is_cpu:
-                return tensor
-            there = tensor.to(self.device, non_blocking=self.has_copies)
-            if self.has_copies:
-                sent.append(there)
-            return there
-
-        departed = [self._sent_later(part) if type(part) is Unmade else applied_within(part, move) for part in parts]
-        events = [torch.accelerator.current_stream(self.device).record_event()] if sent else []
-        return StagedBatch(departed, sent, events)
-
-    def _sent_later(self, piece: Unmade) -> Unmade:
-        return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
+        departed = [self._sent_later(part) if type(part) is Unmade else part for part in parts]
+        stream = torch.accelerator.current_stream(self.device) if self.has_copies else None
+        return self._sent(StagedBatch(departed, [], []), stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
         """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
-        device = self.device
-        assert device is not None
-        moved: list[torch.Tensor] = []
-        stream = copy_stream(device)
+        assert self.device is not None
+        stream = copy_stream(self.device)
+        with stream:  # also makes its device the current one, for which torch pins memory
+            return self._sent(staged, stream, are_in_host_memory=True)
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_cpu:
+    def _sent(self, staged: StagedBatch, stream: torch.Stream | None, *, are_in_host_memory: bool) -> StagedBatch:
+        """The parts with their tensors of host memory, or their other tensors, on the device. `stream` copies them."""
+        moved: list[torch.Tensor] = []
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if self.device is None or tensor.is_cpu is not are_in_host_memory:
                 return tensor
-            moved.append(_pinned(tensor).to(device, non_blocking=True))
+            if stream is None:
+                return tensor.to(self.device)
+            moved.append((_pinned(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
             return moved[-1]
 
-        with stream:  # also makes its device the current one, for which torch pins memory
-            parts = [applied_within(piece, copy) for piece in staged.parts]
-            events = [stream.record_event()] if moved else []
+        parts = [applied_within(part, move) for part in staged.parts]
+        events = [stream.record_event()] if moved and stream is not None else []
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
+
+    def _sent_later(self, piece: Unmade) -> Unmade:
+        return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
 
     def receive(self, staged: StagedBatch) -> list[Tree]:
         """Runs on the consumer's thread. See Note [Promises for a copied batch]."""
@@ -136,12 +133,24 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory()  # returns the tensor itself if it is pinned already
 
 
-class BatchTransfer(NamedTuple):
-    """The batch of one step, whose parts are being copied to the replicas' devices."""
+@final
+@dataclass(eq=False)
+class Transfer:
+    """The batch of one step, whose parts are being copied to the replicas' devices; or an error to raise instead.
 
-    split_batch: SplitBatch
-    marks: list[Callable[[], None]]  # they say that the consumer has received it
-    staged: list[StagedBatch]
+    Attributes:
+        batch: The batch. None: an error of the reader takes its place; at the end of the epoch, this is StopIteration.
+        marks: The functions that say that the consumer has received it.
+        staged: The part of each replica.
+        error: The error of the reader or, if there is a batch, of a worker.
+        carried: The replicas whose workers have copied their parts.
+    """
+
+    batch: SplitBatch | None = None
+    marks: Sequence[Callable[[], None]] = ()
+    staged: list[StagedBatch] = field(default_factory=list)
+    error: BaseException | None = None
+    carried: list[int] = field(default_factory=list)
 
     def received(self, routes: Sequence[Route]) -> Tree:
         """The element, made of the parts on the devices. Runs on the consumer's thread."""
@@ -149,31 +158,35 @@ class BatchTransfer(NamedTuple):
         arrived = list(map(Route.receive, routes, self.staged))
         for reach in self.marks:
             reach()
-        return self.split_batch.assembled(arrived)
+        assert self.batch is not None
+        return self.batch.assembled(arrived)
 
-
-def transferred(steps: Steps, routes: Sequence[Route]) -> BatchTransfer:
-    """Reads the batch of the next step and stages its parts. Runs on the reading thread.
-
-    Raises:
-        StopIteration: If there is none.
-    """
-    with traced("split a batch"):
-        split_batch, marks = next(steps)
-        return BatchTransfer(split_batch, marks, list(map(Route.stage, routes, split_batch.parts())))
+    def forget(self) -> None:
+        """Frees the frames of an error that nobody will see. If one of them holds the error, that is a cycle."""
+        if self.error is not None:
+            self.error.__traceback__ = None
 
 
 class Reading(ABC):
-    """One epoch over a dataset, read step by step.
+    """One epoch over a dataset, read step by step on one thread at a time. After an error it goes on if the loader can.
+
+    The loader is read in host memory, whatever the default device is: in a strategy's scope, this is the device of the
+    parameters.
 
     Args:
-        steps: The steps that are read.
+        splitter: Splits the elements of a step.
         routes: The way to each replica.
     """
 
-    def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
-        self._steps: Steps | None = steps  # None when the epoch has ended, or when a thread has them
-        self._routes = routes
+    _is_ahead = False  # whether steps are read before the consumer asks for them
+
+    def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
+        self.splitter = splitter
+        self.routes = routes
+        self._elements: list[Tree] = []  # of the next step, if an error came after they were read
+        self._passes = splitter.begin()  # an epoch over each source; none when nothing more is read
+        for reach in self._marks():
+            reach()
 
     @abstractmethod
     def next(self) -> Tree:
@@ -183,18 +196,45 @@ class Reading(ABC):
             StopIteration: If there is none.
         """
 
-    def close(self) -> None:
-        """Ends the epoch, and the threads and workers that it has started."""
-        self._steps = None  # the loader's workers end with its iterator
+    @abstractmethod
+    def close(self, *, waits: bool = False) -> None:
+        """Ends the epoch, and the threads and workers that it has started.
 
-    def ending(self) -> Callable[[], None]:
-        """A function that ends the epoch, and waits until nobody reads the loader. It holds no reference to `self`."""
-        close = weakref.WeakMethod(self.close)
-        return lambda: (close() or nothing)()
+        Args:
+            waits: Whether to wait until nobody reads the loader, however long that takes.
+        """
 
+    def _transferred(self) -> Transfer:
+        """Reads the batch of the next step and stages its parts. Runs on the reading thread.
 
-def nothing() -> None:
-    """Takes the place of the function that ends an epoch, where there is no epoch to end."""
+        If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+        splitter, passes = self.splitter, self._passes
+        with traced("split a batch"):
+            with splitter.sources[0].reading():
+                for r in range(len(self._elements), splitter.elements_of_step):
+                    try:
+                        self._elements.append(next(passes[r % len(passes)]))
+                    except StopIteration:
+                        self._elements.append(ABSENT)
+                elements, self._elements = self._elements, []
+                if all(element is ABSENT for element in elements):
+                    raise StopIteration
+                batch = splitter.split_batch(elements)
+                if splitter.is_to_be_seen:
+                    splitter.see(batch)
+                marks = self._marks()
+            return Transfer(batch, marks, list(map(Route.stage, self.routes, batch.parts())))
+
+    def _marks(self) -> list[Callable[[], None]]:
+        """The functions that say of each epoch that the consumer has received what was read until now."""
+        return [
+            partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
+            for one in self._passes
+        ]
 
 
 @final
@@ -205,20 +245,75 @@ class OnDemand(Reading):
     and the copies are on a stream of their own.
     """
 
-    def __init__(self, steps: Steps, routes: Sequence[Route]) -> None:
-        super().__init__(steps, routes)
-        self._are_near = all(route.device is None or route.device.type == "cpu" for route in routes)
+    def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
+        super().__init__(splitter, routes)
+        are_near = all(route.device is None or route.device.type == "cpu" for route in routes)
+        self._are_whole = splitter.is_alone and are_near  # whether an element can be given as it is
 
     def next(self) -> Tree:
-        if self._steps is None:
+        if not self._passes:
             raise StopIteration
-        if self._are_near and (element := self._steps.next_whole()) is not ABSENT:
-            return element
-        transfer = transferred(self._steps, self._routes)
-        for r, route in enumerate(self._routes):
+        if self._are_whole and not (self.splitter.is_to_be_seen or self._elements):
+            (epoch,) = self._passes
+            with epoch.source.reading():
+                self._elements.append(next(epoch))
+            if are_in_host_memory(self._elements[0]):  # if not, `_transferred` goes on with it
+                epoch.position.reach(epoch.count, None)
+                return self._elements.pop()
+        transfer = self._transferred()
+        for r, route in enumerate(self.routes):
             if route.has_copies:
                 transfer.staged[r] = route.copy(transfer.staged[r])
-        return transfer.received(self._routes)
+        return transfer.received(self.routes)
+
+    def close(self, *, waits: bool = False) -> None:
+        self._passes = []  # the loader's workers end with its iterator
+
+
+def in_step(reading: Reading) -> Callable[[], Tree]:
+    """The `next` of an epoch in which each worker reads a dataset of its own. It ends where the last of them ends.
+
+    A worker whose data has run out before that of others gets its last batch again, as that of an understudy: it takes
+    part in the steps, and its rows do not count. If there was none, it gets a batch of another worker.
+    """
+    workers, host = reading.splitter.workers, torch.device("cpu")
+    last: list[Tree] = []  # the last batch, once there was one
+
+    def next_of_all() -> Tree:
+        has = True
+        try:
+            last[:] = [reading.next()]
+        except StopIteration:
+            has = False
+        of_all = workers.all_gather_object((has, bool(last)), "the next batch of a dataset")
+        if not any(others_have for others_have, _ in of_all):
+            raise StopIteration
+        if not all(had for _, had in of_all):
+            lender = next(w for w, (others_have, _) in enumerate(of_all) if others_have)
+            mine = _copied(last[0], host) if workers.index == lender else None
+            lent = workers.all_gather_object(mine, "the first batch of a dataset")[lender]
+            last[:] = last or [_copied(lent, reading.routes[0].device or host)]
+        return last[0] if has else map_leaves(_unseen, last[0])
+
+    return next_of_all
+
+
+def _copied(batch: Tree, device: Device) -> Tree:
+    """A batch that can be pickled, in which all replicas have what the first one had, on `device`."""
+
+    def copied(leaf: Tree) -> Tree:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        return PerReplica([moved(leaf.values[0], device)] * len(leaf._components), is_kept=True)
+
+    return map_leaves(copied, batch)
+
+
+def _unseen(leaf: Tree) -> Tree:
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    count = len(leaf._components)
+    return PerReplica([ABSENT] * count, (0,) * count, understudy=leaf._in_replica(0))
 
 
 _PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
@@ -226,197 +321,57 @@ _LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
 
 
 @final
-class _Item:
-    """The batch of one step, or an error to raise instead. At the end of the epoch, this error is StopIteration."""
-
-    def __init__(self, transfer: BatchTransfer | None, error: BaseException | None) -> None:
-        self.transfer = transfer
-        self.error = error  # an error of the reader or, if there is a transfer, of a worker
-        self.carried: list[int] = []  # the replicas whose workers have copied their parts
-
-    def forget(self) -> None:
-        """Frees the frames of an error that nobody will see. If one of them holds the error, that is a cycle."""
-        if self.error is not None:
-            self.error.__traceback__ = None
-
-
-@final
-class _PrefetchQueue:
-    """The threads, and the queues and flags that they share with the consumer.
-
-    Args:
-        workers: The replicas that have a worker.
-    """
-
-    def __init__(self, workers: Sequence[int]) -> None:
-        self.items: deque[_Item] = deque()  # oldest first
-        self.room: SimpleQueue[None] = SimpleQueue()  # an entry for each step that the consumer has received
-        self.inboxes: dict[int, SimpleQueue[_Item | None]] = {r: SimpleQueue() for r in workers}
-        self.failure: BaseException | None = None  # an error that ended one of the threads
-        self.is_closed = False
-        self.threads: list[threading.Thread] = []
-        self.process = os.getpid()
-        self._news: SimpleQueue[None] = SimpleQueue()
-
-    def send(self, item: _Item) -> None:
-        """Adds a step to the queue, and gives it to the workers. Runs on the reader."""
-        self.items.append(item)
-        if self.is_closed:
-            item.forget()
-        self.tell()
-        if item.transfer is not None:
-            for inbox in self.inboxes.values():
-                inbox.put(item)
-
-    def tell(self) -> None:
-        """Tells the consumer that something has changed."""
-        if self._news.empty():  # if it is not empty, the consumer will look at the queue anyway
-            self._news.put(None)
-
-    def has_arrived(self, item: _Item) -> bool:
-        """Whether a step is ready for the consumer: every worker has copied its part."""
-        return item.transfer is None or len(item.carried) == len(self.inboxes)
-
-    def wait(self) -> None:
-        """Waits until something has changed, but not for long.
-
-        If a signal comes just before the thread begins to wait, Python handles it only after the wait.
-        """
-        with suppress(Empty):
-            self._news.get(timeout=_LOOK_UP_S)
-
-    def end(self, *, waits: bool = False) -> None:
-        """Ends the threads. Runs on any thread, also on one of them, if the garbage collector happens to run there."""
-        if os.getpid() != self.process:
-            return  # the threads do not exist in a forked process
-        self.is_closed = True
-        self.room.put(None)
-        self.send_no_more()
-        self.tell()
-        items, self.items = self.items, deque()  # a consumer that was interrupted may still use the old deque
-        for item in list(items):
-            item.forget()
-        for thread in self.threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(None if waits else _PATIENCE_S)
-
-    def send_no_more(self) -> None:
-        """Tells the workers to end when they have copied what is in their queues."""
-        for inbox in self.inboxes.values():
-            inbox.put(None)
-
-
-def _read(steps: Steps, routes: Sequence[Route], queue: _PrefetchQueue, depth: int) -> None:
-    """Runs on the reader: reads step after step, until the end of the epoch or until the queue is closed."""
-    ahead, most, is_over = 0, depth, False
-    while not (is_over or queue.is_closed):
-        if ahead >= most:
-            queue.room.get()
-            ahead -= 1
-            continue
-        item = _next_item(steps, routes)
-        queue.send(item)
-        ahead += 1
-        most = depth if item.transfer is not None else 1  # after an error: read only when the consumer asks
-        is_over = isinstance(item.error, StopIteration)
-        del item  # it holds a batch, or an error whose traceback refers to this frame
-    queue.send_no_more()
-
-
-def _next_item(steps: Steps, routes: Sequence[Route]) -> _Item:
-    try:
-        return _Item(transferred(steps, routes), None)
-    except BaseException as error:
-        return _Item(None, error)  # not kept in a variable, since the error's traceback refers to this frame
-
-
-def _work(replica: int, route: Route, queue: _PrefetchQueue) -> None:
-    """Runs on a replica's worker: copies the replica's part of step after step."""
-    inbox = queue.inboxes[replica]
-    while (item := inbox.get()) is not None and not queue.is_closed:
-        assert item.transfer is not None
-        try:
-            item.transfer.staged[replica] = route.copy(item.transfer.staged[replica])
-        except BaseException as error:
-            item.error = error
-        item.carried.append(replica)
-        queue.tell()
-        del item
-
-
-def _at_the_callers(device: int, streams: Sequence[torch.Stream], life: Callable[[], None]) -> None:
-    """Runs the reader with the caller's current accelerator and streams.
-
-    So a loader that creates tensors on an accelerator uses the same device and stream as on the caller's thread.
-
-    Args:
-        device: The index of the caller's current accelerator.
-        streams: The caller's current streams.
-        life: The function of the reader.
-    """
-    for stream in streams:
-        torch.accelerator.set_stream(stream)
-    torch.accelerator.set_device_index(device)
-    life()
-
-
-def _live(state: CallerState, device: Device, life: Callable[[], None], queue: _PrefetchQueue) -> None:
-    """Runs the function of a reader or a worker, on its new thread, in the state of the caller's thread."""
-    try:
-        state.run_in(device, life)
-    except BaseException as error:
-        queue.failure = error
-        queue.tell()
-
-
-@final
 class Prefetcher(Reading):
     """Reads ahead on a thread of its own, which is started when the consumer asks for the first step.
 
     Args:
-        steps: The steps that are read.
+        splitter: Splits the elements of a step.
         routes: The way to each replica.
         depth: How many steps may be read ahead of the consumer.
     """
 
-    def __init__(self, steps: Steps, routes: Sequence[Route], depth: int) -> None:
-        super().__init__(steps, routes)
+    _is_ahead = True
+
+    def __init__(self, splitter: Splitter, routes: Sequence[Route], depth: int) -> None:
+        super().__init__(splitter, routes)
         self._depth = depth
-        self._queue = _PrefetchQueue([r for r, route in enumerate(routes) if route.has_copies])
+        self._process = os.getpid()
+        self._threads: list[threading.Thread] = []
         self._are_going = False
+        self._is_closed = False
+        self._failure: BaseException | None = None  # an error that ended one of the threads
+        self._items: deque[Transfer] = deque()  # oldest first
+        self._room: SimpleQueue[None] = SimpleQueue()  # an entry for each step that the consumer has received
         self._owes_room = False  # whether the last step was an error: the next is read when the consumer asks for it
-        weakref.finalize(self, self._queue.end)
+        self._news: SimpleQueue[None] = SimpleQueue()  # an entry for the consumer, if something has changed
+        copied = [r for r, route in enumerate(routes) if route.has_copies]
+        self._inboxes: dict[int, SimpleQueue[Transfer | None]] = {r: SimpleQueue() for r in copied}  # of the workers
+
+    # On the consumer's thread
 
     def next(self) -> Tree:
-        if os.getpid() != self._queue.process:
+        if os.getpid() != self._process:
             raise RuntimeError(
                 "This iterator was made in another process, whose threads read its batches; they are not here. "
                 "Iterate over the dataset anew in this process."
             )
-        queue = self._queue
         if not self._are_going:
             self._set_going()
         if self._owes_room:
-            queue.room.put(None)
+            self._room.put(None)
             self._owes_room = False
-        while not queue.is_closed:
-            items = queue.items
-            if items and queue.has_arrived(items[0]):
+        while not self._is_closed:
+            items = self._items
+            if items and (items[0].batch is None or len(items[0].carried) == len(self._inboxes)):
                 return self._handed_over(items)
-            if queue.failure is not None:
+            if self._failure is not None:
                 self.close()
-            else:
-                queue.wait()
-        raise StopIteration if queue.failure is None else queue.failure
+            else:  # not for long: if a signal comes just before the thread begins to wait, Python handles it after that
+                with suppress(Empty):
+                    self._news.get(timeout=_LOOK_UP_S)
+        raise StopIteration if self._failure is None else self._failure
 
-    def close(self) -> None:
-        super().close()
-        self._queue.end()
-
-    def ending(self) -> Callable[[], None]:
-        return partial(self._queue.end, waits=True)
-
-    def _handed_over(self, items: deque[_Item]) -> Tree:
+    def _handed_over(self, items: deque[Transfer]) -> Tree:
         error = items[0].error
         if isinstance(error, StopIteration):
             self.close()
@@ -428,40 +383,119 @@ class Prefetcher(Reading):
                 raise error
             finally:
                 del error  # its traceback refers to this frame
-        transfer = items[0].transfer
-        assert transfer is not None
-        element = transfer.received(self._routes)
-        self._queue.room.put(None)
+        element = items[0].received(self.routes)
+        self._room.put(None)
         items.popleft()
         return element
 
     def _set_going(self) -> None:
         """Starts the threads that are not running: all of them or, if an earlier call was interrupted, the others."""
-        if self._steps is not None:
-            self._queue.threads = self._hired(self._steps)
-            self._steps = None
-        for thread in self._queue.threads:
+        if not self._threads and not self._is_closed:
+            self._threads = self._hired()
+        for thread in self._threads:
             if thread.ident is None:
                 thread.start()
         self._are_going = True
 
-    def _hired(self, steps: Steps) -> list[threading.Thread]:
-        queue, routes = self._queue, self._routes
+    def _hired(self) -> list[threading.Thread]:
         default = torch.get_default_device()
         here = canonical_device("cpu" if default.type == "meta" else default)
-        devices = {r: routes[r].device or here for r in queue.inboxes}
+        devices = {r: self.routes[r].device or here for r in self._inboxes}
         state = CallerState((here, *devices.values()))
-
-        read = partial(_read, steps, routes, queue, self._depth)
-        if devices:
-            streams = [torch.accelerator.current_stream(device) for device in local_accelerators()]
-            read = partial(_at_the_callers, torch.accelerator.current_device_index(), streams, read)
+        index = torch.accelerator.current_device_index() if devices else None
+        streams = [torch.accelerator.current_stream(device) for device in local_accelerators()] if devices else []
 
         def thread(name: str, device: Device, life: Callable[[], None]) -> threading.Thread:
-            args = (state, device, life, queue)
-            return threading.Thread(target=_live, args=args, name=f"torchstrategy-{name}", daemon=True)
+            args = (state, device, life)
+            return threading.Thread(target=self._live, args=args, name=f"torchstrategy-{name}", daemon=True)
 
         return [
-            thread("reader", here, read),
-            *(thread(f"prefetch-{r}", device, partial(_work, r, routes[r], queue)) for r, device in devices.items()),
+            thread("reader", here, partial(self._read_ahead, index, streams)),
+            *(thread(f"prefetch-{r}", device, partial(self._work, r)) for r, device in devices.items()),
         ]
+
+    def close(self, *, waits: bool = False) -> None:
+        # Runs on any thread, also on one of those that it ends, if the garbage collector happens to run there.
+        if os.getpid() != self._process:
+            return  # the threads do not exist in a forked process
+        self._is_closed = True
+        self._room.put(None)
+        self._send_no_more()
+        self._tell()
+        items, self._items = self._items, deque()  # a consumer that was interrupted may still use the old deque
+        for item in list(items):
+            item.forget()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(None if waits else _PATIENCE_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._passes = []
+
+    # On the threads of the reader and the workers
+
+    def _live(self, state: CallerState, device: Device, life: Callable[[], None]) -> None:
+        """Runs the function of a reader or a worker, on its new thread, in the state of the caller's thread."""
+        try:
+            state.run_in(device, life)
+        except BaseException as error:
+            self._failure = error
+            self._tell()
+
+    def _read_ahead(self, device: int | None, streams: Sequence[torch.Stream]) -> None:
+        """Reads step after step, until the end of the epoch or until the queue is closed.
+
+        It does so with the caller's current accelerator and streams, so that a loader that creates tensors on an
+        accelerator uses the same device and stream as on the caller's thread.
+        """
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        ahead, most, is_over = 0, self._depth, False
+        while not (is_over or self._is_closed):
+            if ahead >= most:
+                self._room.get()
+                ahead -= 1
+                continue
+            item = self._next_item()
+            self._items.append(item)
+            if self._is_closed:
+                item.forget()
+            self._tell()
+            if item.batch is not None:
+                for inbox in self._inboxes.values():
+                    inbox.put(item)
+            ahead += 1
+            most = self._depth if item.batch is not None else 1  # after an error: read only when the consumer asks
+            is_over = isinstance(item.error, StopIteration)
+            del item  # it holds a batch, or an error whose traceback refers to this frame
+        self._passes = []
+        self._send_no_more()
+
+    def _next_item(self) -> Transfer:
+        try:
+            return self._transferred()
+        except BaseException as error:
+            return Transfer(error=error)  # not kept in a variable, since the error's traceback refers to this frame
+
+    def _send_no_more(self) -> None:
+        """Tells the workers to end when they have copied what is in their queues."""
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+
+    def _work(self, replica: int) -> None:
+        """Runs on a replica's worker: copies the replica's part of step after step."""
+        inbox, route = self._inboxes[replica], self.routes[replica]
+        while (item := inbox.get()) is not None and not self._is_closed:
+            try:
+                item.staged[replica] = route.copy(item.staged[replica])
+            except BaseException as error:
+                item.error = error
+            item.carried.append(replica)
+            self._tell()
+            del item
+
+    def _tell(self) -> None:
+        """Tells the consumer that something has changed."""
+        if self._news.empty():  # if it is not empty, the consumer will look at the queue anyway
+            self._news.put(None)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain, islice
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -28,7 +28,6 @@ from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Tree
 from torchstrategy._input.loader_state import State, check_form, check_generators
-from torchstrategy._input.sharding import Shard, ShardedBatches
 
 
 @final
@@ -58,13 +57,54 @@ class Position:
 
 
 @final
+class Shard(NamedTuple):
+    """What one worker has loaded of a global batch."""
+
+    element: Tree
+    total: int  # how many rows the global batch has
+
+
+@final
+class ShardedBatches(Sampler[list[Any]]):
+    """The indices that one worker loads of the batches of a batch sampler.
+
+    All workers draw the same indices in the same order, and each loads the rows of its own replicas only. So no row is
+    loaded twice, and the rows of a replica are those that it would get if all replicas were in one process.
+
+    Args:
+        sampler: The batch sampler of the user's loader, with the global batch size.
+        loaded_of: Returns which rows this worker loads of a number of rows.
+
+    Attributes:
+        totals: For each batch of the newest iteration that was drawn and not read, how many rows it has in all.
+    """
+
+    def __init__(self, sampler: Iterable[Sequence[Any]], loaded_of: Callable[[int], slice]) -> None:
+        self.sampler, self._loaded_of = sampler, loaded_of
+        self.totals: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.totals = deque()
+        return self._drawn(self.totals)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # torch's samplers have a length, and others may
+
+    def _drawn(self, totals: deque[int]) -> Iterator[list[Any]]:
+        for batch in self.sampler:
+            indices = list(batch)
+            totals.append(len(indices))
+            yield indices[self._loaded_of(len(indices))]
+
+
+@final
 class Source:
     """A loader or another iterable, as it is read epoch by epoch.
 
     Args:
         dataset: The object that a user gave to a strategy.
         what: What messages call it.
-        shards: Makes of a loader's batch sampler one for the rows that this process loads. None: it loads all rows.
+        loaded_of: Returns which rows this process loads of a number of rows of a batch. None: it loads all.
 
     Attributes:
         keeps_state: Whether the loader can save and restore its own position.
@@ -77,21 +117,21 @@ class Source:
         TypeError: If it cannot be iterated over.
     """
 
-    def __init__(self, dataset: Any, what: str, shards: Callable[[Any], ShardedBatches] | None = None) -> None:
+    def __init__(self, dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None) -> None:
         if not is_map_style(dataset) and (not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))):
             raise TypeError(
                 f"{what} is a torch.utils.data.DataLoader, or another iterable of batches; got "
                 f"{an(type(dataset).__name__)}."
             )
         self._given = self._dataset = dataset
-        if shards is not None:
-            self._dataset = _alike(dataset, shards(dataset.batch_sampler))
+        if loaded_of is not None:
+            self._dataset = _alike(dataset, ShardedBatches(dataset.batch_sampler, loaded_of))
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.is_batched = not is_map_style(dataset)
         self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
         self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
         self._is_spent = False
-        self._is_resumed = False  # whether the next epoch goes on from the position of `load_state`
+        self._is_resumed = False  # whether the next epoch goes on from the position of `load_position`
         self.shows_each_once = self._once is not None or self.keeps_state or _streams(dataset)
         self.position = Position()
 
@@ -149,12 +189,18 @@ class Source:
         draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
         return torch.device("cpu") if draws_here else nullcontext()
 
-    def begin(self) -> Epoch:
-        """A new epoch, from the beginning or from the position of `load_state`. The caller's thread draws its seeds.
+    def begin(self, workers: Workers | None) -> Epoch:
+        """A new epoch, from the beginning or from the position of `load_position`. The caller's thread draws its seeds.
+
+        Args:
+            workers: The processes that read in the order of worker 0. A position of `load_position` is the same in all.
+                None: each has an order of its own.
 
         Raises:
             RuntimeError: If there was a pass already, and there can be no other.
         """
+        if workers is not None and not self._is_resumed:
+            workers.draw_as_first(_generators(self._dataset), "the beginning of an iteration over a dataset")
         if self._is_spent:
             raise RuntimeError(
                 f"The dataset is a {type(self._dataset).__name__}, which can be iterated over once, and has been. "
@@ -172,11 +218,6 @@ class Source:
             for _ in range(position.count):  # of the batches that are left out
                 totals.popleft()
         return Epoch(self, iterator, position, totals)
-
-    def follow_first_worker(self, workers: Workers) -> None:
-        """Before an epoch: its order is that of worker 0. A position of `load_state` is the same in all workers."""
-        if not self._is_resumed:
-            workers.draw_as_first(_generators(self._dataset), "the beginning of an iteration over a dataset")
 
     def generators_now(self) -> list[torch.Tensor]:
         """The states of the generators that decide the order of the elements."""
@@ -200,11 +241,11 @@ class Source:
             "asked": position.asked,
         }
 
-    def check_state(self, state: State) -> None:
-        """Raises an error for the state of a source of another kind.
+    def position_of(self, state: State) -> Position:
+        """The position that a source of the same kind has returned as its state.
 
         Raises:
-            ValueError: If it is of another kind.
+            ValueError: If it is that of a source of another kind.
             TypeError: If it is no state.
         """
         check_form(state)
@@ -215,32 +256,42 @@ class Source:
                 f"{type(self._dataset).__name__}, is one {kinds[self.keeps_state]}. Load it where it was taken."
             )
         if self.keeps_state:
-            return
+            return Position(state["is_begun"], loader=state["loader"])
         generators = _generators(self._dataset)
         for name in ("began", "asked"):
             if name == "began" or state[name]:
                 check_generators(name, state[name], generators)
-        count, length = self._count_of(state), self._length()
-        rest = (state["batch_size"] or 1) - 1  # the saved count may include a small last batch
-        if length is not None and count * (self._batch_size or 1) > length * (self._batch_size or 1) + rest:
+        theirs, ours, count = state["batch_size"], self._batch_size, state["batches"]
+        if theirs != ours:
+            if theirs is None or ours is None:
+                raise ValueError(
+                    f"The state is of a loader with batch_size={theirs}, and this one has batch_size={ours}: which of "
+                    "its batches were consumed cannot be known. Make the loader as it was made there."
+                )
+            count, rest = divmod(count * theirs, ours)
+            if rest:
+                rows = count * ours + rest
+                raise ValueError(
+                    f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} "
+                    f"no batch begins there. Make the loader with a batch size that divides {rows}."
+                )
+        length, size, rest = self._length(), ours or 1, (theirs or 1) - 1  # the count may include a small last batch
+        if length is not None and count * size > length * size + rest:
             raise ValueError(
                 f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
                 "loader as it was made there."
             )
         if count and not state["is_begun"]:
             raise ValueError(f"The state says is_begun=False, and batches={count}: it was changed since it was taken.")
+        return Position(state["is_begun"], count, state["began"], state["asked"])
 
-    def load_state(self, state: State) -> None:
-        """Makes the next epoch go on from the position of `state`, which `check_state` has checked."""
+    def load_position(self, position: Position) -> None:
+        """Makes the next epoch go on from a position that `position_of` has returned."""
         if self.keeps_state:
-            self._dataset.load_state_dict(state["loader"])
-            self.position = Position(state["is_begun"], loader=state["loader"])
-        elif state["is_begun"]:
-            self.position = Position(True, self._count_of(state), state["began"], state["asked"])
-        else:
-            self.position = Position()
-            _set(_generators(self._dataset)[1:], state["began"][1:])  # the program restores torch's default generator
-        self._is_resumed = state["is_begun"]
+            self._dataset.load_state_dict(position.loader)
+        elif not position.is_begun:
+            _set(_generators(self._dataset)[1:], position.began[1:])  # the program restores torch's default generator
+        self.position, self._is_resumed = position, position.is_begun
 
     def is_over(self, position: Position) -> None:
         """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""
@@ -303,68 +354,42 @@ class Source:
             position.asked = []  # persistent workers, whose seed was drawn when the first epoch began
         return iterator
 
-    def _taken_up(self, position: Position) -> Iterator[Tree]:
-        generators = _generators(self._dataset)
-        with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
-            if self.keeps_state:
-                return self._iterator()
-            _set(generators, position.began)
-            return self._iterator_from(position)
-
     def _iterator(self, count: int = 0) -> Iterator[Tree]:
         if is_map_style(self._dataset):
             return map(self._dataset.__getitem__, range(count, len(self._dataset)))
         return iter(self._dataset if self._once is None else self._once)
 
-    def _iterator_from(self, position: Position) -> Iterator[Tree]:
+    def _taken_up(self, position: Position) -> Iterator[Tree]:
         """The remaining elements. The elements before them are not loaded if the dataset is map-style."""
         loader, generators, asked = self._dataset, _generators(self._dataset), position.asked
-        if is_map_style(loader):
-            return self._iterator(position.count)
-        if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
-            iterator = self._iterator()
+        with _put_back(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
+            if self.keeps_state:
+                return self._iterator()
+            _set(generators, position.began)
+            if is_map_style(loader):
+                return self._iterator(position.count)
+            if not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+                iterator = self._iterator()
+                _set(generators, asked or [])
+                found = sum(1 for _ in islice(iterator, position.count))
+                if found < position.count:
+                    raise ValueError(
+                        f"The state says that batches={position.count} were consumed, and the dataset has {found}: it "
+                        "is not the one of which the state was taken."
+                    )
+                return iterator
+            sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            if asked is None:
+                rest = _RemainingIndices(sampler, position.count)
+                iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
+                if self.has_workers:
+                    return iterator  # it has begun to iterate over the sampler, too
+            indices = iter(sampler)
             _set(generators, asked or [])
-            found = sum(1 for _ in islice(iterator, position.count))
-            if found < position.count:
-                raise ValueError(
-                    f"The state says that batches={position.count} were consumed, and the dataset has {found}: it "
-                    "is not the one of which the state was taken."
-                )
-            return iterator
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        if asked is None:
-            rest = _RemainingIndices(sampler, position.count)
-            iterator = iter(_alike(loader, rest, persistent_workers=False))  # draws the seed
-            if self.has_workers:
-                return iterator  # it has begun to iterate over the sampler, too
-        indices = iter(sampler)
-        _set(generators, asked or [])
-        for _ in islice(indices, position.count):
-            pass  # the sampler draws these indices now
-        # A seed is drawn, but not from the loader's generator.
-        return iter(_alike(loader, indices, persistent_workers=False, generator=None))
-
-    def _count_of(self, state: State) -> int:
-        """How many elements of this source are skipped for a state.
-
-        Raises:
-            ValueError: If it ends within one of them.
-        """
-        theirs, ours, count = state["batch_size"], self._batch_size, state["batches"]
-        if theirs == ours:
-            return int(count)
-        if theirs is None or ours is None:
-            raise ValueError(
-                f"The state is of a loader with batch_size={theirs}, and this one has batch_size={ours}: which of its "
-                "batches were consumed cannot be known. Make the loader as it was made there."
-            )
-        rows = count * theirs
-        if rows % ours:
-            raise ValueError(
-                f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} no "
-                f"batch begins there. Make the loader with a batch size that divides {rows}."
-            )
-        return int(rows // ours)
+            for _ in islice(indices, position.count):
+                pass  # the sampler draws these indices now
+            # A seed is drawn, but not from the loader's generator.
+            return iter(_alike(loader, indices, persistent_workers=False, generator=None))
 
 
 @final

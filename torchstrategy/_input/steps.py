@@ -25,8 +25,7 @@ from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tre
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
-from torchstrategy._input.sharding import Cut, Shard, Share
-from torchstrategy._input.source import Epoch, Source
+from torchstrategy._input.source import Epoch, Shard, Source
 
 
 @final
@@ -84,36 +83,60 @@ def in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
     return slices
 
 
-def cut_of(options: InputOptions, replicas: int) -> Cut:
-    """How a global batch is cut into the parts of all replicas of all workers."""
-    shares = options.row_shares
-    return functools.partial(in_equal_parts, replicas) if shares is None else in_proportion(shares)
+@final
+class Share(NamedTuple):
+    """Which rows of a global batch belong to the replicas of one worker.
+
+    Attributes:
+        slices: For each replica of this worker, its rows.
+        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see
+            `ReplicaWeights.is_understudy`. None: this worker has rows, or there are none.
+    """
+
+    slices: list[slice]
+    borrowed: slice | None
+
+    @property
+    def loaded(self) -> slice:
+        """The rows that this worker reads, which stand together."""
+        return self.borrowed or slice(self.slices[0].start, max(piece.stop for piece in self.slices))
+
+    def within_loaded(self) -> Share:
+        """The same, where the rows are counted from the first one that this worker reads."""
+        if self.borrowed is not None:
+            return Share([slice(0, 0)] * len(self.slices), slice(0, self.borrowed.stop - self.borrowed.start))
+        start = self.loaded.start
+        return Share([slice(piece.start - start, piece.stop - start) for piece in self.slices], None)
+
+
+def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
+    """A function that returns the share of this worker in a batch of so many rows.
+
+    Raises:
+        ValueError: If `options` say how many rows another number of replicas gets.
+    """
+    is_own = options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+    everyone, first = (replicas, 0) if is_own else (replicas * workers.count, replicas * workers.index)
+    sizes = options.row_shares
+    if sizes is not None and len(sizes) != everyone:
+        raise ValueError(
+            f"InputOptions(row_shares={sizes}) has {plural(len(sizes), 'number')}, and a batch is split among "
+            f"{plural(everyone, 'replica')}."
+        )
+    cut = functools.partial(in_equal_parts, everyone) if sizes is None else in_proportion(sizes)
+
+    def share(total: int) -> Share:
+        of_all = cut(total)
+        slices = of_all[first : first + replicas]
+        has_rows = any(piece.stop > piece.start for piece in slices)
+        return Share(slices, None if has_rows or not total else of_all[0])
+
+    return share
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
     """Whether a value is a leaf, or an empty list or tuple: another element may have rows in its place."""
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
-
-
-def _rows(batch: Tree) -> int | None:
-    """The number of rows that all values of a batch have in common; None if no value has rows.
-
-    Raises:
-        ValueError: If two of them have different numbers of rows.
-        TypeError: If it is not known how to distribute one.
-    """
-    counts = batch_types.row_counts(batch)
-    if counts is not None and len(counts) < 2:
-        return next(iter(counts), None)
-    (first, rows), *others = batch_types.named_counts(batch)
-    name, count = next((name, count) for name, count in others if count != rows)
-    raise ValueError(
-        f"The leaves of a batch have different numbers of rows: {first} has {rows} and {name} has {count}. "
-        "Cut into pieces they would no longer belong together. Give each as many rows; or make what is not per row a "
-        "tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as with the boxes of "
-        "images, say InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, and say "
-        "how it is cut: torchstrategy.register_batch_type(...)."
-    )
 
 
 def _without_rows(leaf: Any) -> Any:
@@ -190,7 +213,7 @@ class PerReplicaSpec:
 
 
 class Splitter(ABC):
-    """Reads elements from sources and splits them among the replicas, for each step.
+    """Splits the elements that are read from sources for one step among the replicas.
 
     Args:
         sources: The sources that are read in turn.
@@ -203,6 +226,8 @@ class Splitter(ABC):
         is_alone: Whether one replica gets every element whole.
         reads_its_own: Whether this worker reads data that other workers do not have, and may come to its end before
             them.
+        is_to_be_seen: Whether the spec has to be taken from the next element that is read, since none can be looked at
+            later.
     """
 
     def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers) -> None:
@@ -213,7 +238,7 @@ class Splitter(ABC):
         self.workers = workers
         self._lists_are_rows = lists_are_rows
         self._spec: Tree = None
-        self._has_to_be_seen = any(source.shows_each_once for source in sources)
+        self.is_to_be_seen = any(source.shows_each_once for source in sources)
 
     def __str__(self) -> str:
         return f"{self.sources[0]}, for {plural(self.replicas, 'replica')}"
@@ -222,7 +247,8 @@ class Splitter(ABC):
         """What the elements of the distributed dataset are made of."""
         if self._spec is None:
             with self.sources[0].reading():
-                self._spec = self._spec_of(self.split_batch(self.first()))
+                elements = [source.first() for source in self.sources]
+                self.see(self.split_batch(elements * (self.elements_of_step // len(elements))))
         return self._spec
 
     def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
@@ -235,20 +261,11 @@ class Splitter(ABC):
 
     def begin(self) -> list[Epoch]:
         """A new epoch over each source. The caller's thread draws their seeds."""
-        if not self.reads_its_own:
-            for source in self.sources:
-                source.follow_first_worker(self.workers)
-        return [source.begin() for source in self.sources]
+        return [source.begin(None if self.reads_its_own else self.workers) for source in self.sources]
 
-    def saw(self, split_batch: SplitBatch) -> None:
-        """Takes the spec from an element that was read, if it will not be possible to look at one later."""
-        if self.is_to_be_seen:
-            self._spec = self._spec_of(split_batch)
-
-    @property
-    def is_to_be_seen(self) -> bool:
-        """Whether the spec has to be taken from the next element."""
-        return self._has_to_be_seen and self._spec is None
+    def see(self, split_batch: SplitBatch) -> None:
+        """Takes the spec from an element."""
+        self._spec, self.is_to_be_seen = self._spec_of(split_batch), False
 
     def _spec_of(self, split_batch: SplitBatch) -> Tree:
         rows = self.rows()
@@ -257,7 +274,7 @@ class Splitter(ABC):
             if type(leaf) is not Parts:
                 return self._spec_of_one(leaf, None)
             shown = next(piece for piece in leaf if type(piece) is not Unmade)
-            parts = [shown if type(piece) is Unmade else piece for piece in leaf]
+            parts = (shown if type(piece) is Unmade else piece for piece in leaf)
             return PerReplicaSpec(tuple(map(self._spec_of_one, parts, rows)))
 
         if split_batch.spec is None:
@@ -284,25 +301,6 @@ class Splitter(ABC):
         """How many steps an epoch has."""
         elements = max(map(len, self.sources)) * len(self.sources)
         return -(-elements // self.elements_of_step)
-
-    def first(self) -> Sequence[Tree]:
-        """Elements for one step, from which to read the spec. No epoch loses them."""
-        elements = [source.first() for source in self.sources]
-        return elements * (self.elements_of_step // len(elements))
-
-    def read(self, passes: Sequence[Epoch], elements: list[Tree]) -> None:
-        """Reads the elements of one step into a list. After an error, the list keeps those that were read before.
-
-        If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
-        """
-        for r in range(len(elements), self.elements_of_step):
-            try:
-                elements.append(next(passes[r % len(passes)]))
-            except StopIteration:
-                elements.append(ABSENT)
-        if all(element is ABSENT for element in elements):
-            elements.clear()
-            raise StopIteration
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
@@ -331,14 +329,11 @@ class SplitSteps(Splitter):
     """
 
     def __init__(self, source: Source, devices: Sequence[Device], options: InputOptions, workers: Workers) -> None:
-        replicas = len(devices)
-        super().__init__([source], replicas, options.lists_are_rows, workers)
+        super().__init__([source], len(devices), options.lists_are_rows, workers)
         self.elements_of_step = 1
-        self._is_even = options.row_shares is None
         self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
-        # A batch has the rows of this worker, or those of all.
-        count, index = (1, 0) if self.reads_its_own else (workers.count, workers.index)
-        self._cut, self._first = cut_of(options, replicas * count), replicas * index
+        self._is_even = options.row_shares is None
+        self._share_of = share_of(options, len(devices), workers)
         # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
         self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
 
@@ -346,7 +341,7 @@ class SplitSteps(Splitter):
         rows = self.sources[0].rows
         if rows is None or self.workers.count > 1 or (self._is_even and rows % self.replicas):
             return [None] * self.replicas
-        return [piece.stop - piece.start for piece in self._cut(rows)]
+        return [piece.stop - piece.start for piece in self._share_of(rows).slices]
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         (element,), total = elements, None
@@ -360,16 +355,23 @@ class SplitSteps(Splitter):
                 "makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False.",
                 UserWarning,
             )
-        rows = _rows(element)
+        rows = batch_types.rows_of(element)
         if rows is None:
             raise ValueError(
                 f"An element of the dataset has no rows to distribute to {self.replicas} replicas: it is not batched. "
                 "Batch the dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, "
                 "batch_size=...)."
             )
-        share = Share.of(self._cut, rows if total is None else total, self._first, self.replicas)
+        share = self._share_of(rows if total is None else total)
         if total is not None:
-            _check_loaded(share.loaded, rows)
+            samples = share.loaded.stop - share.loaded.start
+            if rows != samples:
+                raise ValueError(
+                    f"The loader made {plural(rows, 'row')} of {plural(samples, 'sample')}. Each worker loads only "
+                    "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one "
+                    "row of each; or give the strategy an iterable of batches that is no DataLoader: every worker "
+                    "reads all of it, and keeps its own rows."
+                )
             share = share.within_loaded()
         counts = tuple(piece.stop - piece.start for piece in share.slices)
         spare: list[Tree] = []
@@ -387,22 +389,6 @@ class SplitSteps(Splitter):
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
         return SplitBatch(list(map(parts, leaves)), spec, counts, spare=spare)
-
-
-def _check_loaded(loaded: slice, rows: int) -> None:
-    """Refuses a loader that made another number of rows of its samples.
-
-    Raises:
-        ValueError: If it did.
-    """
-    start, stop = loaded.start, loaded.stop
-    if rows != stop - start:
-        raise ValueError(
-            f"The loader made {plural(rows, 'row')} of {plural(stop - start, 'sample')}. Each worker loads only "
-            "samples of its own, so the rows of a batch have to be its samples. Let the collate_fn make one row of "
-            "each; or give the strategy an iterable of batches that is no DataLoader: every worker reads all of it, "
-            "and keeps its own rows."
-        )
 
 
 def _may_be_rows(batch: Tree) -> bool:
@@ -424,7 +410,7 @@ class OneForEach(Splitter):
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
-        counts = [0 if element is ABSENT else _rows(element) for element in elements]
+        counts = [0 if element is ABSENT else batch_types.rows_of(element) for element in elements]
         filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
@@ -443,56 +429,3 @@ def are_in_host_memory(element: Tree) -> bool:
     """Whether an element is, for all to see, tensors in the memory of the CPU, or numbers."""
     items = element.values() if type(element) is dict else element if type(element) in (list, tuple) else (element,)
     return all(item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES for item in items)
-
-
-@final
-class Steps:
-    """The steps of one epoch, read on one thread at a time. After an error, they can go on if the loader can.
-
-    They are read in host memory, whatever the default device is: in a strategy's scope, this is the device of the
-    parameters.
-
-    Args:
-        splitter: Reads the elements of a step and splits them.
-        passes: An epoch over each source of the splitter.
-        is_ahead: Whether steps are read before the consumer asks for them.
-    """
-
-    def __init__(self, splitter: Splitter, passes: Sequence[Epoch], *, is_ahead: bool) -> None:
-        self._splitter = splitter
-        self._passes = passes
-        self._is_ahead = is_ahead
-        self._elements: list[Tree] = []
-        for reach in self._marks():
-            reach()
-
-    def next_whole(self) -> Tree:
-        """The element of the next step, if it can be given as it is: to one replica. Else `ABSENT`.
-
-        The consumer has received it.
-        """
-        splitter = self._splitter
-        if not splitter.is_alone or splitter.is_to_be_seen or self._elements:
-            return ABSENT
-        with splitter.sources[0].reading():
-            self._elements.append(next(self._passes[0]))
-        if not are_in_host_memory(self._elements[0]):
-            return ABSENT  # `__next__` goes on with it
-        for one in self._passes:
-            one.position.reach(one.count, None)
-        return self._elements.pop()
-
-    def __next__(self) -> tuple[SplitBatch, list[Callable[[], None]]]:
-        with self._splitter.sources[0].reading():
-            self._splitter.read(self._passes, self._elements)
-            elements, self._elements = self._elements, []
-            split_batch = self._splitter.split_batch(elements)
-            self._splitter.saw(split_batch)
-            return split_batch, self._marks()
-
-    def _marks(self) -> list[Callable[[], None]]:
-        """The functions that say of each epoch that the consumer has received what was read until now."""
-        return [
-            functools.partial(one.position.reach, one.count, one.source.state_of_loader() if self._is_ahead else None)
-            for one in self._passes
-        ]

@@ -4,8 +4,8 @@ The first run copies the modules for each replica. A replica's parameter on the 
 its memory. Before each run the copies get what the user has changed, and after it the user's objects get what the step
 has changed.
 
+    placement                where the copies are, and how they are kept in step
     copyable                 refuses objects of which replicas cannot have copies, by their path in the model
-    storage                  where parameters and their copies live, and to which strategy they belong
     tensor_copies            copies of tensors, which share memory where the user's tensors do
     module_tensors           the parameters and the buffers of the user's modules, each with its first place
     merged_values            what the user's modules get for the attributes that replicas wrote
@@ -16,5 +16,5 @@ has changed.
     worker_values            the values that all workers have alike, where the replicas are in several processes
     replicated_modules       the copies of all replicas, kept in step with the user's modules
     replicated_run           what all replicas have, and one run on it: how it begins, ends and is undone
-    replicated_storage       the user's parameters, and the replica sets that runs have of them
+    storage                  the user's parameters, to whom they belong, and the replica sets that runs have of them
 """

@@ -34,14 +34,9 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
     parameters.update(map(id, further))
     for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{path} is a ScriptModule, of which replicas cannot have copies. Use the module it was made from."
-            )
+            raise TypeError(f"{path} is a ScriptModule, which cannot be copied. Use the module it was made from.")
         if isinstance(module, nn.DataParallel):
-            raise TypeError(
-                f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
-                "wraps, `.module`: the batch is split already."
-            )
+            raise TypeError(f"{path} is a torch.nn.DataParallel. Use its `.module`: the batch is split already.")
         for name, parameter in module._parameters.items():
             if parameter is not None and nn.parameter.is_lazy(parameter) and are_all:
                 raise TypeError(
@@ -78,15 +73,13 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
     """
     for where in _trainable(things_in(path, value), parameters):
         raise TypeError(
-            f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. "
-            "Make it a parameter of the module, torch.nn.Parameter(...) or torch.nn.ParameterList([...]), or "
-            "detach it."
+            f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
+            "it a torch.nn.Parameter(...) or torch.nn.ParameterList([...]) of the module, or detach it."
         )
     for name in _trainable(closed_over(value) if isinstance(value, types.FunctionType) else (), parameters):
         raise TypeError(
-            f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter of the "
-            "model: every replica would add to its one gradient. Make it a parameter of the module, "
-            "torch.nn.Parameter(...), or detach it."
+            f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter: every "
+            "replica would add to its one gradient. Make it a torch.nn.Parameter(...) of the module, or detach it."
         )
 
 
@@ -105,7 +98,5 @@ def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
             "that copies could not be kept in step. Make the model outside of that mode."
         )
     if plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
-        raise TypeError(
-            f"{name} is a {type(parameter).__name__}. Replicas can have copies of torch.nn.Parameter itself, and not "
-            "of its subclasses."
-        )
+        kind = type(parameter).__name__
+        raise TypeError(f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not of its subclasses.")

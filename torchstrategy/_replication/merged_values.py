@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import operator
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, final
 
@@ -38,6 +38,7 @@ Look = Callable[[str, object, Sequence[object]], None]
 
 
 @final
+@dataclass(eq=False)
 class Merger:
     """Makes one value of those that the replicas have at the end of a run.
 
@@ -47,42 +48,25 @@ class Merger:
     Args:
         present: The replicas that took part in the run.
         num_replicas: How many replicas there are.
-        known: Makes a dict with the user's objects, by the ids of the replicas' objects in their place.
+        users: Returns a dict with the user's objects, by the ids of the replicas' objects in their place.
         memory: Returns the storages of tensors of which the replicas and the user have one each, such as parameters,
             and of those with a history: other tensors over such memory are no constants.
         device: Where the user's parameters are, and the user's forward would have made tensors.
         look: Compares numbers.
         is_understudy: Whether what this process computes does not count.
+        is_quiet: Whether numbers are not compared, as in objects of packages, which keep their own books.
     """
 
-    def __init__(
-        self,
-        present: Sequence[int],
-        num_replicas: int,
-        known: Callable[[], dict[int, Any]],
-        memory: Callable[[], set[int]],
-        device: Device,
-        look: Look,
-        is_understudy: bool = False,
-    ) -> None:
-        self._present = present
-        self._num_replicas = num_replicas
-        self._known = known
-        self._made: dict[tuple[int, ...], list[Any]] = {}  # by the ids of the values
-        self._copied: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by the ids of the storages
-        self._memory = memory
-        self._device = device
-        self._look = look
-        self._is_understudy = is_understudy
-        self.is_quiet = False  # whether numbers are not compared, as in objects of packages, which keep their own books
-
-    @functools.cached_property
-    def _users(self) -> dict[int, Any]:
-        return self._known()
-
-    @functools.cached_property
-    def _memory_of_users(self) -> set[int]:
-        return self._memory()
+    present: Sequence[int]
+    num_replicas: int
+    users: Callable[[], dict[int, Any]]
+    memory: Callable[[], set[int]]
+    device: Device
+    look: Look
+    is_understudy: bool
+    is_quiet: bool = False
+    _made: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)  # by the ids of the values
+    _copied: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)  # by the ids of the storages
 
     def merged(self, path: str, values: Sequence[Any], before: Any) -> Any:
         """The value for the user's module; `ABSENT` if it is to have none.
@@ -107,29 +91,30 @@ class Merger:
 
     def _compare(self, path: str, values: Sequence[Any]) -> None:
         if not self.is_quiet:
-            self._look(path, values[0], [value for value in values[1:] if value is not ABSENT])
+            self.look(path, values[0], [value for value in values[1:] if value is not ABSENT])
 
     def _of_known(self, values: Sequence[Any]) -> list[Any]:
         """A list of what the user has in the place of all the values, or of the one object that all of them are."""
-        known = [self._users.get(id(value), value) for value in values]
+        known = [self.users().get(id(value), value) for value in values]
         is_one = all(map(operator.is_, known, known[1:]))
         is_made = is_container(known[0]) or is_function(known[0]) or type(known[0]) in _ARRAYS
-        return [known[0]] if is_one and (id(values[0]) in self._users or len(values) > 1 or not is_made) else []
+        return [known[0]] if is_one and (id(values[0]) in self.users() or len(values) > 1 or not is_made) else []
 
     def _made_of(self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any) -> list[Any]:
         there = [value for value in values if value is not ABSENT]
-        is_of_one_class = len(set(map(type, there))) == 1 and not any(id(value) in self._users for value in there)
-        if not (is_of_one_class and is_container(there[0])):
+        first = there[0]
+        kinds = {(type(value), len(value) if isinstance(value, tuple) else 0) for value in there}
+        if len(kinds) > 1 or any(id(value) in self.users() for value in there) or not is_container(first):
             return [self._of_each(path, values, before)]
-        if not isinstance(there[0], (tuple, frozenset)):
-            made = copy.copy(there[0])
-            self._made[key] = [made]  # it may hold itself
-            write_items(made, self.items(path, list(map(named_items, values)), named_items(before)))
-            return [made]
-        if isinstance(there[0], frozenset) or len(set(map(len, there))) > 1:
-            return [there[0] if isinstance(there[0], frozenset) else self._of_each(path, values, before)]
-        items = self.items(path, list(map(named_items, values)), named_items(before)).values()
-        return [type(there[0])(*items) if hasattr(there[0], "_fields") else type(there[0])(items)]
+        if isinstance(first, frozenset):
+            return [first]
+        if isinstance(first, tuple):
+            items = self.items(path, list(map(named_items, values)), named_items(before)).values()
+            return [type(first)(*items) if hasattr(first, "_fields") else type(first)(items)]
+        made = copy.copy(first)
+        self._made[key] = [made]  # it may hold itself
+        write_items(made, self.items(path, list(map(named_items, values)), named_items(before)))
+        return [made]
 
     def items(self, path: str, of_replicas: Sequence[Items], before: Items) -> Items:
         """The items and attributes for a container of the user's."""
@@ -144,9 +129,9 @@ class Merger:
 
     def _of_each(self, path: str, values: Sequence[Any], before: Any) -> Any:
         first = values[0]
-        if _is_like(first, before) or _is_statistic(first):
+        if _is_statistic(first, before):
             self._compare(path, values)
-            return _constant(first, before if isinstance(before, torch.Tensor) else self._device)
+            return _constant(first, before if isinstance(before, torch.Tensor) else self.device)
         is_trained = isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
         # To compare the numbers of an accelerator, the program has to wait for it. So tensors that differed once, as
         # outputs do in each run, are not compared again.
@@ -154,26 +139,26 @@ class Merger:
         if is_due and not any(_differ(first, value) for value in values):
             if is_trained and len(values) > 1:
                 raise RuntimeError(_TRAINABLE.format(path=path))
-            if isinstance(first, np.ndarray) or not (first.requires_grad or storage_of(first) in self._memory_of_users):
+            if isinstance(first, np.ndarray) or not (first.requires_grad or storage_of(first) in self.memory()):
                 return self._constant(first)
-        functions = list(map(ClosureRebinder(self._users).of, values))
+        functions = list(map(ClosureRebinder(self.users()).of, values))
         if is_function(first) and all(are_alike(functions[0], other) for other in functions):
             return functions[0]
-        if self._is_understudy:
-            return PerReplica([ABSENT] * self._num_replicas, understudy=first, is_kept=True)
-        components = [_no_rows(values) if len(values) < self._num_replicas else ABSENT] * self._num_replicas
-        for r, value in zip(self._present, values, strict=True):
+        if self.is_understudy:
+            return PerReplica([ABSENT] * self.num_replicas, understudy=first, is_kept=True)
+        components = [_no_rows(values) if len(values) < self.num_replicas else ABSENT] * self.num_replicas
+        for r, value in zip(self.present, values, strict=True):
             components[r] = value
         return PerReplica(components, is_kept=True)
 
     def _constant(self, value: Any) -> Any:
         """A copy for the user. Copies of tensors that share memory share memory, too."""
         if isinstance(value, np.ndarray) or value.layout is not torch.strided:
-            return _constant(value, self._device)
+            return _constant(value, self.device)
         key = storage_of(value), value.dtype
         if key not in self._copied:
             size = value.untyped_storage().nbytes() // value.element_size()
-            self._copied[key] = _constant(value.detach().as_strided((size,), (1,), 0), self._device)
+            self._copied[key] = _constant(value.detach().as_strided((size,), (1,), 0), self.device)
         return self._copied[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
 
@@ -200,7 +185,7 @@ def told_of(value: Any, before: Any, path: str) -> Told | None:
         if value.requires_grad or value.layout is not torch.strided or value.is_nested or value.is_meta:
             return None
         value = value.detach().cpu()
-    return Told(_text(value), value, not (_is_like(value, before) or _is_statistic(value)), path)
+    return Told(_text(value), value, not _is_statistic(value, before), path)
 
 
 def _is_data(value: Any) -> bool:
@@ -211,13 +196,10 @@ def _is_data(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """A text that differs where two values do."""
-    if isinstance(value, torch.Tensor):
-        value = value.contiguous().reshape(-1).view(torch.uint8).numpy(), value.dtype, tuple(value.shape)
-    elif isinstance(value, np.ndarray):
-        value = value, value.dtype, value.shape
-    else:
-        return str(sorted(map(repr, value))) if type(value) is set else repr(value)
-    return f"{zlib.crc32(value[0].tobytes())} {value[1:]}"
+    if type(value) in _ARRAYS:
+        data = value if isinstance(value, np.ndarray) else _bits(value).numpy()
+        return f"{zlib.crc32(data.tobytes())} {value.dtype} {tuple(value.shape)}"
+    return str(sorted(map(repr, value))) if type(value) is set else repr(value)
 
 
 def _no_rows(values: Sequence[Any]) -> Any:
@@ -228,15 +210,14 @@ def _no_rows(values: Sequence[Any]) -> Any:
     return first[:0] if isinstance(first, np.ndarray) else ABSENT
 
 
-def _is_statistic(value: Any) -> bool:
-    """Whether a value is a number in a constant tensor or array, which has no rows."""
-    return type(value) in _ARRAYS and value.ndim == 0 and not getattr(value, "requires_grad", False)
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    """Whether two values are tensors, or arrays, of one shape and dtype, and the second has no history."""
-    is_same = type(one) in _ARRAYS and type(one) is type(other) and (one.shape, one.dtype) == (other.shape, other.dtype)
-    return is_same and not getattr(other, "requires_grad", False)
+def _is_statistic(value: Any, before: Any) -> bool:
+    """Whether a value is a tensor or array like a constant one before, or a constant number in one, without rows."""
+    if type(value) not in _ARRAYS:
+        return False
+    is_like = type(value) is type(before) and (value.shape, value.dtype) == (before.shape, before.dtype)
+    if is_like and not getattr(before, "requires_grad", False):
+        return True
+    return value.ndim == 0 and not getattr(value, "requires_grad", False)
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -247,8 +228,11 @@ def _differ(one: Any, other: Any) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested or one.is_meta:
         return True  # `torch.equal` takes none of these
     # Bits are compared: a NaN is no other value than the same NaN.
-    bits = (tensor.detach().flatten().contiguous().view(torch.uint8) for tensor in (one, other.to(one.device)))
-    return not torch.equal(*bits)
+    return not torch.equal(_bits(one), _bits(other.to(one.device)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().contiguous().view(torch.uint8)
 
 
 _TRAINABLE = (

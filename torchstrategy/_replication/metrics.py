@@ -12,6 +12,7 @@ torchmetrics is not imported: a metric is recognized by its attributes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,8 +22,8 @@ from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_in_replica
 from torchstrategy._core.torch_internals import version
 from torchstrategy._execution.replica import group_here
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.module_replica import ModuleReplica
-from torchstrategy._training.replica_weights import ReplicaWeights
 
 Inside = dict[str, Any]  # the `__dict__` of a module
 
@@ -38,51 +39,50 @@ class _Counted(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class Metric:
     """A metric, or a collection of metrics, with its copies.
 
     Args:
         original: The `__dict__` of the user's metric.
         name: What the user calls it.
-        replicas: The copies of the user's modules.
-        position: Which of the modules the metric is.
+        local: The `__dict__` of each replica's copy.
+        devices: The device of each replica.
         workers: The processes that train together.
     """
 
-    def __init__(
-        self, original: Inside, name: str, replicas: Sequence[ModuleReplica], position: int, workers: Workers
-    ) -> None:
-        self._original = original
-        self._name = name
-        self._local = [replica.insides[position] for replica in replicas]
-        self._devices = [replica.device for replica in replicas]
-        self._workers = workers
-        # By replica and name: what each state was when the run began.
-        self._given: dict[tuple[int, str], list[object]] = {}
-        self._together: dict[str, Any] = {}  # by name: the states with the counts of all replicas
+    original: Inside
+    name: str
+    local: Sequence[Inside]
+    devices: Sequence[torch.device]
+    workers: Workers
+    # By replica and name: what each state was when the run began.
+    _given: dict[tuple[int, str], list[object]] = field(default_factory=dict)
+    _together: dict[str, Any] = field(default_factory=dict)  # by name: the states with the counts of all replicas
 
     def hand_out(self, replica_weights: ReplicaWeights) -> None:
         """Before a run: the first replica gets the states of the user's metric, the others the default states."""
-        original, present = self._original, replica_weights.present
-        leads = replica_weights.lead_worker == self._workers.index  # the first of the replicas is that of all processes
-        if self._workers.count > 1 and not _is_collection(original) and original["dist_sync_fn"] is None:
+        original, present = self.original, replica_weights.present
+        leads = replica_weights.lead_worker == self.workers.index  # the first of the replicas is that of all processes
+        if _is_collection(original):
+            # A `MetricCollection` lets metrics with equal states share them. In a replica each metric gets states
+            # of its own, so each has to update them.
+            for r in present:
+                groups = {index: [name] for index, name in enumerate(self.local[r]["_modules"])}
+                self.local[r].update(_groups=groups, _groups_checked=True)
+            return
+        if self.workers.count > 1 and original["dist_sync_fn"] is None:
             # The user's metric has counted the rows of all workers: its `compute` would add them up once more.
             original["distributed_available_fn"] = _never
         for r in present:
-            local = self._local[r]
-            if _is_collection(original):
-                # A `MetricCollection` lets metrics with equal states share them. In a replica each metric gets states
-                # of its own, so each has to update them.
-                local["_groups"] = {index: [name] for index, name in enumerate(local["_modules"])}
-                local["_groups_checked"] = True
-                continue
+            local = self.local[r]
             local["_computed"] = None
-            if original["dist_sync_fn"] is None and len(present) * self._workers.count > 1:
+            if original["dist_sync_fn"] is None and len(present) * self.workers.count > 1:
                 local["dist_sync_fn"], local["distributed_available_fn"] = _gathered, is_in_replica
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
                 goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
-                state = _on(self._devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
+                state = _on(self.devices[r], original[name] if goes_on else original["_defaults"][name], copy=True)
                 local[name], self._given[r, name] = state, _noted(state)
 
     def put_together(self, replica_weights: ReplicaWeights) -> None:
@@ -91,64 +91,57 @@ class Metric:
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas becomes one.
         """
-        own = {
-            name: [
-                _Counted(self._on_device(name, r), self._is_touched(name, r), replica_weights.fractions[r])
-                for r in replica_weights.present
-            ]
-            for name in dict.fromkeys(name for _, name in self._given)
-        }
+        fractions = [(r, replica_weights.fractions[r]) for r in replica_weights.present]
+        names = dict.fromkeys(name for _, name in self._given)
+        own = {name: [self._counted(name, *one) for one in fractions] for name in names}
         here = {} if replica_weights.is_understudy else own  # an understudy has counted nothing
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
-        point = f"the states of {self._name}"
-        names = sorted(set().union(*self._workers.all_gather_object(touched, point)))
-        sent = {name: here[name] for name in names if name in here}
-        of_all = self._workers.all_gather_object(sent, point) if names else []
-        for name in names:
+        point = f"the states of {self.name}"
+        of_any = sorted(set().union(*self.workers.all_gather_object(touched, point)))
+        sent = {name: here[name] for name in of_any if name in here}
+        of_all = self.workers.all_gather_object(sent, point) if of_any else []
+        for name in of_any:
             self._together[name] = self._one(name, [one for counted in of_all for one in counted.get(name, [])])
+
+    def _counted(self, name: str, r: int, fraction: float) -> _Counted:
+        """What one replica has counted, on the device of the user's metric."""
+        default, state = self.original["_defaults"][name], self.local[r][name]
+        device = default.device if isinstance(default, torch.Tensor) else self.original["_device"]
+        return _Counted(_on(device, state), not are_same(self._given[r, name], _noted(state)), fraction)
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""
         for name, value in self._together.items():
-            before = self._original[name]
+            before = self.original[name]
             # A metric appends to its list in place, so whoever has the list sees the new items: here, too.
             if isinstance(before, list) and isinstance(value, list):
                 before[:] = value
             else:
-                self._original[name] = value
+                self.original[name] = value
             # The result that the metric keeps from an earlier `compute()` is outdated.
-            self._original["_computed"] = None
+            self.original["_computed"] = None
         self._together.clear()
         # The replicas drop what is in their lists, so that a `reset()` of the user's metric frees the memory.
         for r, name in self._given:
-            if isinstance(self._local[r][name], list):
-                self._local[r][name].clear()
+            if isinstance(self.local[r][name], list):
+                self.local[r][name].clear()
         self._given.clear()
 
-    def _is_touched(self, name: str, r: int) -> bool:
-        return not are_same(self._given[r, name], _noted(self._local[r][name]))
-
-    def _on_device(self, name: str, r: int) -> Any:
-        """The state of one replica, on the device of the user's metric; on the CPU where other processes get it."""
-        default = self._original["_defaults"][name]
-        device = default.device if isinstance(default, torch.Tensor) else self._original["_device"]
-        return _on(device, self._local[r][name])
-
     def _one(self, name: str, counted: Sequence[_Counted]) -> Any:
-        original, values = self._original, [one.value for one in counted]
-        if not any(one.is_touched for one in counted[1:]) and _kind(original, name) != _MEAN:
+        kind, values = _kind(self.original, name), [one.value for one in counted]
+        if not any(one.is_touched for one in counted[1:]) and kind != _MEAN:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
         # All replicas went on from the same state, so the means are weighted by the rows of each.
-        if _kind(original, name) == _MEAN:
+        if kind == _MEAN:
             return torch.stack([one.value * one.fraction for one in counted if one.fraction]).sum(0)
-        if _kind(original, name) == "dim_zero_cat":
+        if kind == "dim_zero_cat":
             return torch.cat([value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values])
-        reduction = original["_reductions"][name]
+        reduction = self.original["_reductions"][name]
         if reduction is None:
             raise RuntimeError(
-                f"{self._name} was updated in several replicas, and does not say how its state {name!r} of "
+                f"{self.name} was updated in several replicas, and does not say how its state {name!r} of "
                 "several replicas becomes one (dist_reduce_fx=None). Return what it is to be updated with from the "
                 "step, and update it after the run: metric.update(strategy.gather(predictions, axis=0), ...)."
             )
@@ -168,8 +161,9 @@ def metrics_of(
     insides: Sequence[Inside], names: Sequence[str], replicas: Sequence[ModuleReplica], workers: Workers
 ) -> list[Metric]:
     """The metrics and collections of metrics among some modules, of which the `__dict__`s and the copies are given."""
-    found = [position for position, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
-    return [Metric(insides[position], names[position], replicas, position, workers) for position in found]
+    found = [i for i, inside in enumerate(insides) if is_metric(inside) or _is_collection(inside)]
+    devices = [replica.device for replica in replicas]
+    return [Metric(insides[i], names[i], [r.insides[i] for r in replicas], devices, workers) for i in found]
 
 
 def states_of(inside: Inside) -> list[str]:
@@ -186,7 +180,7 @@ def _gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     def together(brought: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         here = list(brought)
         if group.workers.count > 1:
-            counted = [] if group.is_understudy else [one.cpu() for one in here]
+            counted = [] if group.run.is_understudy else [one.cpu() for one in here]
             here = [one for of_worker in group.workers.all_gather_object(counted, point) for one in of_worker]
         return [here] * len(brought)
 

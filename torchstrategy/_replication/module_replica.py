@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchstrategy._binding.attribute_contents import drop, things_in
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
-from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, TABLES, plain_attributes, tables_of
+from torchstrategy._binding.module_traversal import HOOK_TABLES, TABLES, plain_attributes, tables_of
 from torchstrategy._binding.object_attributes import in_replica
 from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.devices import memory_device
@@ -30,7 +30,7 @@ from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.module_tensors import BufferSlot
-from torchstrategy._replication.storage import Placement
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
@@ -159,7 +159,7 @@ class ModuleReplica:
         self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
         self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
         self._slots = slots
-        self._buffers = StepWrites(own)
+        self.buffers = StepWrites(own)
         self._attributes = Snapshot(dict(enumerate(self.insides)), TABLES)
         self._structure = Snapshot(tables_of(self.insides))
 
@@ -186,7 +186,10 @@ class ModuleReplica:
             if isinstance(held, _ONE_FOR_ALL) or is_variable(held):
                 own[id(held)] = held
             elif isinstance(held, PerReplica):
-                own[id(held)] = component = self._component(held)
+                component = in_replica(held, *self._which)
+                if isinstance(component, torch.Tensor) and not component.numel():
+                    component = component.to(self.device)
+                own[id(held)] = component
                 if is_new and is_function(component):
                     raise RuntimeError(_OUTDATED.format(path=path))
                 if is_new and isinstance(component, torch.Tensor) and _has_history(component):
@@ -250,8 +253,7 @@ class ModuleReplica:
         """Brings the `requires_grad` of the user's parameters."""
         if self.trained != flags:
             self.trained = list(flags)
-            for parameter, flag in zip(self.parameters, flags, strict=True):
-                parameter.requires_grad_(flag)
+            set_requires_grad(self.parameters, flags)
 
     def noted_requires_grad(self) -> list[bool]:
         """The `requires_grad` of this replica's parameters, which a step may have changed."""
@@ -260,9 +262,9 @@ class ModuleReplica:
 
     def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> None:
         """Brings the values of buffers."""
-        tensors, are_others = list(self._buffers.tensors), False
+        tensors, are_others = list(self.buffers.tensors), False
         for index in indices:
-            own, original = self._buffers.tensors[index], originals.tensors[index]
+            own, original = self.buffers.tensors[index], originals.tensors[index]
             # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new
             # one. A buffer with a history is from the last step: a write on it would become a part of that graph.
             is_other = own.shape != original.shape or own.dtype != original.dtype
@@ -275,18 +277,8 @@ class ModuleReplica:
             self.insides[position]["_buffers"][name] = own
             tensors[index] = own
         if are_others:
-            self._buffers = StepWrites(tensors)
-        self.note_buffers()
-
-    def note_buffers(self) -> None:
-        """Says that the buffers agree with the user's. A write on one counts for all tensors that share its memory."""
-        self._buffers.note()
-
-    def bring_attributes(self, edits: Sequence[Edit], own: Mapping[int, Any]) -> None:
-        """Brings plain attributes of modules; `MISSING` removes one. `own`: see `copied`."""
-        copied = self.copied({(e.place, e.name): e.after for e in edits if e.after is not MISSING}, own)
-        for edit in edits:
-            edit._replace(after=copied.get((edit.place, edit.name), MISSING)).apply(self.insides[edit.place])
+            self.buffers = StepWrites(tensors)
+        self.buffers.note()
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
@@ -297,20 +289,20 @@ class ModuleReplica:
         """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
         self._attributes.take()
 
-    def copied(self, values: Mapping[tuple[int, str], Any], own: Mapping[int, Any]) -> dict[tuple[int, str], Any]:
+    def copied(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
         Its copy of a tensor that no attribute has held meanwhile may be outdated: such a tensor is copied anew.
 
         Args:
             values: The user's values, which are copied at once: what several of them hold is one object in the copies,
-                too. The second part of a key is what to call the value in a message.
+                too. A message calls each what the parts of its key make together.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
-        ours = set(map(id, self._buffers.tensors))
+        ours = set(map(id, self.buffers.tensors))
         memo = {key: held for key, held in self._memo.items() if type(held) is not torch.Tensor or id(held) in ours}
         memo.update(own)
-        given, tensors = self._own_in(((name, value) for (_, name), value in values.items()), memo, is_new=False)
+        given, tensors = self._own_in((("".join(key), value) for key, value in values.items()), memo, is_new=False)
         memo.update(given)
         memo.update(zip(map(id, tensors), copies_of(tensors, self.device), strict=True))
         rebinding = ClosureRebinder({**self._memo, **own})
@@ -319,14 +311,9 @@ class ModuleReplica:
             drop(list(copies.values()), MISSING)
         return {key: rebinding.of(copied) for key, copied in copies.items()}
 
-    def _component(self, value: PerReplica) -> Any:
-        """What this replica has in the place of a `PerReplica`; `MISSING` if it has nothing there."""
-        own = in_replica(value, *self._which)
-        return own.to(self.device) if isinstance(own, torch.Tensor) and not own.numel() else own
-
     def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
         """The parameters, and the buffers that were there before the step, but for those at some positions."""
-        return [*self.parameters, *(own for i, own in enumerate(self._buffers.tensors) if i not in without)]
+        return [*self.parameters, *(own for i, own in enumerate(self.buffers.tensors) if i not in without)]
 
     def counterparts(self) -> Iterable[tuple[int, object]]:
         """What this replica has copies of, with the ids of the user's objects."""
@@ -350,41 +337,15 @@ class ModuleReplica:
             self.note_attributes()
         return [edit for edit in edits if edit.name not in TABLES]
 
-    def return_hook(self, edit: Edit, original: dict[str, Any], originals: Mapping[int, object]) -> None:
-        """Registers a hook on one of the user's modules, or removes it, as the step did on the copy.
-
-        Args:
-            edit: What the step did.
-            original: The `__dict__` of the user's module.
-            originals: By the ids of this replica's objects: the user's, over which the hook is to close.
-        """
-        position, table = edit.place
-        edit._replace(after=ClosureRebinder(originals).of(edit.after)).apply(original[table])
-        for flags in HOOK_FLAGS:
-            if edit.name in self.insides[position][flags]:
-                original[flags][edit.name] = True
-
-    def return_buffer(self, edit: Edit, original: dict[str, Any], device: Device) -> None:
-        """Makes a buffer in one of the user's modules, or removes it, as the step did in the copy."""
-        after = edit.after.detach().to(device, copy=True) if isinstance(edit.after, torch.Tensor) else edit.after
-        edit._replace(after=after).apply(original["_buffers"])
-        unsaved = "_non_persistent_buffers_set"
-        original[unsaved].discard(edit.name)
-        original[unsaved].update({edit.name} & self.insides[edit.place[0]][unsaved])
-
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""
         position, name = self._slots[index]
         value: torch.Tensor | None = self.insides[position]["_buffers"].get(name)
-        return self._buffers.tensors[index] if value is None else value
+        return self.buffers.tensors[index] if value is None else value
 
     def has_replaced(self, index: int) -> bool:
         """Whether the step put another tensor in the place of a buffer."""
-        return self.buffer(index) is not self._buffers.tensors[index]
-
-    def left(self, index: int) -> torch.Tensor | None:
-        """The buffer's tensor from before the run, if the step wrote on it; else None."""
-        return self._buffers.tensors[index] if self._buffers.is_counted(index) else None
+        return self.buffer(index) is not self.buffers.tensors[index]
 
     def replace_buffer(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """The user's module has another tensor in the place of a buffer; the next run brings its value."""
@@ -392,8 +353,8 @@ class ModuleReplica:
 
     def written_buffers(self, originals: TrackedTensors) -> set[int]:
         """The positions of buffers that the step wrote or replaced."""
-        written = self._buffers.written()
-        for index, own in enumerate(self._buffers.tensors):
+        written = self.buffers.written()
+        for index, own in enumerate(self.buffers.tensors):
             # Torch's kernels write running statistics without counting a version. On the CPU `_buffers` has seen that.
             is_uncounted = originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index])
             if is_uncounted or self.has_replaced(index):
@@ -416,6 +377,12 @@ def _is_value(edit: Edit) -> bool:
 def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold different numbers."""
     return not equal(first, second.to(first.device))
+
+
+def set_requires_grad(parameters: Iterable[torch.Tensor], flags: Iterable[bool]) -> None:
+    """Says of each of some parameters whether it is trained."""
+    for parameter, flag in zip(parameters, flags, strict=True):
+        parameter.requires_grad_(flag)
 
 
 def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:

@@ -2,8 +2,7 @@
 
 A plain attribute may hold a configuration, a list of numbers or an object that counts. Replicas have copies of these.
 What the user changes in them between runs reaches the copies before the next run. What steps write on the copies
-becomes one value for the user's modules after the run: see `merged_values`. The
-copies get it before the next run.
+becomes one value for the user's modules after the run: see `merged_values`. The copies get it before the next run.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import (
+    ATTRIBUTE,
     PLAIN,
-    Attribute,
-    Leaf,
     Place,
     contents_of,
     named_items,
@@ -49,8 +47,6 @@ from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
 from torchstrategy._replication.tensor_copies import storage_of
 
-T = TypeVar("T", Place, Leaf)
-
 
 @final
 class PlainAttributes:
@@ -74,20 +70,20 @@ class PlainAttributes:
         known: Set[int],
         device: Device,
     ) -> None:
-        self._insides = [module.__dict__ for module in modules]
-        self._paths = paths
+        insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in replicas), strict=True)
+        # All that may change has a path of its own, and is known by it, in the other workers too.
+        self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
         self._replicas = replicas
         self._parameters = parameters
         self._known_tensors = known
         self._device = device
-        # The attributes that are states of metrics, which `metrics` brings to the replicas and back.
-        self._states = [set(states_of(inside)) for inside in self._insides]
+        self._of_packages = {
+            path for path, module in zip(self._modules, modules, strict=True) if _is_of_package(module)
+        }
         # The attributes that hooks compute, in each replica for itself.
-        self._computed = [computed_by_hooks(module) for module in modules]
-        self._is_quiet = list(map(_is_of_package, modules))
-        self._tables = Snapshot(dict(enumerate(self._insides)))
-        # The ids of the user's tensors and containers with which the copies of the replicas do not agree.
-        self._unbrought: set[int] = set()
+        self._computed = {path: computed_by_hooks(module) for path, module in zip(self._modules, modules, strict=True)}
+        # These, and the attributes that are states of metrics, which `metrics` brings to the replicas and back.
+        self._left_out = {p: self._computed[p].union(states_of(one.original)) for p, one in self._modules.items()}
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect()
 
@@ -96,27 +92,83 @@ class PlainAttributes:
         places, leaves, self._others = places_and_leaves(self._named())
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & self._known_tensors
-        self._places = _named_apart(places.values())
-        self._leaves = _named_apart(leaf for key, leaf in leaves.items() if key not in self.known_held)
-        self._known_things: list[Place | Leaf] = [*self._places, *leaves.values(), *self._others]
+        self._places = _by_path(chain(self._modules.values(), places.values()))
+        self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
+        self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
-        self.tensors = TrackedTensors([TrackedTensor(leaf.path, leaf.original) for leaf in self._leaves])
+        self.tensors = TrackedTensors([TrackedTensor(path, leaf.original) for path, leaf in self._leaves.items()])
         self.tensors.watch(range(len(self._leaves)))
-        self.agree()
+        self._known = Snapshot({path: place.original for path, place in self._places.items()})
+        self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
+        count = range(len(self._replicas))
+        self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
+        self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count]
+
+    def _named(self) -> Iterator[Place]:
+        """The plain attributes of all modules."""
+        for path, (_, inside, of_replicas) in self._modules.items():
+            left_out = TORCHS_OWN | self._left_out[path]
+            for name in [name for name in inside if name not in left_out]:
+                local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
+                is_everywhere = not any(value is MISSING for value in local)
+                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._parameters:
+                    yield Place(f"{path}.{name}", inside[name], local)
 
     def bring(self) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
-        if (self._places or self._leaves) and not self._bring_contents():
+        # Somebody may have given an object another class. During a run of another thread it may be a proxy.
+        pairs = [(type(place.original), type(place.local[0])) for place in self._containers.values()]
+        if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
-        edits = list(self._tables.edits())
-        if edits:
-            if not self._bring_tables(edits):
-                return False
+        written, changed = self.tensors.take_changes()[0] if self._leaves else [], self._known.differing()
+        if not self._bring_tensors(written) or (changed and not self._bring_changed(changed)):
+            return False
+        if changed:
+            for replica in self._replicas:
+                replica.note_attributes()
             self._collect()
+        elif written:
+            self.agree()
         kept = (own for place in self._others if type(place.original) is PerReplica for own in place.local)
         # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
         constant = (own for own in kept if isinstance(own, torch.Tensor) and not own.requires_grad)
         self._backups = [(own, own.clone()) for own in constant]
+        return True
+
+    def _bring_tensors(self, written: Iterable[int]) -> bool:
+        leaves = list(self._leaves.values())
+        for _, original, local in map(leaves.__getitem__, written):
+            # A tensor of another shape, or with a history, is not written: a step may have other references to it.
+            if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
+                return False
+            for one in local:
+                write_value(one, original, False)
+        return True
+
+    def _bring_changed(self, changed: Sequence[str]) -> bool:
+        """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
+        edits = list(self._known.edits(path for path in changed if path in self._modules))
+        if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
+            return False
+        brought = [edit for edit in edits if edit.name not in self._left_out[edit.place]]
+        for edit in brought:
+            refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self._parameters)
+        new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
+        containers = {path: place for path, place in self._containers.items() if path in changed}
+        new.update(((path, ""), contents_of(place.original)) for path, place in containers.items())
+        if self._replicas[0].lacks_parts_in(new.values()):
+            return False
+        known = [*self._leaves.values(), *self._containers.values()]
+        for r, replica in enumerate(self._replicas):
+            try:
+                copies = replica.copied(new, {id(one.original): one.local[r] for one in known})
+            except Exception as error:
+                raise uncopyable(", ".join(map("".join, new)), error) from error
+            for edit in brought:
+                local = self._modules[edit.place].local[r]
+                edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
+            for path, place in containers.items():
+                write(place.local[r], copies[path, ""])
         return True
 
     def put_together(
@@ -138,17 +190,23 @@ class PlainAttributes:
             RuntimeError: If the step made a tensor to be trained.
         """
         self._is_understudy = is_understudy
-        self._merged_places: dict[str, tuple[Any, Items]] = {}
-        self._merged_attributes: dict[tuple[int, str], Edit] = {}
-        changed = sorted({i for r in present for i in self._known_local[r].differing()}) if self._places else []
+        # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
+        self._merged: dict[str, Items] = {}
         edits = [edit for r in present for edit in self._replicas[r].take_attributes()]
+        changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
         if changed or edits:
-            known = functools.partial(self.known_in_replicas, originals)
-            memory = functools.partial(self._memory, [edit.after for edit in edits])
-            merger = Merger(present, len(self._replicas), known, memory, self._device, look, is_understudy)
-            self._merge_places(present, changed, merger)
+            users = functools.cache(functools.partial(self.known_in_replicas, originals))
+            memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
+            merger = Merger(present, len(self._replicas), users, memory, self._device, look, is_understudy)
+            self._merge_containers(present, changed, merger)
             self._merge_attributes(present, edits, merger)
-        self._put_tensors_together(present, look)
+        written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
+        self._written: dict[str, torch.Tensor] = {}  # by path: what tensors become on which a step wrote in place
+        for index, (path, original, local) in enumerate(self._leaves.values() if written else ()):
+            first, *others = (local[r] for r in present)
+            if index in written and first.shape == original.shape:
+                look(f"attribute {path}", first, others)
+                self._written[path] = first
 
     def known_in_replicas(self, originals: Callable[[], Sequence[object]]) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
@@ -158,184 +216,102 @@ class PlainAttributes:
             known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
         return known
 
-    def _merge_places(self, present: Sequence[int], changed: Iterable[int], merger: Merger) -> None:
-        for place in map(self._places.__getitem__, changed):
-            items = [named_items(place.local[r]) for r in present]
-            merger.is_quiet = _is_of_package(place.original)
-            merged = merger.items(f"attribute {place.path}", items, named_items(place.original))
-            self._merged_places[place.path] = place.original, merged
+    def _merge_containers(self, present: Sequence[int], changed: Set[str], merger: Merger) -> None:
+        for path, (_, original, local) in self._containers.items():
+            if path in changed:
+                merger.is_quiet = self._is_quiet(path)
+                items = [named_items(local[r]) for r in present]
+                self._merged[path] = merger.items(f"attribute {path}", items, named_items(original))
 
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
-        for position, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
-            if name in self._states[position]:
+        paths = list(self._modules)
+        for path, name in dict.fromkeys((paths[edit.place], edit.name) for edit in edits):
+            _, original, local = self._modules[path]
+            before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
+            if name in self._computed[path]:
+                after = value.detach().to(self._device) if isinstance(value, torch.Tensor) else before
+            elif name in self._left_out[path]:
                 continue
-            before = self._insides[position].get(name, ABSENT)
-            value, *others = (self._replicas[r].insides[position].get(name, ABSENT) for r in present)
-            if name in self._computed[position]:
-                value = value.detach().to(self._device) if isinstance(value, torch.Tensor) else before
             else:
-                merger.is_quiet = self._is_quiet[position]
-                value = merger.merged(f"attribute {self._paths[position]}.{name}", [value, *others], before)
-            after = MISSING if value is ABSENT else value
-            self._merged_attributes[position, name] = Edit(position, name, before, after)
+                merger.is_quiet = self._is_quiet(path)
+                after = merger.merged(f"attribute {path}.{name}", [value, *others], before)
+            self._merged.setdefault(path, {})[ATTRIBUTE, name] = after
+
+    def _is_quiet(self, path: str) -> bool:
+        return path in self._of_packages or _is_of_package(self._places[path].original)
+
+    def _before(self, path: str) -> Items:
+        """What a container of the user's holds, or the attributes of a module."""
+        original = self._places[path].original
+        is_module = path in self._modules
+        return {(ATTRIBUTE, name): value for name, value in original.items()} if is_module else named_items(original)
 
     def told(self) -> dict[Any, Told]:
         """What other workers may have to know: numbers, texts, tensors and plain containers of them, by their places.
 
-        A key is the path of a container, with how it shows an item and the item's key. Of an attribute of a module it
-        is its position and its name, and of a tensor that the step wrote in place, its path.
+        A key is the path of a container or module, with how it shows an item and the item's key. Of a tensor that the
+        step wrote in place, it is the path.
         """
-        known = {id(place.original) for place in self._places}
-        found: list[tuple[Any, str, Any, Any]] = []
-        for (position, name), edit in self._merged_attributes.items():
-            path = "" if self._is_quiet[position] else f"attribute {self._paths[position]}.{name}"
-            if name not in self._computed[position] and edit.after is not edit.before:
-                found.append((("", position, name), path, edit.after, edit.before))
-        for where, (original, items) in self._merged_places.items():
-            before, is_quiet = named_items(original), _is_of_package(original)
+        known = {id(place.original) for place in self._containers.values()}
+        told = {(path, "", ""): told_of(value, value, f"attribute {path}") for path, value in self._written.items()}
+        for path, items in self._merged.items():
+            before, is_quiet, computed = self._before(path), self._is_quiet(path), self._computed.get(path, ())
             for (shown, key), value in items.items():
-                path = "" if is_quiet else f"attribute {where}{shown.format(key)}"
                 was = before.get((shown, key), ABSENT)
-                if isinstance(key, (str, int)) and value is not was:
-                    found.append(((where, shown, key), path, value, was))
-        for index, value in self._written.items():
-            path = self._leaves[index].path
-            found.append(((path, "", ""), f"attribute {path}", value, value))
-        pairs = ((key, told_of(value, before, path)) for key, path, value, before in found if id(value) not in known)
-        return {key: told for key, told in pairs if told is not None}
+                is_of_all = isinstance(key, (str, int)) and key not in computed and id(value) not in known
+                if is_of_all and value is not was:
+                    name = "" if is_quiet else f"attribute {path}{shown.format(key)}"
+                    told[path, shown, key] = told_of(value, was, name)
+        return {key: one for key, one in told.items() if one is not None}
 
     def put(self, key: Any, value: Any) -> None:
         """Replaces what was put together by the value of another worker; `ABSENT`: by the user's value from before."""
-        where, shown, name = key
+        path, *name = key
         value = value.to(self._device) if isinstance(value, torch.Tensor) else value
-        if not where:
-            before = self._insides[shown].get(name, MISSING)
-            self._merged_attributes[shown, name] = Edit(shown, name, before, before if value is ABSENT else value)
-            return
-        for index, leaf in enumerate(self._leaves if not shown else ()):
-            if leaf.path == where:
-                self._written[index] = leaf.original.clone() if value is ABSENT else value
-        for place in self._places if shown else ():
-            if place.path == where:
-                before = named_items(place.original)
-                _, items = self._merged_places.setdefault(where, (place.original, before))
-                items[shown, name] = before.get((shown, name), ABSENT) if value is ABSENT else value
-                if items[shown, name] is ABSENT:
-                    del items[shown, name]
+        if path in self._places and name[0]:
+            before = self._before(path)
+            items = self._merged.setdefault(path, {} if path in self._modules else dict(before))
+            items[tuple(name)] = before.get(tuple(name), ABSENT) if value is ABSENT else value
+        elif path in self._leaves and not name[0]:
+            self._written[path] = self._leaves[path].original if value is ABSENT else value
 
     def keep(self, key: Any) -> None:
         """Makes a value, which in other workers is another one, that of the replicas of this worker."""
-        where, shown, name = key
-        count = len(self._replicas)
-        if where:
-            value = self._merged_places[where][1].get((shown, name), ABSENT) if where in self._merged_places else ABSENT
-        else:
-            value = self._merged_attributes[shown, name].after if (shown, name) in self._merged_attributes else ABSENT
-        if not isinstance(value, torch.Tensor):
-            return
-        components, understudy = ([ABSENT] * count, value) if self._is_understudy else ([value] * count, None)
-        self.put(key, PerReplica(components, understudy=understudy, is_kept=True))
+        path, *name = key
+        value = self._merged.get(path, {}).get(tuple(name))
+        if isinstance(value, torch.Tensor):
+            count, is_understudy = len(self._replicas), self._is_understudy
+            components, understudy = ([ABSENT] * count, value) if is_understudy else ([value] * count, None)
+            self.put(key, PerReplica(components, understudy=understudy, is_kept=True))
 
     def write_back(self) -> None:
         """Writes what was put together on the user's modules. The next run brings it to all replicas."""
-        for original, items in self._merged_places.values():
-            write_items(original, items)
-            self._unbrought.add(id(original))
-        for edit in self._merged_attributes.values():
-            edit.apply(self._insides[edit.place])
-            self._tables.forget(edit.place, edit.name)
-            if type(edit.after) is PerReplica:
-                # Only the user's module holds it now. When the user drops it, its memory is free.
-                for replica in self._replicas:
-                    replica.insides[edit.place].pop(edit.name, None)
-        if self._merged_attributes:
+        for path, items in self._merged.items():
+            if path in self._containers:
+                items = {name: value for name, value in items.items() if value is not ABSENT}
+                write_items(self._containers[path].original, items)
+                self._known.forget(path)
+                continue
+            _, inside, local = self._modules[path]
+            for (_, name), value in items.items():
+                Edit(path, name, None, MISSING if value is ABSENT else value).apply(inside)
+                self._known.forget(path, name)
+                if type(value) is PerReplica:
+                    # Only the user's module holds it now. When the user drops it, its memory is free.
+                    for of_replica in local:
+                        of_replica.pop(name, None)
+        if self._merged.keys() & self._modules.keys():
             for replica in self._replicas:
                 replica.note_attributes()
-        self._merged_attributes, self._merged_places, self._backups = {}, {}, []
         # The replicas get these values before the next run: a backward through the results of this run may still need
         # the tensors that they have now.
-        for index, value in self._written.items():
-            leaf = self._leaves[index]
-            write_value(leaf.original, value, False)
-            self._unbrought.add(id(leaf.original))
-
-    def _named(self) -> Iterator[Attribute]:
-        """The plain attributes of all modules: the path, the user's value, and the value in each replica."""
-        # Attributes that the user has replaced and that are not brought yet are left out: the replicas still hold the
-        # old value.
-        unbrought = {(edit.place, edit.name) for edit in self._tables.edits()}
-        for position, inside in enumerate(self._insides):
-            left_out = TORCHS_OWN | self._computed[position] | self._states[position]
-            for name in [name for name in inside if name not in left_out and (position, name) not in unbrought]:
-                local = [replica.insides[position].get(name, MISSING) for replica in self._replicas]
-                is_everywhere = not any(value is MISSING for value in local)
-                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._parameters:
-                    yield f"{self._paths[position]}.{name}", inside[name], local
-
-    def _bring_tables(self, edits: Sequence[Edit]) -> bool:
-        if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
-            return False
-        brought = [e for e in edits if e.name not in self._computed[e.place] | self._states[e.place]]
-        paths = [f"{self._paths[edit.place]}.{edit.name}" for edit in brought]
-        for path, edit in zip(paths, brought, strict=True):
-            refuse_trainable(path, edit.after, self._parameters)
-        if self._replicas[0].lacks_parts_in(edit.after for edit in brought):
-            return False
-        try:
-            for r, replica in enumerate(self._replicas):
-                replica.bring_attributes(brought, self._counterparts(r))
-        except Exception as error:
-            raise uncopyable(", ".join(paths), error) from error
-        self._tables.take()
-        for replica in self._replicas:
-            replica.note_attributes()
-        return True
-
-    def _counterparts(self, r: int) -> dict[int, Any]:
-        """By the ids of the user's containers and tensors: what one replica has in their place."""
-        tensors = {id(leaf.original): leaf.local[r] for leaf in self._leaves}
-        return {**tensors, **{id(place.original): place.local[r] for place in self._places}}
-
-    def _bring_contents(self) -> bool:
-        """Brings what the user changed in containers and tensors. False if the copies have to be made anew."""
-        # Somebody may have given an object another class. During a run of another thread it may be a proxy.
-        pairs = [(type(place.original), type(place.local[0])) for place in self._places]
-        if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
-            return False
-        unbrought = {i for i, leaf in enumerate(self._leaves) if id(leaf.original) in self._unbrought}
-        written = unbrought.union(self.tensors.take_changes()[0])
-        others = {i for i, place in enumerate(self._places) if id(place.original) in self._unbrought}
-        changed = sorted(others.union(self._known.differing()))
-        self._unbrought.clear()
-        for index in written:
-            original, local = self._leaves[index].original, self._leaves[index].local
-            # A tensor of another shape, or with a history, is not written: a step may have other references to it.
-            if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
-                return False
-            for one in local:
-                write_value(one, original, False)
-        new = {(index, ""): contents_of(self._places[index].original) for index in changed}
-        if self._replicas[0].lacks_parts_in(new.values()):
-            return False
-        for r, replica in enumerate(self._replicas if changed else ()):
-            for (index, _), contents in replica.copied(new, self._counterparts(r)).items():
-                write(self._places[index].local[r], contents)
-        if changed:
-            self._collect()
-        elif written:
-            self.agree()
-        return True
-
-    def _put_tensors_together(self, present: Sequence[int], look: Look) -> None:
-        written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
-        fits = [leaf.local[present[0]].shape == leaf.original.shape for leaf in self._leaves]
-        self._written = {index: self._leaves[index].local[present[0]] for index in sorted(written) if fits[index]}
-        for index in self._written:
-            first, *others = (self._writes[r].tensors[index] for r in present)
-            look(f"attribute {self._leaves[index].path}", first, others)
+        for index, path in enumerate(self._leaves if self._written else ()):
+            if path in self._written:
+                self.tensors.take(index, self._written[path])
+        self._merged, self._backups = {}, []
 
     def _memory(self, written: Sequence[object]) -> set[int]:
-        of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves)
+        of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
         found = (held for _, held in things_in("", written) if isinstance(held, torch.Tensor) and held.requires_grad)
         return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self._replicas))))
 
@@ -345,21 +321,20 @@ class PlainAttributes:
             write_value(tensor, before, False)
 
     def agree(self) -> None:
-        """Says that the copies agree with the user's: what is written on them from here on, the step writes."""
-        count = range(len(self._replicas))
-        self._known = Snapshot({i: place.original for i, place in enumerate(self._places)})
-        self._known_local = [Snapshot({i: place.local[r] for i, place in enumerate(self._places)}) for r in count]
-        self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves]) for r in count]
+        """Says that the tensors agree with the user's: what is written on them from here on, the step writes."""
+        for writes in self._writes:
+            writes.note()
 
 
-def _named_apart(things: Iterable[T]) -> list[T]:
-    """The same things, no two of which have one path: two models may be of one class."""
+def _by_path(things: Iterable[Place]) -> dict[str, Place]:
+    """The same things by their paths, no two of which are one: two models may be of one class."""
     seen: Counter[str] = Counter()
-    made = []
+    made = {}
     for thing in things:
         seen[thing.path] += 1
         number = seen[thing.path]
-        made.append(thing if number == 1 else thing._replace(path=f"{thing.path} ({number})"))
+        path = thing.path if number == 1 else f"{thing.path} ({number})"
+        made[path] = thing._replace(path=path)
     return made
 
 

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors, are_same
-from torchstrategy._binding.module_traversal import HOOK_TABLES, tables_of
+from torchstrategy._binding.copies import ClosureRebinder
+from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._communication.transfer import write
@@ -32,13 +33,14 @@ from torchstrategy._communication.workers import BETWEEN_RUNS
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
-from torchstrategy._replication.module_replica import ModuleReplica, differ
+from torchstrategy._replication.module_replica import ModuleReplica, differ, set_requires_grad
 from torchstrategy._replication.module_tensors import tensors_in
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
-from torchstrategy._replication.storage import Placement
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
 from torchstrategy._replication.worker_values import (
     Writes,
@@ -48,7 +50,6 @@ from torchstrategy._replication.worker_values import (
     refuse_other_values,
 )
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable
 
 
@@ -115,7 +116,7 @@ class ReplicatedModules:
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         self._known_tensors = self.index_of.keys() | set(map(id, self._buffers.tensors))
-        self._attributes = PlainAttributes(
+        self.attributes = PlainAttributes(
             modules, self._paths, self.replicas, self.index_of.keys(), self._known_tensors, self._home
         )
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
@@ -142,13 +143,17 @@ class ReplicatedModules:
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
             return False
-        if not self._attributes.bring():
+        if not self.attributes.bring():
             return False
         written = self.refresh_parameters()
         trained = requires_grad_of(self.owners)
         for replica in self.replicas:
             replica.bring_requires_grad(trained)
-        changed = self._changed_buffers()
+        # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
+        buffers, first = self._buffers, self.replicas[0]
+        running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
+        uncounted = [index for index in running if differ(first.buffer(index), buffers.tensors[index])]
+        changed = sorted({*buffers.take_changes()[0], *uncounted})
         if self._layout.workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
             self._layout.workers.mention(
@@ -157,15 +162,15 @@ class ReplicatedModules:
         if changed:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
-        if self._overlaps:
-            self._attributes.agree()
+        if self._overlaps:  # what was brought to one of these was written on all that share its memory
+            self.attributes.agree()
             for replica in self.replicas:
-                replica.note_buffers()
+                replica.buffers.note()
         return self._overlap_as_before()
 
     def _overlap_as_before(self) -> bool:
         """Whether the same tensors share memory as when the copies were made."""
-        tracked = self._parameters, self._buffers, self._attributes.tensors
+        tracked = self._parameters, self._buffers, self.attributes.tensors
         before, self._pointers = self._pointers, [one.pointers for one in tracked]
         if are_same(self._pointers, before):
             return True
@@ -224,10 +229,11 @@ class ReplicatedModules:
         """For each replica, which of its parameters share the memory of the user's."""
         return [list(replica.aliased) for replica in self.replicas]
 
-    def own_parameters(self, replica: ModuleReplica) -> dict[int, ReplicaParameter]:
-        """The parameters of one replica that have memory of their own, by the ids of the user's."""
-        triples = zip(self.owners, replica.parameters, replica.aliased, strict=True)
-        return {id(owner): own for owner, own, is_shared in triples if not is_shared}
+    def own_parameters(self) -> dict[int, dict[int, ReplicaParameter]]:
+        """By replica, for those that have any: its parameters with memory of their own, by the ids of the user's."""
+        pairs = ((r, zip(self.owners, one.parameters, one.aliased, strict=True)) for r, one in enumerate(self.replicas))
+        own = {r: {id(owner): local for owner, local, is_shared in of_one if not is_shared} for r, of_one in pairs}
+        return {r: parameters for r, parameters in own.items() if parameters}
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
         """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
@@ -276,10 +282,10 @@ class ReplicatedModules:
         if made:
             self._layout.workers.compare("what the step did to buffers and hooks:", ", ".join(made))
         is_understudy = replica_weights.is_understudy
-        self._attributes.put_together(replica_weights.present, self._with_copies, self._look, is_understudy)
+        self.attributes.put_together(replica_weights.present, self._with_copies, self._look, is_understudy)
         self._written = [self.replicas[r].written_buffers(self._buffers) for r in replica_weights.present]
         if self._layout.workers.count > 1:
-            books: list[Writes] = [self._attributes, *trainers]
+            books: list[Writes] = [self.attributes, *trainers]
             mention_writes(self._layout.workers, set().union(*self._written), books)
 
     def return_to_originals(
@@ -291,22 +297,20 @@ class ReplicatedModules:
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[replica_weights.present[0]]
-        books: list[Writes] = [self._attributes, *trainers]
+        books: list[Writes] = [self.attributes, *trainers]
         indices = compare_writes(self._layout.workers, set().union(*self._written), books, replica_weights, self._look)
         values = self._buffer_values(replica_weights, self._written, indices)
         new = self._new_buffers(replica_weights, changes) if changes[0] else {}
         for metric in self.metrics:
             metric.put_together(replica_weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
-        self._attributes.write_back()
+        self.attributes.write_back()
         if any(changes):
             self._return_changes(lead, changes[0], new)
         for metric in self.metrics:
             metric.write_back()
-        trained = lead.trained
-        if requires_grad_of(self.owners) != trained:
-            for owner, flag in zip(self.owners, trained, strict=True):
-                owner.requires_grad_(flag)
+        if requires_grad_of(self.owners) != lead.trained:
+            set_requires_grad(self.owners, lead.trained)
         replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
         for index, value in values.items():
             if index not in replaced:
@@ -315,10 +319,6 @@ class ReplicatedModules:
             self._replace_buffers(replaced, lead)
         if self._layout.workers.count > 1:
             self._buffer_versions = versions(self._buffers.tensors)
-
-    def restore(self) -> None:
-        """After a run that failed: takes back what it wrote on tensors that the user's modules hold."""
-        self._attributes.restore()
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
@@ -331,11 +331,11 @@ class ReplicatedModules:
         self._is_outdated |= not self._structure.is_same() or len(set(map(storage_of, made.values()))) < len(made)
         for index, after in made.items():
             before, (position, name) = self._buffers.tensors[index], self._slots[index]
-            left = lead.left(index)
-            if left is not None and left.shape == before.shape:
+            left = lead.buffers.tensors[index]
+            if lead.buffers.is_counted(index) and left.shape == before.shape:
                 self._buffers.take(index, left)
             # A tensor that is also in another place stays there, and is something else from here on.
-            self._is_outdated |= places[id(before)] > 1 or id(before) in self._attributes.known_held
+            self._is_outdated |= places[id(before)] > 1 or id(before) in self.attributes.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
             self._known_tensors.discard(id(before))
@@ -346,7 +346,7 @@ class ReplicatedModules:
 
     def _of_users(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
         """Tensors for buffers of the user's. What shares memory in the first replica shares memory in them, too."""
-        known = self._attributes.known_in_replicas(self._with_copies)
+        known = self.attributes.known_in_replicas(self._with_copies)
         owned = {storage_of(own): (own, known[id(own)]) for own in lead.tensors(values) if id(own) in known}
         made = dict(zip(values, copies_of(list(values.values()), self._home), strict=True))
         for index, value in values.items():
@@ -370,8 +370,8 @@ class ReplicatedModules:
             {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in edits
         ]
         if (workers := self._layout.workers).count > 1:
-            told = [{key: made.cpu() for key, made in own.items()} for own in of_replicas]
-            told = [] if replica_weights.is_understudy else told
+            counted = [] if replica_weights.is_understudy else of_replicas
+            told = [{key: made.cpu() for key, made in own.items()} for own in counted]
             of_all = workers.all_gather_object(told, "the buffers that the step made")
             of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
         for ((position, _), name), value in of_replicas[0].items():
@@ -389,11 +389,18 @@ class ReplicatedModules:
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
         for edit in edits:
             position, table = edit.place
+            original, local = self._insides[position], lead.insides[position]
             if table == "_buffers":
-                made = edit._replace(after=new.get((edit.place, edit.name), edit.after))
-                lead.return_buffer(made, self._insides[position], self._home)
+                made = new.get((edit.place, edit.name))
+                after = edit.after if made is None else made.detach().to(self._home, copy=True)
+                original[_UNSAVED].discard(edit.name)
+                original[_UNSAVED].update({edit.name} & local[_UNSAVED])
             else:
-                lead.return_hook(edit, self._insides[position], back)
+                after = ClosureRebinder(back).of(edit.after)  # the function closes over the user's objects
+            edit._replace(after=after).apply(original[table])
+            for flags in HOOK_FLAGS:
+                if edit.name in local[flags]:
+                    original[flags][edit.name] = True
 
     def _check_flags(self, replica_weights: ReplicaWeights) -> None:
         flags = [self.replicas[r].noted_requires_grad() for r in replica_weights.present]
@@ -442,12 +449,8 @@ class ReplicatedModules:
             combine_over_workers(workers, combined, averaged, replica_weights.lead_worker)
         return combined
 
-    def _changed_buffers(self) -> list[int]:
-        # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
-        buffers, local = self._buffers, self.replicas[0]
-        running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
-        uncounted = [index for index in running if differ(local.buffer(index), buffers.tensors[index])]
-        return sorted({*buffers.take_changes()[0], *uncounted})
+
+_UNSAVED = "_non_persistent_buffers_set"
 
 
 def _shown(edit: Edit) -> str:

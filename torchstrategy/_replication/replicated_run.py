@@ -22,14 +22,14 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica
+from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
-from torchstrategy._replication.storage import Placement
 from torchstrategy._training.gradient_reducer import GradientReducer
 from torchstrategy._training.optimizer_copies import OptimizerCopies, can_have_copies
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._training.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.variable import Variable, is_variable
 
 
@@ -61,7 +61,6 @@ class ReplicaSet:
             self.replicated = ReplicatedModules(roots, layout, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
         self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
-        self._optimizer_copies: dict[int, OptimizerCopies] = {}
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -102,11 +101,11 @@ class ReplicaSet:
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
         self.known = indices.keys()
         self._sharing = self.replicated.sharing()
-        local = {r: self.replicated.own_parameters(replica) for r, replica in enumerate(self.replicated.replicas)}
-        self._local = {r: parameters for r, parameters in local.items() if parameters}
+        self._local = self.replicated.own_parameters()
         # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
-        if self._layout.is_mirrored and self._local and all(self._sharing[0]):
-            self._optimizer_copies = {id(o): OptimizerCopies(o, self._local) for o in optimizers if can_have_copies(o)}
+        is_updated = self._layout.is_mirrored and self._local and all(self._sharing[0])
+        followed = [optimizer for optimizer in optimizers if is_updated and can_have_copies(optimizer)]
+        self._optimizer_copies = {id(optimizer): OptimizerCopies(optimizer, self._local) for optimizer in followed}
 
     def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
@@ -290,7 +289,7 @@ class ReplicatedRun(OptimizerHost):
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
-        # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
+        # See Note [The order of a run and of its undoing] in `storage`, step 7.
         self._check_unwritten()
         changes = self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()

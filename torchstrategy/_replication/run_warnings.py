@@ -295,10 +295,9 @@ def _digest(tensor: torch.Tensor) -> int:
 _PLAIN = (torch.Tensor, nn.Parameter)
 _BY_SEVERAL = (
     "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
-    "in a torchstrategy.Variable is one for all replicas, and each of them wrote on it. That is right for a count "
-    "(hits.add_(hits_in_these_rows)) and for rows of each replica's own (bank[indices] = outputs). It is wrong for a "
-    "mean, a moving average or a decay, which plain PyTorch writes once. For those, return the value from the step and "
-    "write after strategy.run; or keep it in a torchstrategy.Variable; or write in a merge function: "
-    'get_replica_context().merge_call(lambda strategy: ...). If it is right: warnings.filterwarnings("ignore", '
-    "category=torchstrategy.SharedWriteWarning)."
+    "in a torchstrategy.Variable is one for all replicas. That is right for a count (hits.add_(hits_in_these_rows)) "
+    "and for rows of each replica's own (bank[indices] = outputs). It is wrong for a mean, a moving average or a "
+    "decay, which plain PyTorch writes once. For those, return the value from the step and write after strategy.run; "
+    "or keep it in a torchstrategy.Variable; or write in a merge function: get_replica_context().merge_call(lambda "
+    'strategy: ...). If it is right: warnings.filterwarnings("ignore", category=torchstrategy.SharedWriteWarning).'
 )

@@ -1,55 +1,44 @@
-"""Where parameters and their copies live, and to which strategy each module, variable and parameter belongs.
+"""Where parameters live, to which strategy each module, variable and parameter belongs, and the replica sets.
 
-A storage takes in the modules, variables and optimizers that are created in the strategy's scope.
+A storage takes in the modules, variables and optimizers that are created in the strategy's scope. A replica set has the
+copies of all replicas for one run. Each run borrows one. One set serves all runs that follow one another. Runs at the
+same time, of several threads or from a merge function, get sets of their own, so no two runs ever use the same copy.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
-from torchstrategy._binding.torch_hooks import Stepper, watched
-from torchstrategy._communication.workers import LONE, Workers
-from torchstrategy._core.types import Device
-from torchstrategy._execution.worker_streams import WorkerStreams
-from torchstrategy._training.gradient_reducer import AllReduce
+from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
+from torchstrategy._binding.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
+from torchstrategy._binding.step_references import StepReferences, held_by, references_of
+from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps, watched
+from torchstrategy._core.context import frames_kept, is_accelerator, is_in_replica, undisturbed
+from torchstrategy._core.distributed_values import PerReplica
+from torchstrategy._core.trace import traced
+from torchstrategy._core.types import ReplicaFn, Tree
+from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication.copyable import refuse_uncopyable
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
+from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, trained
+from torchstrategy._replication.worker_values import take_from_first_worker
+from torchstrategy._training.replica_steppers import make_ready, refuse_bound_methods
+from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten
 from torchstrategy._variables.variable import Variable, is_variable
-
-
-class Placement(NamedTuple):
-    """Where copies are, and how they are kept in step.
-
-    Args:
-        devices: The device of each replica.
-        parameter_device: The device of the user's parameters.
-        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
-            copies, as replicas on several devices have; the numbers are the same.
-        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
-        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
-            own; else values are sent to them.
-        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
-            themselves.
-        workers: The processes that train together.
-        streams: The caller's random generators, which the workers keep alike. None: there is one worker.
-    """
-
-    devices: Sequence[Device]
-    parameter_device: Device
-    may_alias: bool = True
-    averages_buffers: bool = True
-    is_mirrored: bool = False
-    all_reduce: AllReduce | None = None
-    workers: Workers = LONE
-    streams: WorkerStreams | None = None
 
 
 class Storage:
@@ -113,7 +102,7 @@ class Storage:
         """
         self._require_free(parameter)
         if not is_variable(parameter):
-            holder = weakref.ref(module, functools.partial(_forget, id(parameter)))
+            holder = weakref.ref(module, functools.partial(_forget_holder, id(parameter)))
             _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
 
     def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
@@ -143,13 +132,314 @@ class Storage:
         """Takes in an optimizer, a learning-rate scheduler or a `GradScaler`. A single replica uses it as it is."""
 
 
+@final
+class ReplicatedStorage(Storage):
+    """The user's parameters live on one device, and each replica has copies. These follow, or take the same updates.
+
+    Args:
+        layout: Where the copies are, and how they are kept in step.
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        super().__init__(layout)
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
+        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
+        self._idle: list[ReplicaSet] = []
+        self._in_use: list[ReplicaSet] = []
+        self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
+        self._shared = SharedTensors()
+        self._warned: set[tuple[int, str]] = set()  # what is warned of once
+        self._new: set[int] = set()  # the ids of modules and variables that no run has had yet
+        # Grows by 1 when modules or variables come or go. A replica set with another number is not used again.
+        self._generation = 0
+        # Runs of several threads may borrow and return sets at the same time.
+        self._lock = threading.RLock()
+        self._is_copying = False  # while it is true, new modules are copies and not the user's
+        self._on_death = functools.partial(_forget, weakref.ref(self))
+        tell_of_steps(self)
+        if any(map(is_accelerator, (*self.devices, self.parameter_device))):
+            listen_to_data()
+
+    # Note [The order of a run and of its undoing]
+    # 0. If a worker has new modules or variables, all workers take the values of worker 0. This is not undone.
+    # 1. The run takes a replica set that no other run has, and brings it up to date.
+    # 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
+    # 3. From here on, the run is told of every step of an optimizer before it is taken. It refuses those of optimizers
+    #    that are not the strategy's.
+    # 4. The first replica gets the states of the user's metrics, the others the default states.
+    # 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
+    # 6. The user's objects become proxies: in a replica, each acts as the replica's own object. The replicas run, and
+    #    the objects get their own classes back.
+    # 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
+    # If anything fails after 1, the set is never used again, and what was done is undone in this order:
+    # - This thread leaves the replica that it was in (6). The user's objects are no proxies any more (6), since all
+    #   else writes on them.
+    # - The user's modules may have a `PerReplica` of tensors, on which the step may have written in place. These
+    #   tensors get back the values from before the run (1).
+    # - If the loop of an optimizer with a closure was under way, the block in which the user's parameters have
+    #   gradients is left. What any optimizer has written on parameters stays.
+    # - The gradients are given back (5): those from before the run, or those that its last update left.
+    # The states of metrics (4) are not undone: the replicas have copies of them, which are dropped with the set.
+    # Whether or not the run failed, 3 and 1 are undone last. A signal's handler may raise at any line. So each of these
+    # must also work if what it undoes was not done.
+    @contextmanager
+    def begin_run(
+        self, replica_weights: ReplicaWeights, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
+    ) -> Iterator[ReplicatedRun]:
+        """A run, from when it begins until it ends or fails.
+
+        Args:
+            replica_weights: How much each replica counts.
+            fn: The step.
+            leaves: The leaves of its arguments.
+            cross_replica: Enters the strategy's cross-replica context.
+        """
+        named = references_of(fn, leaves)
+        self._take_around(named)
+        ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
+        refuse_bound_methods([*named.steppers, *ours])
+        # The numbers below are the steps of Note [The order of a run and of its undoing].
+        if replica_weights.has_news:  # 0
+            # What the user has dropped must not be compared, so Python's collector of cycles runs first.
+            gc.collect()
+            known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
+            take_from_first_worker(self.layout.workers, _roots(parts_of(_alive(self._modules.values()))), _alive(known))
+        # The list keeps the variables alive for as long as the run has copies of them.
+        variables = _alive(self._variables.values())
+        run_state = None
+        originals: list[Any] = []
+        leave_replicas = frames_kept()
+        copies = self._borrow(variables)  # 1
+        # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
+        try:
+            originals += copies.originals()
+            run_state = self._made_run(copies, replica_weights, named, leaves, cross_replica)  # 2
+            originals += [*run_state.steppers, *(trainer.original for trainer in run_state.trainers)]
+            self._runs[copies] = run_state  # 3
+            for metric in copies.replicated.metrics:  # 4
+                metric.hand_out(replica_weights)
+            copies.gradients.begin(replica_weights, run_state.outsiders, run_state.together)  # 5
+            install(originals, copies)  # 6
+            yield run_state
+            uninstall(originals, copies)
+            run_state.end()  # 7
+        except BaseException:
+            leave_replicas()
+            # A step that failed may have written anything on the copies.
+            copies.generation = -1
+            uninstall(originals, copies)
+            copies.replicated.attributes.restore()
+            try:
+                if run_state is not None:
+                    run_state.stop_showing()
+            finally:
+                copies.gradients.abort()
+            raise
+        finally:
+            self._runs.pop(copies, None)
+            if run_state is not None:
+                run_state.let_go()
+            self._return(copies)
+            variables.clear()
+
+    def _made_run(
+        self,
+        copies: ReplicaSet,
+        replica_weights: ReplicaWeights,
+        named: StepReferences,
+        leaves: Sequence[Tree],
+        cross_replica: CrossReplica,
+    ) -> ReplicatedRun:
+        """The run, with what its step names beside modules: steppers, trainers, and tensors without copies."""
+        # The schedulers and scalers of the scope, and those that the step names.
+        found = [*_alive(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
+        steppers = list({id(stepper): stepper for stepper in found}.values())
+        with undisturbed():
+            make_ready(steppers, self.parameter_device)
+        has_others, n = self.layout.workers.count > 1, len(self.devices)
+        named_trainers = named.trainers() if n > 1 or has_others else []
+        of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
+        trainers = [Trainer(thing, *of_run) for _, thing in named_trainers if is_all_in_dict(thing)]
+        shared = [SharedTrainer(*pair) for pair in named_trainers if n > 1 and not is_all_in_dict(pair[1])]
+        # The parameters and trainable tensors of which replicas have no copies.
+        unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in copies.known]
+        outsiders = [(tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},") for name, tensor in unknown]
+        for name, module in named.modules:
+            if id(module) not in self._modules:
+                pairs = ((parameter, f"{name}.{path}") for path, parameter in module.named_parameters())
+                outsiders += [pair for pair in pairs if id(pair[0]) not in copies.known]
+        several = len(replica_weights.present) > 1
+        # None if the step reaches no tensor that all replicas share.
+        may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
+        watch = self._shared.watch(named, self._modules, copies.known) if several and may_share else None
+        may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
+        is_plain = may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
+        before = trained(copies.replicated.owners) if is_plain else None
+        parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
+        return ReplicatedRun(*parts, self._warned, before)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are modules or variables that no run has had yet."""
+        return bool(self._new)
+
+    def as_before(self) -> AbstractContextManager[None]:
+        """A block for an understudy: after it, variables with a value for each replica have the values from before."""
+        return unwritten(_alive(self._on_read.valuerefs()))
+
+    def take_module(self, module: nn.Module) -> None:
+        refuse_uncopyable(_roots(parts_of([module])), are_all=False)
+        super().take_module(module)
+
+    def take_part(self, module: nn.Module) -> None:
+        if id(module) in self._modules or self._is_copying or is_in_replica():
+            return
+        self.claim(module)
+        self._modules[id(module)] = weakref.ref(module, self._on_death)
+        self._new.add(id(module))
+
+    def take_variable(self, variable: Variable) -> None:
+        self.claim(variable)
+        self._new.add(id(variable))
+        if isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
+            self._on_read[id(variable)] = variable
+        else:
+            self._variables[id(variable)] = weakref.ref(variable, self._on_death)
+            # The run in which the variable is made has no copies of it: a backward that reaches it is refused.
+            for copies in self._standing_still() if self._in_use else []:
+                copies.gradients.watch(variable, variable.name)
+
+    def take_stepper(self, stepper: Optimizer | Stepper) -> None:
+        if is_in_replica():
+            return
+        if isinstance(stepper, Optimizer):
+            self._optimizers[id(stepper)] = weakref.ref(stepper, self._on_death)
+        else:
+            self._steppers[id(stepper)] = stepper  # no copies depend on it
+
+    def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
+        with self._lock:
+            optimizers = _alive(self._optimizers.values())
+            if any(key not in self._on_read for key in list(self._new)):
+                self._generation += 1
+            self._new.clear()
+            # The last set that was returned comes first. One that does not fit any more is dropped.
+            while self._idle:
+                copies = self._idle.pop()
+                if copies.generation == self._generation and copies.bring_up_to_date(optimizers):
+                    break
+            else:
+                copies = self._copied(variables, optimizers)
+            if self._in_use:  # none of these runs can tell which of them has written a parameter
+                for other in (copies, *self._in_use):
+                    other.gradients.is_alone = False
+            copies.thread = threading.get_ident()
+            self._in_use.append(copies)
+            return copies
+
+    def _standing_still(self) -> list[ReplicaSet]:
+        """The replica sets that this thread may write, since no replica uses them now.
+
+        During a run: its set, if this thread called the run. Between runs: the set used last.
+        """
+        with self._lock:
+            used = [copies for copies in self._in_use[-1:] if copies.thread == threading.get_ident()]
+            return used if self._in_use else self._idle[-1:]
+
+    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
+        generation = self._generation
+        parts = parts_of(_alive(self._modules.values()))
+        for part in parts:
+            self.claim(part)
+        self._is_copying = True
+        try:
+            with traced("copy modules"):
+                return ReplicaSet(_roots(parts), variables, optimizers, self.layout, generation)
+        finally:
+            self._is_copying = False
+
+    def _return(self, copies: ReplicaSet) -> None:
+        with self._lock:
+            if copies in self._in_use:
+                self._in_use.remove(copies)
+            copies.gradients.is_alone = True
+            if copies.generation == self._generation:
+                self._idle.append(copies)
+
+    def _take_around(self, named: StepReferences) -> None:
+        """Takes in wrappers that hold modules or optimizers of the scope, if they have no parameters of their own."""
+        for optimizer in [optimizer for optimizer in named.optimizers if id(optimizer) not in self._optimizers]:
+            is_around = any(id(held) in self._optimizers for _, held in held_by(optimizer))
+            # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
+            # created, and nobody is told when it takes a step.
+            is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
+            if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
+                self.take_stepper(optimizer)
+        for _, module in named.modules:
+            if id(module) not in self._modules:
+                parts = parts_of([module])
+                new = [part for part in parts if id(part) not in self._modules]
+                if len(new) < len(parts) and not any(list(part.parameters(recurse=False)) for part in new):
+                    for part in new:
+                        self.take_part(part)
+
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer in the process takes a step, on its thread."""
+        for run in list(self._runs.values()):
+            run.before_any_step(optimizer)
+        if self.layout.is_mirrored and id(optimizer) in self._optimizers:
+            for copies in self._standing_still():
+                copies.begin_step(optimizer)
+
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Called after any optimizer in the process has taken a step, on its thread."""
+        if self.layout.is_mirrored and id(optimizer) in self._optimizers:
+            for copies in self._standing_still():
+                copies.step(optimizer)
+        # Version counters show what torch's own optimizers write, except for fused ones. What others write is noted.
+        if not is_torchs(optimizer) or any(group.get("fused") for group in users_own(optimizer, "param_groups")):
+            for copies in (*self._idle, *self._in_use):
+                copies.replicated.note_written(parameters_of(optimizer))
+
+
+def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]) -> None:
+    """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
+    if (own := storage()) is None:
+        return
+    for table in (own._modules, own._optimizers, own._variables):
+        for key in [key for key, known in list(table.items()) if known is reference]:
+            del table[key]
+            if key in own._new:
+                own._new.discard(key)
+            else:
+                own._generation += 1
+                own._idle.clear()
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    # Another thread may add one meanwhile, so the references are listed at once.
+    return [thing for reference in list(references) if (thing := reference()) is not None]
+
+
+def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that are part of no other."""
+    children = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in children]
+
+
+# To which strategy something belongs
+
+
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
 # By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
 # to the parameter itself: torch refuses to swap a tensor that has a weak one.
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] = {}
 
 
-def _forget(key: int, module: weakref.ref[nn.Module]) -> None:
+def _forget_holder(key: int, module: weakref.ref[nn.Module]) -> None:
     """Called when a module that had a parameter is gone, by Python's garbage collector, on any thread."""
     others = [pair for pair in _holders.pop(key, []) if pair[0] is not module]
     if others:

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from torchstrategy._binding.object_attributes import KEPT, Told
+from torchstrategy._binding.object_attributes import KEPT, NOTHING, Told
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
-from torchstrategy._core.distributed_values import ABSENT
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.merged_values import Look
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
@@ -30,7 +29,7 @@ def take_from_first_worker(workers: Workers, roots: Sequence[nn.Module], variabl
         for name, tensor in root.state_dict(keep_vars=True).items()
     ]
     # After the first run, a replica's own value of a variable is its own in each worker, too.
-    named += [(one.name, t) for one in variables for t in _beginning(one)]
+    named += [(v.name, t) for v in variables for t in (v._take_as_made() if isinstance(v, SyncOnReadVariable) else [v])]
     known = [(name, t) for name, t in named if isinstance(t, torch.Tensor) and not isinstance(t, SyncOnReadVariable)]
     tensors = {id(t): (name, t) for name, t in known}.values()
     point = "the beginning of the first run"
@@ -52,7 +51,7 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    marks = [_bits(tensor) for tensor in tensors]
+    marks = [digest(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()) for t in tensors]
     of_all = workers.all_gather_object(marks, "the values that a worker has written")
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
@@ -62,14 +61,6 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
                     "workers only, or not alike. Write it in all of them, as where a checkpoint is loaded; "
                     "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
                 )
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    return digest(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _beginning(variable: Variable) -> Sequence[torch.Tensor]:
-    return variable._take_as_made() if isinstance(variable, SyncOnReadVariable) else [variable]
 
 
 def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
@@ -115,27 +106,21 @@ def compare_writes(
     workers.differing.discard(IN_RUN)
     told = [one.told() for one in writes]
     of_all = workers.all_gather_object((weights.is_understudy, told, indices), IN_RUN)
-    for i, (one, mine) in enumerate(zip(writes, told, strict=True)):
-        lead = of_all[weights.lead_worker][1][i]
-        for key in {**lead, **mine}:
-            theirs = [(is_understudy, of_worker[i].get(key)) for is_understudy, of_worker, _ in of_all]
-            counted = [told for is_understudy, told in theirs if not is_understudy or (told and told.text == KEPT)]
-            _agree(one, key, mine.get(key), lead.get(key), counted, look)
+    for i, (writer, mine) in enumerate(zip(writes, told, strict=True)):
+        leads = of_all[weights.lead_worker][1][i]
+        for key in {**leads, **mine}:
+            own, lead = mine.get(key, NOTHING), leads.get(key, NOTHING)
+            theirs = [(is_understudy, of_worker[i].get(key, NOTHING)) for is_understudy, of_worker, _ in of_all]
+            counted = [one for is_understudy, one in theirs if not is_understudy or one.text == KEPT]
+            differ = len({one.text for one in counted}) > 1
+            if (own.is_own or lead.is_own) and (differ or lead is NOTHING):
+                writer.keep(key)
+                continue
+            if differ and lead.path:
+                look(lead.path, lead.value, [one.value for one in counted if one is not NOTHING])
+            if own.text != lead.text:
+                writer.put(key, lead.value)
     return indices.union(*(written for *_, written in of_all))
-
-
-def _agree(
-    writes: Writes, key: Any, own: Told | None, lead: Told | None, of_all: list[Told | None], look: Look
-) -> None:
-    """Makes one value of those that the workers wrote in one place, of which some wrote none."""
-    differ = len({told and told.text for told in of_all}) > 1
-    if (differ or lead is None) and any(told is not None and told.is_own for told in (own, lead)):
-        writes.keep(key)
-        return
-    if differ and lead is not None and lead.path:
-        look(lead.path, lead.value, [told.value for told in of_all if told is not None])
-    if own is None or lead is None or own.text != lead.text:
-        writes.put(key, ABSENT if lead is None else lead.value)
 
 
 def combine_over_workers(workers: Workers, values: dict[int, torch.Tensor], averaged: Sequence[int], lead: int) -> None:

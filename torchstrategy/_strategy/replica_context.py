@@ -84,7 +84,7 @@ class ReplicaContext:
         """
         if self._group is None:
             return self._replica_id == 0
-        return self._group.workers.index == 0 and self._group.replica.index == self._group.present[0]
+        return self._group.workers.index == 0 and self._group.replica.index == self._group.run.present[0]
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -129,11 +129,13 @@ class ReplicaContext:
         group = self._require_active("merge_call")
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
-            merged_args, merged_kwargs = group.regroup(brought)
+            merged_args, merged_kwargs = group.run.regrouped(
+                dict(zip(group.run.present, brought, strict=True)), group.workers
+            )
             with Frame(self._strategy), self._published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], len(group.devices))
-            return [select(result, r) for r in group.present]
+            return [select(result, r) for r in group.run.present]
 
         return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs or {})))
 
@@ -167,14 +169,14 @@ class ReplicaContext:
         group = self._require_active("all_reduce")
         op = ReduceOp.of(reduce_op)
         said = as_options("all_reduce", options)
-        check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.present])
+        check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.run.present])
         names, leaves, put_back = by_name(value)
         if not leaves:
             return value
         tensors = [as_tensor(leaf) for leaf in leaves]
         sums = group.in_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
-            sums = [total / group.size for total in sums]
+            sums = [total / group.run.num_present for total in sums]
         return put_back(sums)
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:

@@ -18,7 +18,6 @@ from torchstrategy._communication.reductions import as_axis, as_tensor, check_ga
 from torchstrategy._core.context import Frame, in_use, needs_device_context, this_thread
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import (
-    ABSENT,
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -26,8 +25,6 @@ from torchstrategy._core.distributed_values import (
     distributed_within,
     for_understudy,
     local_results,
-    regroup,
-    regroup_in_worker,
     select,
 )
 from torchstrategy._core.options import ReduceOp, RunOptions
@@ -37,14 +34,13 @@ from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
 from torchstrategy._replication.replicated_run import ReplicatedRun
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Storage
+from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
 
@@ -105,9 +101,9 @@ class ReplicatedExtended(StrategyExtended):
 
     # Note [The story of a step]
     # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
-    #    (`_training/replica_weights`).
+    #    (`_execution/replica_weights`).
     # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
-    #    gets the copy of its replica (`_replication/replicated_storage`; Note [The order of a run and of its undoing]
+    #    gets the copy of its replica (`_replication/storage`; Note [The order of a run and of its undoing]
     #    there tells what undoes it).
     # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
     #    another (`_execution/replica_threads`).
@@ -153,15 +149,13 @@ class ReplicatedExtended(StrategyExtended):
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options)
-        of_this_worker = weights.present, weights.weights, storage.devices
-        of_all_workers = self._workers, weights.num_present, weights.total_weight
         uncounted = storage.as_before() if weights.is_understudy else nullcontext()
         with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted:
 
             def call(replica: Replica) -> Tree:
                 given = for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
                 own_args, own_kwargs = select(given, replica.index)
-                group = ReplicaGroup(replica, *of_this_worker, *of_all_workers, weights.is_understudy)
+                group = ReplicaGroup(replica, weights, storage.devices, self._workers)
                 context = running_context(strategy, group, run_state.published)
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
@@ -192,10 +186,7 @@ class ReplicatedExtended(StrategyExtended):
         """Makes one tree of those that the replicas of this worker have returned."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
             run_state.copies.gradients.deliver_late_ones()
-        by_replica = [results.get(r, ABSENT) for r in range(self._num_local)]
-        if self._workers.count > 1:
-            return regroup_in_worker(by_replica, is_understudy=weights.is_understudy, are_results=True)
-        return regroup(by_replica, are_results=True)
+        return weights.regrouped(results, self._workers, are_results=True)
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""

@@ -20,8 +20,8 @@ from torchstrategy._core.distributed_values import DistributedValues, check_comp
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._replication.replicated_storage import ReplicatedStorage
-from torchstrategy._replication.storage import Placement, Storage, is_nobodys
+from torchstrategy._replication.placement import Placement
+from torchstrategy._replication.storage import ReplicatedStorage, Storage, is_nobodys
 from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
 from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase
 

@@ -1,12 +1,11 @@
 """Gradients of several replicas become the gradient of the whole batch, and one update follows for all of them.
 
 Backward adds to the gradients of each replica's parameters (`replica_gradients`). At a synchronization point
-`gradient_reducer` multiplies the gradients of each replica by its weight (`replica_weights`), adds them up, and gives
-the sum to the user's own parameters, which the user's optimizer then updates once.
+`gradient_reducer` multiplies the gradients of each replica by its weight, adds them up, and gives the sum to the
+user's own parameters, which the user's optimizer then updates once.
 
     replica_gradients        the gradients of one replica, as its step sees them
     user_gradients           the tensors that hold the user's gradients, and are written in place
-    replica_weights          how much each replica of a run counts, and which replicas take part
     early_reads              refuses gradients that a replica has read before they were complete
     gradient_hooks           the user's hooks, late gradients, and a graph that goes on to the user's parameters
     replica_steppers         optimizers, schedulers and `GradScaler` in a replica: one step for all replicas

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 
 from torchstrategy._communication.transfer import copy_stream, is_sent_alone, leaving
-from torchstrategy._core.torch_internals import on_computed, on_gradient, raw_grad, unseen_by_function_modes, version
+from torchstrategy._core.torch_internals import raw_grad, unseen_by_function_modes, version
 from torchstrategy._training.replica_gradients import CurrentRun, ReplicaParameter, offer_gradient
 
 
@@ -39,11 +38,7 @@ class EarlyCopies:
         local = enumerate(zip(self._parameters, owners, strict=False))
         self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and owner.is_pinned()}
         for index in self._wanted:
-            parameter = self._parameters[index]
-            if not parameter.is_sent_early:
-                parameter.is_sent_early = True  # the hooks stay as long as the parameter
-                on_computed(parameter, functools.partial(_computed, parameter.run, index))
-                on_gradient(parameter, offer_gradient)
+            self._parameters[index].call_in_backward(offer_gradient, _computed)
 
     def wait_for_copy(self, index: int) -> None:
         """Backward is about to add to a gradient. Called in backward, on whichever thread it runs."""

@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ import torch
 from torchstrategy._communication.transfer import added
 from torchstrategy._core.torch_internals import (
     have_gradient_hooks,
-    on_computed,
     on_gradient,
     raw_grad,
     set_raw_grad,
@@ -43,24 +42,8 @@ Owner = Callable[[], torch.Tensor | None]
 def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None:
     """From here on, counts how often backward adds to the gradient of one parameter, in each replica."""
     for of_replica in of_replicas:
-        parameter = of_replica.parameters[index] if index < len(of_replica.parameters) else None
-        # These hooks stay as long as the parameter. `counts` remembers them: a later run does not add them again.
-        if parameter is not None and not parameter.counts:
-            parameter.counts = True
-            with _trained(parameter):
-                on_computed(parameter, functools.partial(_computed, parameter.run, index))
-                on_gradient(parameter, _counted)
-
-
-@contextmanager
-def _trained(parameter: torch.Tensor) -> Iterator[None]:
-    """A block in which a parameter requires grad. A step may train one that is frozen when the run begins."""
-    before = parameter.requires_grad
-    parameter.requires_grad_()
-    try:
-        yield
-    finally:
-        parameter.requires_grad_(before)
+        for parameter in of_replica.parameters[index : index + 1]:
+            parameter.call_in_backward(_counted, _computed)
 
 
 def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -69,14 +52,18 @@ def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch
     A hook may be for several parameters, and ask autograd which of them this backward reaches. As in the backward of a
     model, the last parameters get their gradients first.
     """
-    with ExitStack() as stack:
-        for owner in owners:
-            stack.enter_context(_trained(owner))
-        # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+    frozen = [owner for owner in owners if not owner.requires_grad]  # the step may have trained these
+    for owner in frozen:
+        owner.requires_grad_()
+    try:
         with torch.enable_grad():
             roots = [_link(owner, []) for owner in owners]  # autograd begins with the node that was made last
-        torch.autograd.backward(roots, list(gradients))
+        # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(roots, list(gradients))
+    finally:
+        for owner in frozen:
+            owner.requires_grad_(False)
 
 
 def seen_by_hooks(
@@ -167,19 +154,16 @@ def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
             if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
                 return
         gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
-        if owner is not None:
-            _deliver(owner, gradients)
-
-
-def _deliver(owner: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-    gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
-    before = raw_grad(owner)
-    if have_gradient_hooks((owner,)):
-        torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
-    elif before is not None and not torch.is_grad_enabled() and can_hold(before, gradient):
-        before.add_(gradient)  # in place, as autograd does it
-    else:
-        set_raw_grad(owner, gradient if before is None else before + gradient)
+        if owner is None:
+            return
+        gradient = added(gradients, owner.device) if len(gradients) > 1 else gradients[0].to(owner.device)
+        before = raw_grad(owner)
+        if have_gradient_hooks((owner,)):
+            torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
+        elif before is not None and not torch.is_grad_enabled() and can_hold(before, gradient):
+            before.add_(gradient)  # in place, as autograd does it
+        else:
+            set_raw_grad(owner, gradient if before is None else before + gradient)
 
 
 @contextmanager
@@ -192,31 +176,27 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
     Args:
         pairs: Tensors of a replica, each with the user's own.
     """
-    with ExitStack() as stack:
+    attached = []
+    try:
         for local, owner in pairs:
             if isinstance(local, ReplicaParameter) and local.requires_grad:
-                stack.enter_context(_attached(local, owner))
-        yield
-
-
-@contextmanager
-def _attached(local: ReplicaParameter, owner: torch.Tensor) -> Iterator[None]:
-    leaf: list[torch.Tensor] = [local]  # in the block it holds the leaf to which a backward in the block adds gradients
-    other = _link(owner, leaf)
-    try:
-        # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be put into
-        # every module, dict and closure that refers to the parameter.
-        swap_tensors(local, other)
-        leaf[:] = [other]
-        _collects(local, other)
+                leaf: list[torch.Tensor] = [local]  # in the block, the leaf to which a backward in it adds gradients
+                other = _link(owner, leaf)
+                attached.append((local, other, leaf))
+                # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be
+                # put into every module, dict and closure that refers to the parameter.
+                swap_tensors(local, other)
+                leaf[:] = [other]
+                _collects(local, other)
         yield
     finally:
-        # The node of the graph refers to this list. Once the two have changed back, the tensor in the list has that
-        # node as its `grad_fn`: a cycle. An empty list also tells the node that the block has ended.
-        leaf.clear()
-        if not local.is_leaf:
-            swap_tensors(local, other)
-            _collects(local, local)
+        for local, other, leaf in attached:
+            # The node of the graph refers to this list. Once the two have changed back, the tensor in the list has that
+            # node as its `grad_fn`: a cycle. An empty list also tells the node that the block has ended.
+            leaf.clear()
+            if not local.is_leaf:
+                swap_tensors(local, other)
+                _collects(local, local)
 
 
 def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:

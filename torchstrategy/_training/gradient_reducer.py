@@ -47,6 +47,7 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
 from torchstrategy._training.early_reads import EarlyReads
@@ -61,7 +62,6 @@ from torchstrategy._training.replica_gradients import (
     VisibleGradient,
     stray_gradient,
 )
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy._training.user_gradients import UserGradients
 from torchstrategy._training.worker_gradients import WorkerReduction
 from torchstrategy._variables.variable import is_variable
@@ -126,8 +126,6 @@ class GradientReducer:
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
         self._held = [weakref.ref(owner) if is_variable(owner) else _always(owner) for owner in owners]
         self._own_names = self.names = list(names)
-        self.owners: list[torch.Tensor] = []
-        self.accumulated: list[torch.Tensor | None] = []
         self.of_replicas = [ReplicaGradients(self, local) for local in parameters]
         # Whether no run of another thread has had the same parameters since. Else a gradient there may be the other's.
         self.is_alone = True
@@ -139,20 +137,33 @@ class GradientReducer:
         self._early_copies = [EarlyCopies(own) if one_at_a_time and is_remote else None for own, is_remote in pairs]
         for of_replica, copies in zip(self.of_replicas, self._early_copies, strict=True):
             of_replica.sender = copies or self.overlapped
-        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
-        # keeps its id; its version; and the copy of each replica.
-        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
         self._take_turns = take_turns
+        self._leave()
+
+    def _leave(self) -> None:
+        # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.
+        self._replica_weights: ReplicaWeights | None = None  # None between runs
+        self.forget_arrived()
+        self.accumulated: list[torch.Tensor | None] = []
+        self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
+        self._users = UserGradients([])
         # The weighted sum of the local gradients that were added early since the last reduction, and of how many
         # replicas it is.
         self._total: dict[int, torch.Tensor] = {}
         self._num_added = 0
-        self._replica_weights: ReplicaWeights | None = None  # None between runs
-        self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
-        self._users = UserGradients([])
-        self._has_updated = False
+        self.owners: list[torch.Tensor] = []
         self.hooked: set[int] = set()  # the positions of the user's parameters that have gradient hooks
         self._together: Together | None = None
+        for of_replica in self.of_replicas:
+            of_replica.leave()
+        for copies in filter(None, self._early_copies):
+            copies.take({})  # those of a run that failed, or of a replica without rows
+
+    def forget_arrived(self) -> None:
+        """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
+        # The copies that the all-reduce left on the devices, by the id of an accumulated gradient: the gradient, which
+        # keeps its id; its version; and the copy of each replica.
+        self._arrived: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
 
     def begin(
         self, replica_weights: ReplicaWeights, outsiders: Sequence[tuple[torch.Tensor, str]], together: Together
@@ -265,10 +276,6 @@ class GradientReducer:
         known = self._arrived.get(id(gradient))
         return known[2][replica] if known is not None and version(gradient) == known[1] else None
 
-    def forget_arrived(self) -> None:
-        """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
-        self._arrived.clear()
-
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
         self._has_updated = True
@@ -278,8 +285,19 @@ class GradientReducer:
         """From here on, the gradients of a backward between runs go on to the user's parameters at once."""
         deliver_late(self._held, [of_replica.parameters for of_replica in self.of_replicas])
 
-    def reduce_in_step(self) -> None:
-        """Reduces gradients at a synchronization point after which the step goes on."""
+    def reduce_in_step(self, reads: Sequence[Reads]) -> list[None]:
+        """Reduces gradients at a synchronization point after which the step goes on.
+
+        Args:
+            reads: What each replica has read since the last reduction.
+
+        Raises:
+            RuntimeError: If a replica has read, as complete, a gradient to which others still had to add. The message
+                names the parameter and the replicas.
+        """
+        if self._streams is not None or any(read.all for read in reads):
+            early = EarlyReads.of([self.of_replicas[r] for r in self._weights.present], reads, self.names)
+            self._early = EarlyReads() if self._weights.is_understudy else early
         # A hook of one of the user's parameters may update parameters, as an optimizer in a
         # `register_post_accumulate_grad_hook` does. So it is called like an update, as one for all replicas.
         if self.hooked:
@@ -288,6 +306,7 @@ class GradientReducer:
         else:
             self.reduce()
             self._show_again()
+        return [None] * len(reads)
 
     def reduce(self, can_wait: bool = False) -> None:
         """Adds the local gradients of all replicas to the accumulated gradients.
@@ -324,16 +343,6 @@ class GradientReducer:
         if combined and len(self.of_replicas) > 1:
             combined_gradients()
 
-    def check_reads(self, reads: Sequence[Reads]) -> None:
-        """Refuses to reduce if a replica has read, as complete, a gradient to which others still had to add.
-
-        Raises:
-            RuntimeError: Naming the parameter and the replicas.
-        """
-        if self._streams is not None or any(read.all for read in reads):
-            early = EarlyReads.of([self.of_replicas[r] for r in self._weights.present], reads, self.names)
-            self._early = EarlyReads() if self._weights.is_understudy else early
-
     def _show_again(self) -> None:
         for of_replica in self.of_replicas:
             of_replica.show_again()
@@ -345,7 +354,8 @@ class GradientReducer:
         return self._replica_weights
 
     def _reduce_visible(self) -> None:
-        of_replicas = [self.of_replicas[r] for r in self._weights.comparing]
+        # Replicas with rows decide what becomes of a gradient which they have changed or cleared.
+        of_replicas = [self.of_replicas[r] for r in self._weights.weighing or self._weights.present]
         first = of_replicas[0].visible
         self._users.replace(index for index, view in first.items() if view.is_other)
         if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):
@@ -470,18 +480,6 @@ class GradientReducer:
         send_through_hooks(owners, gradients)
         for index, gradient in zip(indices, take_raw_grads(owners), strict=True):
             self.accumulated[index] = gradient
-
-    def _leave(self) -> None:
-        # First, since a signal's handler may raise at any line: once this is None, `abort` gives nothing back again.
-        self._replica_weights = None
-        self.forget_arrived()
-        self.accumulated, self._kept, self._users = [], [], UserGradients([])
-        self._total, self._num_added = {}, 0
-        self.owners, self.hooked, self._together = [], set(), None
-        for of_replica in self.of_replicas:
-            of_replica.leave()
-        for copies in filter(None, self._early_copies):
-            copies.take({})  # those of a run that failed, or of a replica without rows
 
 
 def _always(owner: torch.Tensor) -> Callable[[], torch.Tensor | None]:

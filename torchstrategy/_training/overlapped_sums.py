@@ -12,16 +12,15 @@ from torchstrategy._communication.workers import packs_of
 from torchstrategy._core.torch_internals import (
     dtypes,
     has_one_tensor,
-    on_gradient,
     raw_grad,
     shapes,
     unflattened,
     unseen_by_function_modes,
     version,
 )
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.replica_gradients import ReplicaParameter, offer_gradient
-from torchstrategy._training.replica_weights import ReplicaWeights
 
 
 # Note [Gradients that are sent early]
@@ -92,10 +91,8 @@ class OverlappedSums:
         self._forget()
         # If there is one pack, it leaves at the reduction: it would be full when backward ends.
         for index in indices if len(self._packs) > 1 else ():
-            parameter = self._parameters[index]
-            if not parameter.is_sent_early and parameter.requires_grad:
-                parameter.is_sent_early = True  # the hook stays as long as the parameter
-                on_gradient(parameter, offer_gradient)
+            if self._parameters[index].requires_grad:
+                self._parameters[index].call_in_backward(offer_gradient)
 
     def _forget(self) -> None:
         """Nothing is under way, and nothing was offered."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, final
 
@@ -22,6 +23,8 @@ from torchstrategy._core.torch_internals import (
     is_compiling,
     make_parameter,
     num_nodes,
+    on_computed,
+    on_gradient,
     raw_grad,
     raw_grads,
     requires_grad_of,
@@ -79,11 +82,8 @@ class GradientTotals(Protocol):
     def accumulate(self, replica: int) -> None:
         """The replica has come to a synchronization point that reduces gradients."""
 
-    def reduce_in_step(self) -> None:
+    def reduce_in_step(self, reads: Sequence[Reads]) -> list[None]:
         """Reduces gradients at a synchronization point after which the step goes on."""
-
-    def check_reads(self, reads: Sequence[Reads]) -> None:
-        """Refuses gradients that replicas have read before they were complete."""
 
 
 @final
@@ -107,13 +107,32 @@ class ReplicaParameter(torch.nn.Parameter):
     run = CurrentRun()
     position: int  # among the parameters of the replica
     delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
-    counts = False  # whether hooks count its gradients; see `gradient_hooks`
-    is_sent_early = False  # whether a hook offers its gradients to an `EarlySender`
+    called: frozenset[Callable[..., None]] = frozenset()  # what backward calls where it has added to the gradient
 
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
         """A local parameter over the memory of `data`."""
         return make_parameter(ReplicaParameter, data, requires_grad)
+
+    def call_in_backward(self, added: Callable[..., None], computed: Callable[..., None] | None = None) -> None:
+        """From here on, backward calls functions for each gradient of this parameter.
+
+        The hooks stay as long as the parameter: a later run does not add them again.
+
+        Args:
+            added: Called with the parameter when backward has added the gradient.
+            computed: Called before that, with the `CurrentRun`, the position of the parameter, and the gradient.
+        """
+        if added in self.called:
+            return
+        self.called |= {added}
+        # A step may train a parameter that is frozen when the run begins.
+        before = self.requires_grad
+        self.requires_grad_()
+        if computed is not None:
+            on_computed(self, partial(computed, self.run, self.position))
+        on_gradient(self, added)
+        self.requires_grad_(before)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -198,6 +217,7 @@ class Reads(NamedTuple):
     doubtful: set[int]  # those that were read without a look at all slots: a backward may have run before the read
 
 
+_NOT_SHOWN = VisibleGradient(None)
 CLEARED = VisibleGradient(None, is_other=True)
 CLEARED_NOTHING = VisibleGradient(None, had_none=True, is_other=True)
 
@@ -224,24 +244,37 @@ class ReplicaGradients:
     def __init__(self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]) -> None:
         # A proxy, since it refers to this object: a strong reference would be a cycle.
         self.totals: GradientTotals = weakref.proxy(gradients)
-        self.replica: Replica | None = None  # None between runs
         self.parameters = list(parameters)
         self.sender: EarlySender | None = None
-        # Below, a parameter is meant by its position. `reduced` empties the first three.
-        self.visible: dict[int, VisibleGradient] = {}
-        self.added_early: set[int] = set()  # whose local gradients `accumulate` has added to the total
-        self.put: set[int] = set()  # to which the step itself assigned a local gradient
-        self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
-        # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
-        self.computed: Counter[int] = Counter()
-        self.added: Counter[int] = Counter()
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         self._are_small = sum(sizes(self.parameters)) < _SMALL
         known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
         self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
             parameter.run, parameter.position = self._run, index
+        self.visible: dict[int, VisibleGradient] = {}  # here and below, a parameter is meant by its position
         self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # what the step was shown before the last reduction
+        self.leave()
+
+    def leave(self) -> None:
+        """The run has ended."""
+        self.replica: Replica | None = None  # None between runs
+        self._run.gradients = None
+        self.reduced()
+        self._shown.clear()
+        self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
+        # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
+        self.computed: Counter[int] = Counter()
+        self.added: Counter[int] = Counter()
+
+    def reduced(self) -> None:
+        """Gradients were reduced: from here on, the step is shown the accumulated gradients of now."""
+        for index, view in self.visible.items():
+            if view.gradient is not None and view.version is not None:
+                self._shown[index] = weakref.ref(view.gradient)
+        self.visible.clear()
+        self.added_early: set[int] = set()  # whose local gradients `accumulate` has added to the total
+        self.put: set[int] = set()  # to which the step itself assigned a local gradient
         self._reads: set[int] = set()  # whose gradients were read without a synchronization point
         self._unlooked: set[int] = set()  # those of them that were read since the last look at all slots
         self._last_read = self._num_nodes = -1
@@ -277,7 +310,7 @@ class ReplicaGradients:
         - for the first few reads, which costs little;
         - when autograd has made nodes since the last look, since a backward usually comes after a forward;
         - when a parameter is read again, which begins a new pass over the parameters.
-        `GradientReducer.check_reads` finds the reads for which that was not enough.
+        `GradientReducer.reduce_in_step` finds the reads for which that was not enough.
         """
         if raw_grad(self.parameters[index]) is not None:
             return True
@@ -292,18 +325,11 @@ class ReplicaGradients:
 
     def _reduce(self, point: str) -> None:
         assert self.replica is not None
-        gradients = self.totals
-
-        def combine(brought: Sequence[Reads]) -> list[None]:
-            gradients.check_reads(brought)
-            gradients.reduce_in_step()
-            return [None] * len(brought)
-
-        self.accumulate()
+        self.totals.accumulate(self.replica.index)
         # If autograd has made nodes since the last look at all slots, a forward came after the reads, and the backward
         # that made the local gradients came after this forward. So the reads missed nothing.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
-        self.replica.synchronize(point, combine, Reads(self._reads, unlooked))
+        self.replica.synchronize(point, self.totals.reduce_in_step, Reads(self._reads, unlooked))
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
         """Reduces gradients before the step clears some, so that hooks see what backward has made.
@@ -316,17 +342,12 @@ class ReplicaGradients:
     def write(self, index: int, value: torch.Tensor | None) -> None:
         """Does what `parameter.grad = value` means for the gradient of the whole batch."""
         # See Note [The states of a gradient].
-        view = self.visible.get(index)
-        if value is not None and view is not None and view.gradient is value:
+        if value is not None and self.visible.get(index, _NOT_SHOWN).gradient is value:
             # `p.grad += x` has already changed the visible gradient in place, and assigns the same tensor.
             return
-        is_hooked = index in self.totals.hooked
-        if is_hooked:
-            self._let_hooks_see([index])
-            view = self.visible.get(index)
-        was_shown = view is not None and view.gradient is not None
-        if view is not None and view.are_zeros and view.gradient is not None:
-            was_shown = _version(view.gradient) > 0
+        self._let_hooks_see([index])
+        view = self.visible.get(index, _NOT_SHOWN)
+        was_shown = view.gradient is not None and not (view.are_zeros and _version(view.gradient) == 0)
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.visible[index] = VisibleGradient(value, is_other=True)
@@ -337,7 +358,7 @@ class ReplicaGradients:
             if value is not None:
                 self.put.add(index)
                 # The user's hooks must not see an assigned gradient: it is reduced now, before a backward adds to it.
-                if is_hooked:
+                if index in self.totals.hooked:
                     self._reduce("the assignment of a gradient (.grad) to a parameter that has a hook")
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
@@ -360,11 +381,6 @@ class ReplicaGradients:
             if self._has_local(index):
                 set_raw_grad(self.parameters[index], None)
 
-    def accumulate(self) -> None:
-        """The replica has come to a synchronization point that reduces gradients: its own can be added up."""
-        assert self.replica is not None
-        self.totals.accumulate(self.replica.index)
-
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
         """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
         are_ours = not self.put
@@ -385,27 +401,6 @@ class ReplicaGradients:
         Or the user's own, if an optimizer has it and no module: that of a layer that the user has removed.
         """
         return self.parameters[index] if index < len(self.parameters) else self.totals.owners[index]
-
-    def leave(self) -> None:
-        """The run has ended."""
-        self._run.gradients = self.replica = None
-        self.reduced()
-        self._shown.clear()
-        self.with_graph.clear()
-        self.added.clear()
-        self.computed.clear()
-
-    def reduced(self) -> None:
-        """Gradients were reduced: from here on, the step is shown the accumulated gradients of now."""
-        for index, view in self.visible.items():
-            if view.gradient is not None and view.version is not None:
-                self._shown[index] = weakref.ref(view.gradient)
-        self.visible.clear()
-        self.added_early = set()
-        self.put.clear()
-        self._reads, self._unlooked = set(), set()
-        self._last_read = self._num_nodes = -1
-        self._num_looks = _MANY
 
     def show_again(self) -> None:
         """Writes the accumulated gradients of now on the tensors that the step was shown before and has kept.
@@ -444,12 +439,7 @@ class ReplicaGradients:
     def _cleared(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""
         self.with_graph.discard(index)
-        view = self.visible.get(index)
-        if self._has_local(index):
-            return CLEARED
-        if view is None:
-            return CLEARED_NOTHING if self.totals.accumulated[index] is None else CLEARED
-        return view if view.gradient is None else CLEARED
+        return self.visible.get(index, CLEARED_NOTHING) if self._shown_or_local(index) is None else CLEARED
 
     def _show(self, index: int) -> torch.Tensor | None:
         """Shows the step the accumulated gradient of now."""
@@ -514,4 +504,3 @@ def stray_gradient(name: str) -> str:
 hide_from_compiler(ReplicaGradients.read)
 hide_from_compiler(ReplicaGradients.write)
 hide_from_compiler(ReplicaGradients.clear)
-hide_from_compiler(ReplicaGradients.accumulate)

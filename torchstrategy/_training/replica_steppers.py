@@ -146,7 +146,7 @@ class ReplicaOptimizer:
             result = self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)
             return [result] * len(brought)
 
-        self.gradients.accumulate()
+        self.gradients.totals.accumulate(self.replica.index)
         return self.replica.synchronize(name, combine, (args, kwargs))
 
     def _call_with(self, closure: Callable[[], Any], name: str, method: str, arguments: _Given) -> Any:

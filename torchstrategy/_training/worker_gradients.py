@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from torchstrategy._core.options import ReduceOp
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_reads import EarlyReads
 from torchstrategy._training.overlapped_sums import OverlappedSums
-from torchstrategy._training.replica_weights import ReplicaWeights
 
 _POINT = "the reduction of gradients"
 

@@ -77,7 +77,7 @@ def compute_average_loss(
     given = None if global_batch_size is None else _count(global_batch_size)
     group = _group("compute_average_loss", refuse_cross_replica=given is None)
     counted = _counted(loss, weight) if given is None else loss.new_full((), given)
-    if given is None and group.size > 1:
+    if given is None and group.run.num_present > 1:
         # The rows of a replica whose gradient is dropped do not count.
         counted = counted if group.weight else torch.zeros_like(counted)
         (counted,) = group.all_reduce([counted], name="compute_average_loss")
@@ -121,7 +121,7 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | float) -> torc
     if not isinstance(regularization_loss, (int, float, torch.Tensor)) or _is_complex(regularization_loss):
         raise TypeError(f"A regularization loss is a tensor of real numbers or a number; got {regularization_loss!r}.")
     group = _group("scale_regularization_loss")
-    return torch.as_tensor(regularization_loss).sum() / group.total_weight
+    return torch.as_tensor(regularization_loss).sum() / group.run.total_weight
 
 
 # A compiler would break its graph at the look-up of the replica and at the synchronization point, and make a graph of

@@ -83,7 +83,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalises a batch, of which each replica has some rows."""
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         group = group_here("SyncBatchNorm") if uses_batch else None
-        if group is not None and group.size > 1:
+        if group is not None and group.run.num_present > 1:
             return self._synchronised(input, group)
         return nn.BatchNorm1d.forward(self, input)
 

@@ -57,7 +57,9 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         group = group_here("assert_replicas_agree")
         assert group is not None
         # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
-        group.replica.synchronize("assert_replicas_agree", lambda brought: _compared(group.present, brought), _taken())
+        group.replica.synchronize(
+            "assert_replicas_agree", lambda brought: _compared(group.run.present, brought), _taken()
+        )
 
     def _taken() -> dict[str, torch.Tensor]:
         return dict(tensors_of([local_object(thing) for thing in things]))

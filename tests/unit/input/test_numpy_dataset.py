@@ -136,7 +136,7 @@ def test_arrays_of_one_kind_are_stacked(stacked: list[Any]) -> None:
 )
 def test_arrays_that_cannot_be_stacked_are_refused_by_name(arrays: list[Any], first: str, other: str) -> None:
     sentence = (
-        r"^numpy_input\['x'\] is a list, and the arrays of a list are stacked; "
+        r"^numpy_input\['x'\] is a list, so the arrays in it are stacked; "
         rf"but numpy_input\['x'\]{first} and numpy_input\['x'\]{other}\. "
     )
     with pytest.raises(ValueError, match=sentence):

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy.testing._same_as_plain.record import Numbers, Record
 
 SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")

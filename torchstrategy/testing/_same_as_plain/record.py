@@ -15,7 +15,7 @@ from torchstrategy._binding.module_traversal import TORCHS_OWN
 from torchstrategy._core.context import local_object
 from torchstrategy._core.tree import leaves_with_names
 from torchstrategy._core.types import Tree
-from torchstrategy._training.replica_weights import ReplicaWeights
+from torchstrategy._execution.replica_weights import ReplicaWeights
 
 Numbers: TypeAlias = dict[str, "torch.Tensor | None"]
 """Tensors by name. None stands for a gradient that is None."""

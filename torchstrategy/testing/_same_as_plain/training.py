@@ -21,9 +21,9 @@ from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning,
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.batch_types import moved
 from torchstrategy._strategy.strategy import StrategyBase
-from torchstrategy._training.replica_weights import ReplicaWeights
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain.difference import Tolerance, updates_agree

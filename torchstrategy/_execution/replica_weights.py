@@ -7,13 +7,14 @@ replica's gradient is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, final
 
 from torchstrategy._communication.workers import LONE, Workers
-from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, regroup, regroup_in_worker
 from torchstrategy._core.errors import plural
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.types import Tree
@@ -28,7 +29,7 @@ class ReplicaWeights:
         present: The replicas of this worker that take part, in order.
         fractions: For every replica of this worker, its fraction of the rows: those of all workers add up to 1.
         reduction: How the gradients of the replicas become one.
-        num_present: How many replicas of all workers take part. None: those of this worker, which is alone.
+        num_present: How many replicas of all workers take part.
         lead_worker: The first worker that has a replica which takes part.
         is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, so
             that this worker comes to all exchanges with the others, and nothing that it computes counts.
@@ -40,10 +41,10 @@ class ReplicaWeights:
     present: tuple[int, ...]
     fractions: tuple[float, ...]
     reduction: ReduceOp
-    num_present: int | None = None
+    num_present: int = 1
     lead_worker: int = 0
     is_understudy: bool = False
-    total_weight: float | None = None
+    total_weight: float = 1.0
     streams_agree: bool = True
     has_news: bool = False
 
@@ -59,10 +60,15 @@ class ReplicaWeights:
         """The replicas whose gradients count: those that got rows of the batch."""
         return tuple(r for r in self.present if self.weights[r])
 
-    @property
-    def comparing(self) -> tuple[int, ...]:
-        """The replicas that decide what becomes of a gradient which they have changed or cleared."""
-        return self.weighing or self.present
+    def regrouped(self, trees: Mapping[int, Tree], workers: Workers, are_results: bool = False) -> Tree:
+        """One tree of the trees of the replicas that take part.
+
+        A replica that takes none is absent from it: a distributed value has a component for each of the strategy.
+        """
+        by_replica = [trees.get(r, ABSENT) for r in range(len(self.fractions))]
+        if workers.count == 1:
+            return regroup(by_replica, are_results=are_results)
+        return regroup_in_worker(by_replica, is_understudy=self.is_understudy, are_results=are_results)
 
     @classmethod
     def of(
@@ -87,63 +93,53 @@ class ReplicaWeights:
             has_news: Whether this worker has modules or variables that no run has had yet.
 
         Raises:
-            ValueError: If the arguments were split with different row counts, or `options.examples` does not fit.
+            ValueError: If the arguments were split with different row counts, `options.examples` does not fit, or no
+                replica has all arguments.
         """
-        everyone = tuple(range(num_replicas))
         reduction = options.gradient_reduction or default
         assert isinstance(reduction, ReduceOp)  # `RunOptions` has made one of a name
         rows = _rows(leaves, options, reduction)
-        examples: tuple[float, ...] | None = rows
+        examples: Sequence[float] = [1.0] * num_replicas if rows is None else rows
         if options.examples is not None:
-            examples = tuple(options.examples)
+            examples = options.examples
             if len(examples) != num_replicas:
                 raise ValueError(
-                    f"RunOptions(examples={examples}) has {plural(len(examples), 'number')}; the strategy has "
+                    f"RunOptions(examples={tuple(examples)}) has {plural(len(examples), 'number')}; the strategy has "
                     f"{plural(num_replicas, 'replica')}."
                 )
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
+        of_worker = mark, has_news, workers.is_asked_to_leave
+        everyone = [
+            _Told(float(examples[r]), r in absent, rows is None or rows[r] > 0, *of_worker) for r in range(num_replicas)
+        ]
         if workers.count > 1:
-            counts = [1.0 if examples is None else float(examples[r]) for r in everyone]
-            has_rows = [rows is None or rows[r] > 0 for r in everyone]
-            of_worker = mark, has_news, workers.is_asked_to_leave
-            told = [_Told(counts[r], r in absent, has_rows[r], *of_worker) for r in everyone]
-            return cls._over_workers(workers, told, reduction, options.run_empty_replicas)
+            workers.compare("RunOptions", (reduction, options.run_empty_replicas))
+            everyone = list(chain.from_iterable(workers.all_gather_object(everyone, "the beginning of a run")))
+            workers.all_leave = any(one.is_asked_to_leave for one in everyone)
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
-        if rows is not None and any(rows) and not options.run_empty_replicas:
-            absent.update(r for r in everyone if not rows[r])
-        present = tuple(r for r in everyone if r not in absent)
-        counts = [1.0 if examples is None else float(examples[r]) for r in everyone]
-        total = sum(counts[r] for r in present)
-        # No replica that takes part has rows, as with an empty batch: all of them count the same.
-        if not total:
-            counts, total = [1.0] * num_replicas, float(len(present))
-        return cls(present, tuple(counts[r] / total if r in present else 0.0 for r in everyone), reduction)
-
-    @classmethod
-    def _over_workers(cls, workers: Workers, own: list[_Told], reduction: ReduceOp, runs_empty: bool) -> ReplicaWeights:
-        """The same, where the replicas of other processes count, too."""
-        workers.compare("RunOptions", (reduction, runs_empty))
-        of_all: list[list[_Told]] = workers.all_gather_object(own, "the beginning of a run")
-        everyone = [one for told in of_all for one in told]
-        workers.all_leave = any(one.is_asked_to_leave for one in everyone)
-        leaves_out = not runs_empty and any(one.has_rows for one in everyone)
+        leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
         weights = [one.weight if takes else 0.0 for one, takes in zip(everyone, takes_part, strict=True)]
+        # No replica that takes part has rows, as with an empty batch: all of them count the same.
         if not any(weights):
             weights = [float(takes) for takes in takes_part]
-        total, first = sum(weights) or 1.0, workers.index * len(own)
-        present = tuple(r for r in range(len(own)) if takes_part[first + r])
+        total, first = sum(weights) or 1.0, workers.index * num_replicas
+        present = tuple(r for r in range(num_replicas) if takes_part[first + r])
+        if not present and workers.count == 1:
+            raise ValueError(
+                "Each replica lacks one of the arguments of this run, so none of them can take part in it."
+            )
         return cls(
             present or (0,),
-            tuple(weight / total for weight in weights[first : first + len(own)]),
+            tuple(weight / total for weight in weights[first : first + num_replicas]),
             reduction,
-            sum(takes_part),
-            takes_part.index(True) // len(own) if any(takes_part) else 0,
-            not present,
-            1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
-            len({one.mark for one in everyone}) == 1,
-            any(one.has_news for one in everyone),
+            num_present=sum(takes_part),
+            lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
+            is_understudy=not present,
+            total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
+            streams_agree=len({one.mark for one in everyone}) == 1,
+            has_news=any(one.has_news for one in everyone),
         )
 
 
