@@ -30,7 +30,7 @@ from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
-from torchstrategy._core.errors import an, as_int, hide_frames
+from torchstrategy._core.errors import an, as_int, hide_frames, require_type
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
@@ -110,8 +110,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._devices = _replica_devices(device_ids)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
+        require_type(module, nn.Module, "DataParallel runs a torch.nn.Module")
         if isinstance(module, DataParallel):
             raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
         if len(self._devices) > 1:

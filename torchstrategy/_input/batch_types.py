@@ -26,7 +26,7 @@ import torch
 from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._core.errors import an, plural
+from torchstrategy._core.errors import an, plural, require_type
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
 from torchstrategy._core.tree import (
     is_container,
@@ -111,13 +111,11 @@ def register_batch_type(
 
     Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate (which makes batches)
     """
-    if not isinstance(cls, type):
-        raise TypeError(f"register_batch_type takes a class; got {cls!r}.")
+    require_type(cls, type, "register_batch_type takes a class")
     if cls in _BUILT_IN:
         raise TypeError(f"How a {cls.__name__} is distributed is fixed: register a type of your own that holds it.")
     for name, function in (("rows", rows), ("take", take), ("apply", apply)):
-        if function is not None and not callable(function):
-            raise TypeError(f"register_batch_type({cls.__name__}, {name}=...) takes a function; got {function!r}.")
+        require_type(function, Callable | None, f"register_batch_type({cls.__name__}, {name}=...) takes a function")
     if cls in _registered:
         raise ValueError(f"{cls.__name__} is registered already. Register a type once, where it is defined.")
     if rows is not None and take is None:

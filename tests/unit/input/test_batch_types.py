@@ -548,7 +548,9 @@ def test_how_plain_types_are_dealt_out_is_fixed(cls: Any) -> None:
 
 @pytest.mark.parametrize("name", ["rows", "take", "apply"])
 def test_what_a_registration_is_told_are_functions(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^register_batch_type\(Own, {name}=\.\.\.\) takes a function; got 3\."):
+    with pytest.raises(
+        TypeError, match=rf"^register_batch_type\(Own, {name}=\.\.\.\) takes a function; got 3, an int\."
+    ):
         own_type(**{name: 3})
 
 
