@@ -109,7 +109,10 @@ class DataParallel(nn.Module):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        self._devices = _replica_devices(device_ids)
+        if isinstance(device_ids, (str, int, torch.device)):
+            raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
+        devices = local_accelerators() if device_ids is None else devices_of_replicas("device_ids", device_ids)
+        self._devices: tuple[Device, ...] = tuple(devices)
         if not isinstance(module, nn.Module):
             raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
         if isinstance(module, DataParallel):
@@ -256,20 +259,11 @@ def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, c
 # Checks of the constructor's arguments, and of where the module is
 
 
-def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
-    if device_ids is None:
-        return tuple(local_accelerators())
-    if isinstance(device_ids, (str, int, torch.device)):
-        raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
-    return tuple(devices_of_replicas("device_ids", device_ids))
-
-
 def _refuse_in_replica() -> None:
     if is_in_replica():
         raise RuntimeError(
-            "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, or "
-            "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is "
-            "split already."
+            "A DataParallel was called in a replica, where the batch is split already. In a step, or in a module that "
+            "is in a DataParallel itself, call the module that it wraps, `.module`."
         )
 
 
