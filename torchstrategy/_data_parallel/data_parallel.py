@@ -295,14 +295,12 @@ def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
 
 
-def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Gives a state dict that is loaded the names with `module.`, unless it has them.
 
     It may have been saved with a `torch.nn.DataParallel`, or without.
     """
-    wrapped = module.module
-    assert isinstance(wrapped, nn.Module)
-    own, long = wrapped.state_dict(keep_vars=True).keys(), f"{prefix}module."
+    own, long = module.module.state_dict(keep_vars=True).keys(), f"{prefix}module."
     keys = [key for key in state_dict if key.startswith(prefix)]
     as_they_are = sum(key.removeprefix(prefix) in own for key in keys)
     if as_they_are < sum(key.startswith(long) and key.removeprefix(long) in own for key in keys):

@@ -120,15 +120,10 @@ def register_batch_type(
             raise TypeError(f"register_batch_type({cls.__name__}, {name}=...) takes a function; got {function!r}.")
     if cls in _registered:
         raise ValueError(f"{cls.__name__} is registered already. Register a type once, where it is defined.")
-    if rows is not None and take is None:
+    if (rows is None) != (take is None):
         raise ValueError(
-            f"{cls.__name__} has rows, so it must be known how to take some of them: "
-            f"register_batch_type({cls.__name__}, rows=..., take=lambda batch, rows: ...)."
-        )
-    if rows is None and take is not None:
-        raise ValueError(
-            f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
-            "taken. Say how many rows it has, or leave out take."
+            f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
+            "some of them; or neither of the two, and the values, which have no rows, are given whole."
         )
     checked = _checked(cls, rows or len, take or unchanged, apply or unchanged)
     _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
