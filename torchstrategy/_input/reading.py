@@ -185,7 +185,9 @@ class Reading(ABC):
         self.splitter = splitter
         self.routes = routes
         self._elements: list[Tree] = []  # of the next step, if an error came after they were read
-        self._passes = splitter.begin()  # an epoch over each source; none when nothing more is read
+        followed = None if splitter.reads_its_own else splitter.workers
+        # An epoch over each source; none when nothing more is read. The caller's thread draws their seeds.
+        self._passes = [source.begin(followed) for source in splitter.sources]
         for reach in self._marks():
             reach()
 

@@ -25,7 +25,7 @@ from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tre
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
-from torchstrategy._input.source import Epoch, Shard, Source
+from torchstrategy._input.source import Shard, Source
 
 
 @final
@@ -259,15 +259,8 @@ class Splitter(ABC):
             elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
         return self.split(elements)
 
-    def begin(self) -> list[Epoch]:
-        """A new epoch over each source. The caller's thread draws their seeds."""
-        return [source.begin(None if self.reads_its_own else self.workers) for source in self.sources]
-
     def see(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element."""
-        self._spec, self.is_to_be_seen = self._spec_of(split_batch), False
-
-    def _spec_of(self, split_batch: SplitBatch) -> Tree:
         rows = self.rows()
 
         def specs(leaf: Tree) -> Tree:
@@ -279,8 +272,10 @@ class Splitter(ABC):
 
         if split_batch.spec is None:
             (element,) = split_batch.leaves[0]
-            return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
-        return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+            self._spec = map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
+        else:
+            self._spec = split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+        self.is_to_be_seen = False
 
     def _spec_of_one(self, value: Any, rows: int | None) -> TensorSpec | type:
         """The spec of the values of one leaf for one replica.
