@@ -179,7 +179,7 @@ class OneDeviceExtended(OneMachineExtended):
         return value_fn(ValueContext())
 
     def _copy(self, memo: dict[int, Any]) -> StrategyExtended:
-        return OneDeviceExtended(self._storage.like())
+        return OneDeviceExtended(Storage(self._storage.layout))
 
 
 @final

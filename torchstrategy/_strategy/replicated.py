@@ -269,7 +269,7 @@ class ReplicatedExtended(OneMachineExtended):
                 "A strategy of several processes cannot be copied: the copy's exchanges would have no order."
             )
         settings = self._gradient_reduction, self._between_graph, self._cross_device_ops
-        return ReplicatedExtended(self._storage.like(), *settings)
+        return ReplicatedExtended(type(self._storage)(self._storage.layout), *settings)
 
 
 def _holds_tensors(value: Tree) -> bool:
