@@ -69,14 +69,15 @@ class Storage:
             TypeError: If it cannot be used in replicas.
         """
         parts = parts_of([module])
-        held = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
         # All parts are looked at first: a module that is refused leaves none of its parts claimed.
-        for thing in (*parts, *(parameter for _, parameter in held)):
-            self._require_free(thing)
+        for part in parts:
+            self._require_free(part)
+            for parameter in part.parameters(recurse=False):
+                self._require_free(parameter)
         for part in parts:
             self.take_part(part)
-        for part, parameter in held:
-            self.claim_parameter(part, parameter)
+            for parameter in part.parameters(recurse=False):
+                self.claim_parameter(part, parameter)
 
     def claim(self, thing: nn.Module | Variable) -> None:
         """Notes that a module or variable belongs here.
