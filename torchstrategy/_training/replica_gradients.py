@@ -75,10 +75,9 @@ class GradientTotals(Protocol):
 class CurrentRun:
     """The one object by which all parameters of a replica know the run that they are in."""
 
-    def __init__(self) -> None:
-        # None between runs. `ReplicaGradients` refers to all parameters: a parameter that referred to it all the time
-        # would keep itself alive until Python's collector of cycles runs.
-        self.gradients: ReplicaGradients | None = None
+    # None between runs. `ReplicaGradients` refers to all parameters: a parameter that referred to it all the time would
+    # keep itself alive until Python's collector of cycles runs.
+    gradients: ReplicaGradients | None = None
 
 
 class ReplicaParameter(torch.nn.Parameter):
