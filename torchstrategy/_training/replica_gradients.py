@@ -520,18 +520,16 @@ def stray_gradient(name: str) -> str:
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
-        "starts, where names mean your own objects. Create the module in the scope or give it to "
-        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
-        "step; call backward on the thread of the step."
+        "tensor in no module, a list of parameters made outside of the step, or a thread that it starts, where names "
+        "mean your own objects. Create the module in the scope, or give it to strategy.distribute_module(module); put "
+        "the tensor into such a module; call model.parameters() in the step, and backward on its thread."
     )
 
 
 _TOO_EARLY = (
-    "Replica {reader} read the gradient of {name} to which replica {adder} still had to add. This happens if a replica "
-    "that did not use the parameter ran no backward, or if backward ran twice in it without a new forward and without "
-    "a read of all gradients in between. Run backward in every replica; where there is no loss, call "
-    "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
+    "Replica {reader} read the gradient of {name} to which replica {adder} still had to add: a replica that did not "
+    "use the parameter ran no backward, or backward ran twice in one without a new forward or a read of all gradients. "
+    "Run backward in every replica, (outputs.sum() * 0).backward() where there is no loss; or read after strategy.run."
 )
 
 
