@@ -498,10 +498,9 @@ def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def _made_together(name: str) -> str:
     return (
-        f"This backward goes through {name}.grad, which replicas have made together, of all their rows: none of them "
-        "can differentiate it. Get the gradients of the replica's own rows from torch.autograd.grad(loss, parameters, "
-        "create_graph=True), and those of the whole batch from get_replica_context().all_reduce of these: a backward "
-        "goes through both."
+        f"This backward goes through {name}.grad, which replicas have made together, so none of them can differentiate "
+        "it. Take the gradients of its own rows by torch.autograd.grad(loss, parameters, create_graph=True), and "
+        "those of the batch by get_replica_context().all_reduce of these: a backward goes through both."
     )
 
 
@@ -509,9 +508,8 @@ def written_in_replica(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
         f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would make "
-        "this change once, and copies on other devices would no longer agree. Where replicas share the memory of the "
-        "parameter, the change is in it now. Write on parameters after strategy.run, or in a merge function: "
-        "get_replica_context().merge_call(lambda strategy: ...)."
+        "this change, and copies on other devices would not agree; where replicas share memory, it was made. Write "
+        "on parameters after strategy.run, or in get_replica_context().merge_call(lambda strategy: ...)."
     )
 
 
