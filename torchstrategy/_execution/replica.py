@@ -74,7 +74,7 @@ class Replica(ABC):
     index: int
     device: Device
     was_asked = False  # whether the step asked which replica it is in
-    # Told of each synchronization point, before its `combine` runs. None: there is nobody to tell, in other processes.
+    # Told of each synchronization point to which the replica comes. None: there is nobody to tell, in other processes.
     telling: Callable[[str], None] | None = field(default=None, init=False)
 
     @abstractmethod
@@ -90,17 +90,6 @@ class Replica(ABC):
         Raises:
             RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
         """
-
-    def _told(self, name: str, combine: Combine) -> Combine:
-        """The same function, which tells other processes that the replicas are at this synchronization point."""
-        telling = self.telling
-        assert telling is not None
-
-        def told(brought: Sequence[Tree]) -> Sequence[Tree]:
-            telling(name)
-            return combine(brought)
-
-        return told
 
     @abstractmethod
     def pause(self) -> None:
@@ -125,13 +114,14 @@ class InlineReplica(Replica):
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         reached(self.index, name)
+        if self.telling is not None:
+            self.telling(name)
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
         with nowhere(), in_use(self.callers_device), self.combining(), traced("synchronize at {}", name):
-            known = combine if self.telling is None else self._told(name, combine)
-            return known([brought])[0]
+            return combine([brought])[0]
 
 
 _Columns = list[tuple[torch.Tensor, ...]]  # for each tensor, the tensors of the replicas, in replica order

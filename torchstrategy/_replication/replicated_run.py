@@ -42,8 +42,13 @@ class ReplicaSet:
         variables: The user's variables.
         optimizers: The user's optimizers.
         layout: Where the copies are, and how they are kept in step.
+
+    Attributes:
         generation: A number that the storage counts up when the user's set of modules changes.
+        thread: The thread that called the run which has this set.
     """
+
+    generation = thread = 0
 
     def __init__(
         self,
@@ -51,10 +56,7 @@ class ReplicaSet:
         variables: Sequence[Variable],
         optimizers: Sequence[Optimizer],
         layout: Placement,
-        generation: int,
     ) -> None:
-        self.generation = generation
-        self.thread = 0  # the thread that called the run which has this set
         self._layout = layout
         self.workers = layout.workers
         with undisturbed():

@@ -332,7 +332,8 @@ class ReplicatedStorage(Storage):
                 if copies.generation == self._generation and copies.bring_up_to_date(optimizers):
                     break
             else:
-                copies = self._copied(variables, optimizers)
+                generation, copies = self._generation, self._copied(variables, optimizers)
+                copies.generation = generation  # of before: another thread may have counted it up meanwhile
             if self._in_use:  # none of these runs can tell which of them has written a parameter
                 for other in (copies, *self._in_use):
                     other.gradients.is_alone = False
@@ -350,14 +351,13 @@ class ReplicatedStorage(Storage):
             return used if self._in_use else self._idle[-1:]
 
     def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
-        generation = self._generation
         parts = parts_of(_alive(self._modules.values()))
         for part in parts:
             self.claim(part)
         self._is_copying = True
         try:
             with traced("copy modules"):
-                return ReplicaSet(_roots(parts), variables, optimizers, self.layout, generation)
+                return ReplicaSet(_roots(parts), variables, optimizers, self.layout)
         finally:
             self._is_copying = False
 

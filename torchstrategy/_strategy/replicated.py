@@ -27,6 +27,7 @@ from torchstrategy._core.distributed_values import (
     local_results,
     select,
 )
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
@@ -84,8 +85,7 @@ class ReplicatedExtended(StrategyExtended):
         return not self._storage.layout.is_mirrored
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        if not isinstance(v, (nn.Module, torch.Tensor)):
-            raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+        require_type(v, nn.Module | torch.Tensor, "variable_created_in_scope asks about a module or a parameter")
         return self._owns(self.value_container(v))
 
     def _take_variable(self, variable: Variable) -> None:

@@ -20,7 +20,7 @@ from torchstrategy._communication.reductions import as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
-from torchstrategy._core.errors import plural
+from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
@@ -248,8 +248,7 @@ class StrategyExtended(VariablesOfExtended):
         _check_destinations(destinations)
         if isinstance(tensor, (int, float, complex)):
             return tensor
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"broadcast_to sends a tensor; got {tensor!r}, a {type(tensor).__name__}.")
+        require_type(tensor, torch.Tensor, "broadcast_to sends a tensor")
         return self._broadcast_to(tensor, destinations)
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:

@@ -19,7 +19,7 @@ from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import an, require_type
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import make_parameter, version
 from torchstrategy._core.tree import map_leaves, tree_leaves
@@ -387,8 +387,7 @@ class VariablesOfExtended:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/compat/v1/distribute/StrategyExtended#read_var
         """
-        if not isinstance(v, torch.Tensor):
-            raise TypeError(f"read_var reads a torchstrategy.Variable; got {v!r}, a {type(v).__name__}.")
+        require_type(v, torch.Tensor, "read_var reads a torchstrategy.Variable")
         return v.clone() if is_variable(v) else v
 
     # What a subclass can rely on

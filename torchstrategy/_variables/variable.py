@@ -29,6 +29,7 @@ from torchstrategy._communication.reductions import as_tensor
 from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, shown
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
@@ -357,10 +358,8 @@ class Wanted:
     aggregation: VariableAggregation
 
     def __post_init__(self) -> None:
-        if not isinstance(self.trainable, (bool, type(None))):
-            raise TypeError(f"Variable(trainable={self.trainable!r}): it is True, False or None.")
-        if not isinstance(self.name, (str, type(None))):
-            raise TypeError(f"Variable(name={self.name!r}): it is a string or None.")
+        require_type(self.trainable, bool | None, "Variable(trainable=...) is True, False or None")
+        require_type(self.name, str | None, "Variable(name=...) is a string or None")
         for given, kind in ((self.synchronization, VariableSynchronization), (self.aggregation, VariableAggregation)):
             if not isinstance(given, kind):
                 raise ValueError(f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}.")
