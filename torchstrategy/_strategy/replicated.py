@@ -338,7 +338,7 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        return type(self)(self._storage.like(), self._gradient_reduction, self._ops)
+        return type(self)(type(self._storage)(self._storage.layout), self._gradient_reduction, self._ops)
 
 
 def _holds_tensors(value: Tree) -> bool:
