@@ -139,6 +139,6 @@ _default_strategy = DefaultStrategy()
 set_default(_default_strategy, LoneFrame(_default_strategy).replica_context)
 
 for _name in __all__:
-    if getattr(globals()[_name], "__module__", "").startswith("torchstrategy._"):
+    if getattr(globals()[_name], "__module__", "").startswith("torchstrategy."):
         globals()[_name].__module__ = "torchstrategy"
 del _name, DefaultStrategy, LoneFrame, set_default

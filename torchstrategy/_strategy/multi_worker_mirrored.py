@@ -225,9 +225,8 @@ def _resolved(resolver: ClusterResolver) -> Place:
     training = [(job, i) for job in jobs for i in spec.task_indices(job)]
     if kind in ("ps", "evaluator") or (kind is not None and kind not in spec.jobs and spec):
         raise ValueError(
-            f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in those of the jobs 'chief' "
-            "and 'worker'. Start only these with this script; a torch program needs no parameter servers, and an "
-            "evaluator is a script of its own, without this strategy."
+            f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in the jobs 'chief' and "
+            "'worker'. Start only these with this script: there are no parameter servers, and an evaluator is another."
         )
     if len(training) < 2:
         return Place()

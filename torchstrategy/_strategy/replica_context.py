@@ -240,9 +240,8 @@ class ReplicaContext:
             frame = current_frame()
             where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
             raise RuntimeError(
-                f"Mismatching replica context: {what} was called on replica {self._replica_id}, which is not the one "
-                f"that runs here: the caller is {where}. A replica context is good for one call of the step; ask for "
-                "it inside with torchstrategy.get_replica_context()."
+                f"Mismatching replica context: {what} was called on replica {self._replica_id}, and the caller is "
+                f"{where}. A context is good for one call of the step: ask torchstrategy.get_replica_context() in it."
             )
 
 

@@ -19,7 +19,7 @@ from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
-from torchstrategy._core.errors import an, require_type
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import make_parameter, version
 from torchstrategy._core.tree import map_leaves, tree_leaves
@@ -317,11 +317,7 @@ class VariablesOfExtended:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#update
         """
         require_cross_replica(self._container_strategy(), "update")
-        if not isinstance(var, nn.Parameter):
-            raise TypeError(
-                f"update writes a variable, and was given {an(type(var).__name__)}. Make it one in the scope, "
-                "torchstrategy.Variable(value, trainable=False); or write it yourself, outside of strategy.run."
-            )
+        require_type(var, nn.Parameter, "update writes a variable, torchstrategy.Variable(value, trainable=False)")
         if any(type(leaf) is PerReplica for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
@@ -351,9 +347,7 @@ class VariablesOfExtended:
         """
         frame, strategy = current_frame(), self._container_strategy()
         if current_strategy() is not strategy or (frame is not None and frame.replica_context is not None):
-            raise RuntimeError(
-                f'Need to be inside "with strategy.scope()" for {strategy!r}: colocate_vars_with is for that block.'
-            )
+            raise RuntimeError(f'Need to be inside "with strategy.scope()" for {strategy!r} in colocate_vars_with.')
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError("colocate_vars_with takes a variable that was created in this strategy's scope.")
         return nullcontext()

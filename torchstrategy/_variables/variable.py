@@ -333,13 +333,11 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
         given = as_tensor(value.values[0] if type(value) is Mirrored else value)
         if given.shape != memory.shape:
             raise ValueError(
-                f"{variable.name} has the shape {tuple(memory.shape)} and was assigned a value of the shape "
-                f"{tuple(given.shape)}. They must be equal."
+                f"{variable.name} has the shape {tuple(memory.shape)}; a value of {tuple(given.shape)} does not fit."
             )
         if not torch.can_cast(given.dtype, memory.dtype):
             raise ValueError(
-                f"{variable.name} holds {memory.dtype}, to which a value of {given.dtype} cannot be converted without "
-                "loss. Convert the value, or make the variable of another dtype."
+                f"{variable.name} holds {memory.dtype}: a value of {given.dtype} cannot be converted without loss."
             )
         with _writing:
             _plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})

@@ -241,8 +241,7 @@ class ClusterResolver(ABC):
         if asked != (self.task_type, self.task_id):
             raise ValueError(
                 f"num_accelerators was asked about {asked[0]} {asked[1]}, and this process, {self.task_type} "
-                f"{self.task_id}, sees the accelerators of its own machine only. Say how many each task has with "
-                "SimpleClusterResolver(cluster_spec, num_accelerators={'GPU': 8})."
+                f"{self.task_id}, sees its own only. Use SimpleClusterResolver(spec, num_accelerators={{'GPU': 8}})."
             )
         return +Counter(GPU=len(local_accelerators()))  # the sign leaves out a kind of which there is none
 

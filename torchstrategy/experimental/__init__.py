@@ -23,7 +23,6 @@ __all__ = [
     "ValueContext",
 ]
 
-_OPTIONS = (AutoShardPolicy, CollectiveHints, CommunicationImplementation, CommunicationOptions)
-for _thing in (*_OPTIONS, Optional, PreemptionCheckpointHandler):
-    _thing.__module__ = __name__  # their only home
-del _OPTIONS, _thing
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # those that are not only here are `torchstrategy`'s in the end
+del _name
