@@ -38,7 +38,7 @@ def test_a_script_module_is_refused(make):
             super().__init__()
             self.inner = scripted
 
-    refused(make, Holder, r"Holder\.inner is a ScriptModule, of which replicas cannot have copies")
+    refused(make, Holder, r"Holder\.inner is a ScriptModule, which cannot be copied")
 
 
 def test_a_module_made_in_inference_mode_is_refused_and_one_that_runs_in_it_is_not(make):
@@ -150,7 +150,7 @@ def test_a_subclass_of_parameter_is_refused(make):
     refused(
         make,
         build,
-        r"Linear\.weight is a Special\. Replicas can have copies of torch\.nn\.Parameter itself, and not of its",
+        r"Linear\.weight is a Special\. Replicas can have copies of torch\.nn\.Parameter, not of its subclasses",
     )
 
 

@@ -50,7 +50,8 @@ def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(how: s
 
 
 def test_small_packs_are_sent_in_one_order(monkeypatch: Any) -> None:
-    parameters = [torch.zeros(size) for size in (5, 1, 4, 2)]
+    parameters = [torch.zeros(size) for size in (1, 5, 1, 4, 2)]
     monkeypatch.setattr(workers, "PACK", 20)
-    packs = overlapped_sums._packs([0, 1, 2, 3], parameters)
-    assert [pack.indices for pack in packs] == [[3], [2, 1], [0]]
+    packs = overlapped_sums._packs([0, 1, 2, 3, 4], parameters)
+    # A pack goes when it is full or over: the small tensor between two large ones, as a bias, is not sent by itself.
+    assert [pack.indices for pack in packs] == [[4, 3], [2, 1], [0]]

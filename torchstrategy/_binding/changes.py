@@ -116,9 +116,9 @@ class Snapshot:
             return False
         return names == self._names if self._are_plain else all(map(is_, names, self._names))
 
-    def edits(self, places: Iterable[Any] | None = None) -> Iterator[Edit]:
-        """The entries of tables that have changed; `places`: the keys of those to look at, else of all that differ."""
-        for place in self.differing() if places is None else places:
+    def edits(self) -> Iterator[Edit]:
+        """The entries of tables that have changed."""
+        for place in self.differing():
             if place in self._known:
                 yield from edits(self._known[place], self._tables[place], place)
 

@@ -338,13 +338,20 @@ def bucketed(
     return [found[index] for index in range(len(columns))]
 
 
-def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float) -> list[list[int]]:
-    """Which of several things go together, by position: those of one kind, up to a total size."""
+def grouped(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False) -> list[list[int]]:
+    """Which of several things go together, by position: those of one kind, up to a total size.
+
+    Args:
+        kinds: The kind of each thing.
+        sizes: Its size.
+        limit: The total size.
+        over: Whether the last thing of a group may go over the limit. Then no small group is left between large things.
+    """
     groups: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     room: dict[Hashable, float] = {}
     for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
-        if room.get(kind, -1) < size:
+        if room.get(kind, -1) < (1 if over else size):
             groups.append([])
             filling[kind], room[kind] = groups[-1], limit
         filling[kind].append(index)

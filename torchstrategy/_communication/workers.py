@@ -134,9 +134,9 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-PACK = 4 * 2**20  # bytes of the tensors that are sent together
+PACK = 4 * 2**20  # bytes from which on tensors that are sent together are enough
 
 
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors that are sent together: those of one dtype and device, at most `PACK` bytes."""
-    return grouped([(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK)
+    """The positions of tensors that are sent together: those of one dtype and device, until they have `PACK` bytes."""
+    return grouped([(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK, over=True)

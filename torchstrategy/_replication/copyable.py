@@ -36,7 +36,10 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{path} is a ScriptModule, which cannot be copied. Use the module it was made from.")
         if isinstance(module, nn.DataParallel):
-            raise TypeError(f"{path} is a torch.nn.DataParallel. Use its `.module`: the batch is split already.")
+            raise TypeError(
+                f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
+                "wraps, `.module`: the batch is split already."
+            )
         for name, parameter in module._parameters.items():
             if parameter is not None and nn.parameter.is_lazy(parameter) and are_all:
                 raise TypeError(

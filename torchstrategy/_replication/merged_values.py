@@ -80,7 +80,7 @@ class Merger:
             RuntimeError: If the step made a tensor to be trained.
         """
         first = values[0]
-        if all(map(_is_plain, values)):
+        if all(value is ABSENT or isinstance(value, PLAIN) for value in values):
             self._compare(path, values)
             return first
         # What stands in several places of the replicas is one object in the user's modules, too.
@@ -163,10 +163,6 @@ class Merger:
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is ABSENT or isinstance(value, PLAIN)
 
 
 def _constant(value: Any, like: Any) -> Any:

@@ -132,7 +132,8 @@ class ModuleReplica:
         self._is_counted_by_users = all(self.aliased)
         self.note_parameters()
         self._memo = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
-        self._memo.update((id(owner), p) for owner, p in zip(owners, self.parameters, strict=True))
+        by_owner = dict(zip(map(id, owners), self.parameters, strict=True))
+        self._memo.update(by_owner)
         named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
         outputs, self._held = self._own_in(named, self._memo.keys() | set(map(id, buffers.tensors)), is_new=True)
@@ -156,11 +157,9 @@ class ModuleReplica:
                 kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
                 drop(kept, MISSING)
                 inside.update(kept)
-        self.local_objects: dict[int, object] = {id(module): pairs[id(module)] for module in modules}
-        self.local_objects.update((id(o), p) for o, p in zip(owners, self.parameters, strict=True))
+        self.local_objects: dict[int, object] = {**pairs, **by_owner}
         self._slots = slots
         self.buffers = StepWrites(own)
-        self._attributes = Snapshot(dict(enumerate(self.insides)), TABLES)
         self._structure = Snapshot(tables_of(self.insides))
 
     def _own_in(
@@ -285,10 +284,6 @@ class ModuleReplica:
         held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self._memo)
         return any(isinstance(thing, nn.Module) or _is_trainable(thing) for thing in held)
 
-    def note_attributes(self) -> None:
-        """Says that the plain attributes agree with the user's: what is replaced from here on, the step replaces."""
-        self._attributes.take()
-
     def copied(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
@@ -329,13 +324,6 @@ class ModuleReplica:
         if found and not made:
             self._structure.take()
         return made
-
-    def take_attributes(self) -> list[Edit]:
-        """The plain attributes that the step made, replaced or removed since the last call."""
-        edits = list(self._attributes.edits())
-        if edits:
-            self.note_attributes()
-        return [edit for edit in edits if edit.name not in TABLES]
 
     def buffer(self, index: int) -> torch.Tensor:
         """The replica's own buffer, or the tensor that the step put in its place."""

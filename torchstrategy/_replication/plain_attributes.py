@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import InitVar, dataclass
 from itertools import chain
 from typing import Any, final
 
@@ -36,7 +37,7 @@ from torchstrategy._binding.changes import (
     TrackedTensors,
     write_value,
 )
-from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
+from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
@@ -49,41 +50,41 @@ from torchstrategy._replication.tensor_copies import storage_of
 
 
 @final
+@dataclass(eq=False)
 class PlainAttributes:
     """The plain attributes of the user's modules, with the containers and tensors that they hold.
 
     Args:
+        replicas: The copies of the modules in each replica.
         modules: The user's modules.
         paths: What to call each of them.
-        replicas: The copies of the modules in each replica.
         parameters: The ids of the user's parameters.
-        known: The ids of parameters and buffers, which other code keeps in step, and which may change.
+        known_tensors: The ids of parameters and buffers, which other code keeps in step, and which may change.
         device: Where the user's parameters are.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        paths: Sequence[str],
-        replicas: Sequence[ModuleReplica],
-        parameters: Set[int],
-        known: Set[int],
-        device: Device,
-    ) -> None:
-        insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in replicas), strict=True)
+    replicas: Sequence[ModuleReplica]
+    modules: InitVar[Sequence[nn.Module]]
+    paths: InitVar[Sequence[str]]
+    parameters: Set[int]
+    known_tensors: Set[int]
+    device: Device
+
+    def __post_init__(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> None:
+        insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it, in the other workers too.
         self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
-        self._replicas = replicas
-        self._parameters = parameters
-        self._known_tensors = known
-        self._device = device
         self._of_packages = {
             path for path, module in zip(self._modules, modules, strict=True) if _is_of_package(module)
         }
         # The attributes that hooks compute, in each replica for itself.
         self._computed = {path: computed_by_hooks(module) for path, module in zip(self._modules, modules, strict=True)}
-        # These, and the attributes that are states of metrics, which `metrics` brings to the replicas and back.
-        self._left_out = {p: self._computed[p].union(states_of(one.original)) for p, one in self._modules.items()}
+        # The states of metrics, which `metrics` brings to the replicas and back.
+        self._states = {path: states_of(place.original) for path, place in self._modules.items()}
+        self._left_out = {path: _TORCHS.union(self._computed[path], self._states[path]) for path in self._modules}
+        self._known_modules = Snapshot({path: place.original for path, place in self._modules.items()})
+        own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
+        self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect()
 
@@ -91,27 +92,27 @@ class PlainAttributes:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places, leaves, self._others = places_and_leaves(self._named())
         # The ids of the parameters and buffers that attributes hold.
-        self.known_held = leaves.keys() & self._known_tensors
+        self.known_held = leaves.keys() & self.known_tensors
         self._places = _by_path(chain(self._modules.values(), places.values()))
         self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
         self.tensors = TrackedTensors([TrackedTensor(path, leaf.original) for path, leaf in self._leaves.items()])
         self.tensors.watch(range(len(self._leaves)))
-        self._known = Snapshot({path: place.original for path, place in self._places.items()})
         self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
-        count = range(len(self._replicas))
+        self._known = Snapshot({path: place.original for path, place in self._containers.items()})
+        count = range(len(self.replicas))
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
         self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count]
 
     def _named(self) -> Iterator[Place]:
         """The plain attributes of all modules."""
         for path, (_, inside, of_replicas) in self._modules.items():
-            left_out = TORCHS_OWN | self._left_out[path]
+            left_out = self._left_out[path]
             for name in [name for name in inside if name not in left_out]:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
                 is_everywhere = not any(value is MISSING for value in local)
-                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self._parameters:
+                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
                     yield Place(f"{path}.{name}", inside[name], local)
 
     def bring(self) -> bool:
@@ -121,11 +122,10 @@ class PlainAttributes:
         if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
         written, changed = self.tensors.take_changes()[0] if self._leaves else [], self._known.differing()
-        if not self._bring_tensors(written) or (changed and not self._bring_changed(changed)):
+        edits = list(self._known_modules.edits())
+        if not self._bring_tensors(written) or not self._bring_changed(edits, changed):
             return False
-        if changed:
-            for replica in self._replicas:
-                replica.note_attributes()
+        if edits or changed:
             self._collect()
         elif written:
             self.agree()
@@ -145,21 +145,19 @@ class PlainAttributes:
                 write_value(one, original, False)
         return True
 
-    def _bring_changed(self, changed: Sequence[str]) -> bool:
+    def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
         """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
-        edits = list(self._known.edits(path for path in changed if path in self._modules))
-        if any(edit.name in TORCHS_OWN and edit.name != "training" for edit in edits):
+        if any(edit.name in _TORCHS for edit in edits):
             return False
         brought = [edit for edit in edits if edit.name not in self._left_out[edit.place]]
         for edit in brought:
-            refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self._parameters)
+            refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
-        containers = {path: place for path, place in self._containers.items() if path in changed}
-        new.update(((path, ""), contents_of(place.original)) for path, place in containers.items())
-        if self._replicas[0].lacks_parts_in(new.values()):
+        new.update(((path, ""), contents_of(self._containers[path].original)) for path in changed)
+        if self.replicas[0].lacks_parts_in(new.values()):
             return False
         known = [*self._leaves.values(), *self._containers.values()]
-        for r, replica in enumerate(self._replicas):
+        for r, replica in enumerate(self.replicas if brought or changed else ()):
             try:
                 copies = replica.copied(new, {id(one.original): one.local[r] for one in known})
             except Exception as error:
@@ -167,16 +165,16 @@ class PlainAttributes:
             for edit in brought:
                 local = self._modules[edit.place].local[r]
                 edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
-            for path, place in containers.items():
-                write(place.local[r], copies[path, ""])
+            for path in changed:
+                write(self._containers[path].local[r], copies[path, ""])
+            if brought:
+                self._known_insides[r].take()
+        if edits:
+            self._known_modules.take()
         return True
 
     def put_together(
-        self,
-        present: Sequence[int],
-        originals: Callable[[], Sequence[object]],
-        look: Look,
-        is_understudy: bool = False,
+        self, present: Sequence[int], originals: Callable[[], Sequence[object]], look: Look, is_understudy: bool
     ) -> None:
         """After a run: makes one value of those of the replicas for each attribute that one of them wrote.
 
@@ -192,12 +190,12 @@ class PlainAttributes:
         self._is_understudy = is_understudy
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
-        edits = [edit for r in present for edit in self._replicas[r].take_attributes()]
+        edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
-            merger = Merger(present, len(self._replicas), users, memory, self._device, look, is_understudy)
+            merger = Merger(present, len(self.replicas), users, memory, self.device, look, is_understudy)
             self._merge_containers(present, changed, merger)
             self._merge_attributes(present, edits, merger)
         written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
@@ -211,7 +209,7 @@ class PlainAttributes:
     def known_in_replicas(self, originals: Callable[[], Sequence[object]]) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
         users = {id(original): original for original in originals()}
-        known = {id(own): users[key] for r in self._replicas for key, own in r.counterparts() if key in users}
+        known = {id(own): users[key] for r in self.replicas for key, own in r.counterparts() if key in users}
         for thing in self._known_things:
             known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
         return known
@@ -224,18 +222,18 @@ class PlainAttributes:
                 self._merged[path] = merger.items(f"attribute {path}", items, named_items(original))
 
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
-        paths = list(self._modules)
-        for path, name in dict.fromkeys((paths[edit.place], edit.name) for edit in edits):
+        for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._modules[path]
+            merged = self._merged.setdefault(path, {})
             before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
             if name in self._computed[path]:
-                after = value.detach().to(self._device) if isinstance(value, torch.Tensor) else before
-            elif name in self._left_out[path]:
+                after = value.detach().to(self.device) if isinstance(value, torch.Tensor) else before
+            elif name in self._states[path]:
                 continue
             else:
                 merger.is_quiet = self._is_quiet(path)
                 after = merger.merged(f"attribute {path}.{name}", [value, *others], before)
-            self._merged.setdefault(path, {})[ATTRIBUTE, name] = after
+            merged[ATTRIBUTE, name] = after
 
     def _is_quiet(self, path: str) -> bool:
         return path in self._of_packages or _is_of_package(self._places[path].original)
@@ -267,7 +265,7 @@ class PlainAttributes:
     def put(self, key: Any, value: Any) -> None:
         """Replaces what was put together by the value of another worker; `ABSENT`: by the user's value from before."""
         path, *name = key
-        value = value.to(self._device) if isinstance(value, torch.Tensor) else value
+        value = value.to(self.device) if isinstance(value, torch.Tensor) else value
         if path in self._places and name[0]:
             before = self._before(path)
             items = self._merged.setdefault(path, {} if path in self._modules else dict(before))
@@ -280,7 +278,7 @@ class PlainAttributes:
         path, *name = key
         value = self._merged.get(path, {}).get(tuple(name))
         if isinstance(value, torch.Tensor):
-            count, is_understudy = len(self._replicas), self._is_understudy
+            count, is_understudy = len(self.replicas), self._is_understudy
             components, understudy = ([ABSENT] * count, value) if is_understudy else ([value] * count, None)
             self.put(key, PerReplica(components, understudy=understudy, is_kept=True))
 
@@ -295,14 +293,14 @@ class PlainAttributes:
             _, inside, local = self._modules[path]
             for (_, name), value in items.items():
                 Edit(path, name, None, MISSING if value is ABSENT else value).apply(inside)
-                self._known.forget(path, name)
+                self._known_modules.forget(path, name)
                 if type(value) is PerReplica:
                     # Only the user's module holds it now. When the user drops it, its memory is free.
                     for of_replica in local:
                         of_replica.pop(name, None)
         if self._merged.keys() & self._modules.keys():
-            for replica in self._replicas:
-                replica.note_attributes()
+            for known in self._known_insides:
+                known.take()
         # The replicas get these values before the next run: a backward through the results of this run may still need
         # the tensors that they have now.
         for index, path in enumerate(self._leaves if self._written else ()):
@@ -313,7 +311,7 @@ class PlainAttributes:
     def _memory(self, written: Sequence[object]) -> set[int]:
         of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
         found = (held for _, held in things_in("", written) if isinstance(held, torch.Tensor) and held.requires_grad)
-        return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self._replicas))))
+        return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
 
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""
@@ -324,6 +322,9 @@ class PlainAttributes:
         """Says that the tensors agree with the user's: what is written on them from here on, the step writes."""
         for writes in self._writes:
             writes.note()
+
+
+_TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write
 
 
 def _by_path(things: Iterable[Place]) -> dict[str, Place]:

@@ -34,6 +34,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ, set_requires_grad
@@ -42,15 +43,11 @@ from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
-from torchstrategy._replication.worker_values import (
-    Writes,
-    combine_over_workers,
-    compare_writes,
-    mention_writes,
-    refuse_other_values,
-)
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._variables.variable import Variable
+
+Changes = Sequence[Sequence[Edit]]  # for each replica that took part, what its step did to buffers and hooks
+Made = dict[tuple[Any, str], torch.Tensor]  # buffers that a step made, by their tables and names
 
 
 # Note [Who may write a parameter]
@@ -82,7 +79,7 @@ class ReplicatedModules:
     """
 
     def __init__(self, roots: Sequence[nn.Module], layout: Placement, variables: Sequence[Variable]) -> None:
-        self._layout = layout
+        self._layout, self._workers = layout, layout.workers
         self._home = memory_device(layout.parameter_device)
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
@@ -117,7 +114,7 @@ class ReplicatedModules:
         self._is_outdated = False
         self._known_tensors = self.index_of.keys() | set(map(id, self._buffers.tensors))
         self.attributes = PlainAttributes(
-            modules, self._paths, self.replicas, self.index_of.keys(), self._known_tensors, self._home
+            self.replicas, modules, self._paths, self.index_of.keys(), self._known_tensors, self._home
         )
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
@@ -154,11 +151,10 @@ class ReplicatedModules:
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(first.buffer(index), buffers.tensors[index])]
         changed = sorted({*buffers.take_changes()[0], *uncounted})
-        if self._layout.workers.count > 1:
+        if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
-            self._layout.workers.mention(
-                BETWEEN_RUNS, (written, self._buffer_versions != versions(self._buffers.tensors))
-            )
+            are_written = self._buffer_versions != versions(self._buffers.tensors)
+            self._workers.mention(BETWEEN_RUNS, (written, are_written))
         if changed:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
@@ -189,11 +185,10 @@ class ReplicatedModules:
 
     def check_workers(self) -> None:
         """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
-        workers = self._layout.workers
-        if BETWEEN_RUNS in workers.differing:
-            workers.differing.discard(BETWEEN_RUNS)
+        if BETWEEN_RUNS in self._workers.differing:
+            self._workers.differing.discard(BETWEEN_RUNS)
             names, tensors = [*self.names, *self._buffers.names], [*self.owners, *self._buffers.tensors]
-            refuse_other_values(workers, names, tensors)
+            worker_values.refuse_other_values(self._workers, names, tensors)
 
     def refresh_parameters(self) -> list[int]:
         """Brings changed values of parameters to the copies, and returns their positions."""
@@ -255,7 +250,7 @@ class ReplicatedModules:
         if written:
             raise RuntimeError(written_in_replica(self.names[min(written)]))
 
-    def check_structure(self, present: Sequence[int]) -> list[list[Edit]]:
+    def check_structure(self, present: Sequence[int]) -> Changes:
         """Refuses parameters and layers that a step made, replaced or removed in a replica.
 
         Returns:
@@ -273,36 +268,30 @@ class ReplicatedModules:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
         return edits
 
-    def put_together(
-        self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]], trainers: Sequence[Trainer]
-    ) -> None:
+    def put_together(self, weights: ReplicaWeights, changes: Changes, trainers: Sequence[Trainer]) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
-        self._check_flags(replica_weights)
+        self._check_flags(weights)
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
         if made:
-            self._layout.workers.compare("what the step did to buffers and hooks:", ", ".join(made))
-        is_understudy = replica_weights.is_understudy
-        self.attributes.put_together(replica_weights.present, self._with_copies, self._look, is_understudy)
-        self._written = [self.replicas[r].written_buffers(self._buffers) for r in replica_weights.present]
-        if self._layout.workers.count > 1:
-            books: list[Writes] = [self.attributes, *trainers]
-            mention_writes(self._layout.workers, set().union(*self._written), books)
+            self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
+        self.attributes.put_together(weights.present, self._with_copies, self._look, weights.is_understudy)
+        self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
+        if self._workers.count > 1:
+            worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *trainers])
 
-    def return_to_originals(
-        self, replica_weights: ReplicaWeights, changes: Sequence[Sequence[Edit]], trainers: Sequence[Trainer]
-    ) -> None:
+    def return_to_originals(self, weights: ReplicaWeights, changes: Changes, trainers: Sequence[Trainer]) -> None:
         """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
 
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
-        lead = self.replicas[replica_weights.present[0]]
-        books: list[Writes] = [self.attributes, *trainers]
-        indices = compare_writes(self._layout.workers, set().union(*self._written), books, replica_weights, self._look)
-        values = self._buffer_values(replica_weights, self._written, indices)
-        new = self._new_buffers(replica_weights, changes) if changes[0] else {}
+        lead = self.replicas[weights.present[0]]
+        books: list[worker_values.Writes] = [self.attributes, *trainers]
+        indices = worker_values.compare_writes(self._workers, set().union(*self._written), books, weights, self._look)
+        values = self._buffer_values(weights, indices)
+        new = self._new_buffers(weights, changes) if changes[0] else {}
         for metric in self.metrics:
-            metric.put_together(replica_weights)
+            metric.put_together(weights)
         # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
         self.attributes.write_back()
         if any(changes):
@@ -317,7 +306,7 @@ class ReplicatedModules:
                 self._buffers.take(index, value)
         if replaced:
             self._replace_buffers(replaced, lead)
-        if self._layout.workers.count > 1:
+        if self._workers.count > 1:
             self._buffer_versions = versions(self._buffers.tensors)
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
@@ -362,17 +351,15 @@ class ReplicatedModules:
                 made[index] = users.detach().as_strided(placed.shape, placed.stride(), offset)
         return made
 
-    def _new_buffers(
-        self, replica_weights: ReplicaWeights, edits: Sequence[Sequence[Edit]]
-    ) -> dict[tuple[Any, str], torch.Tensor]:
+    def _new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
         """The tensors that the first replica of all workers made or put in the place of buffers."""
         of_replicas = [
-            {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in edits
+            {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in changes
         ]
-        if (workers := self._layout.workers).count > 1:
-            counted = [] if replica_weights.is_understudy else of_replicas
+        if self._workers.count > 1:
+            counted = [] if weights.is_understudy else of_replicas
             told = [{key: made.cpu() for key, made in own.items()} for own in counted]
-            of_all = workers.all_gather_object(told, "the buffers that the step made")
+            of_all = self._workers.all_gather_object(told, "the buffers that the step made")
             of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
         for ((position, _), name), value in of_replicas[0].items():
             others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
@@ -380,9 +367,7 @@ class ReplicatedModules:
             self.lost_numbers.look(id(self._insides[position]), path, value, others)
         return of_replicas[0]
 
-    def _return_changes(
-        self, lead: ModuleReplica, edits: Sequence[Edit], new: Mapping[tuple[Any, str], torch.Tensor]
-    ) -> None:
+    def _return_changes(self, lead: ModuleReplica, edits: Sequence[Edit], new: Made) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
         originals = {id(thing): thing for thing in self._with_copies()}
@@ -402,32 +387,29 @@ class ReplicatedModules:
                 if edit.name in local[flags]:
                     original[flags][edit.name] = True
 
-    def _check_flags(self, replica_weights: ReplicaWeights) -> None:
-        flags = [self.replicas[r].noted_requires_grad() for r in replica_weights.present]
-        if self._layout.workers.count > 1:
-            self._layout.workers.compare("which parameters are trained:", str(flags[0]))
+    def _check_flags(self, weights: ReplicaWeights) -> None:
+        flags = [self.replicas[r].noted_requires_grad() for r in weights.present]
+        if self._workers.count > 1:
+            self._workers.compare("which parameters are trained:", str(flags[0]))
             modes = ["train" if inside.get("training", True) else "eval" for inside in self._insides]
-            self._layout.workers.compare("the modes of the modules:", " ".join(modes))
-        for r, other in zip(replica_weights.present[1:], flags[1:], strict=True):
+            self._workers.compare("the modes of the modules:", " ".join(modes))
+        for r, other in zip(weights.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
                 raise RuntimeError(
-                    f"The replicas disagree whether {name} is trained: replica {replica_weights.present[0]} and "
+                    f"The replicas disagree whether {name} is trained: replica {weights.present[0]} and "
                     f"replica {r} left its requires_grad at different values. Set it in every replica alike, or "
                     "outside of strategy.run."
                 )
 
-    def _buffer_values(
-        self, replica_weights: ReplicaWeights, written: Sequence[set[int]], indices: set[int]
-    ) -> dict[int, torch.Tensor]:
+    def _buffer_values(self, weights: ReplicaWeights, indices: set[int]) -> dict[int, torch.Tensor]:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:
             RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
         """
-        present = [self.replicas[r] for r in replica_weights.present]
-        combined = {}
-        workers = self._layout.workers
+        present = [self.replicas[r] for r in weights.present]
+        combined, averaged = {}, []
         for index in sorted(indices):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
@@ -437,16 +419,17 @@ class ReplicatedModules:
                     raise RuntimeError(_REPLACED.format(self._buffers.names[index], *shapes))
             combined[index] = values[0]
             if self._buffers.are_running[index] and self._layout.averages_buffers:
-                fractions = [replica_weights.fractions[r] for r in replica_weights.present]
+                averaged.append(index)
+                fractions = [weights.fractions[r] for r in weights.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0) if here else torch.zeros_like(original)
             elif not self._buffers.are_running[index]:
-                others = [value for value, indices in zip(values[1:], written[1:], strict=True) if index in indices]
+                written = zip(values[1:], self._written[1:], strict=True)
+                others = [value for value, indices in written if index in indices]
                 module = id(self._insides[self._slots[index].position])
                 self.lost_numbers.look(module, f"buffer {self._buffers.names[index]}", values[0], others)
-        if workers.count > 1:
-            averaged = [i for i in combined if self._buffers.are_running[i] and self._layout.averages_buffers]
-            combine_over_workers(workers, combined, averaged, replica_weights.lead_worker)
+        if self._workers.count > 1:
+            worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
         return combined
 
 

@@ -239,8 +239,7 @@ def _resolved(resolver: ClusterResolver) -> Place:
     addresses = [spec.task_address(job, i) for job, i in training]
     rank = training.index((kind, index))
     hosts = [address.rpartition(":")[0] for address in addresses]
-    local_count = hosts.count(hosts[rank])
-    return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), local_count)
+    return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
 
 
 def _own_devices(place: Place) -> list[Device]:

@@ -190,9 +190,8 @@ class StrategyExtended(VariablesOfExtended):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
         require_cross_replica(self._container_strategy(), "reduce_to")
-        said = as_options("reduce_to", options)
         _check_destinations(destinations)
-        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, said)
+        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
 
     def batch_reduce_to(
         self,
@@ -217,8 +216,7 @@ class StrategyExtended(VariablesOfExtended):
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
             _check_destinations(pair[1])
-        said = as_options("batch_reduce_to", options)
-        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, said)
+        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
 
     def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
         """A tensor on the devices of one's choice.

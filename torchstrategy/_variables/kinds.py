@@ -240,15 +240,14 @@ class Component(Variable):
         write(self, self._stand_in(), operation, value)
         return self
 
-    def _was_written(self, stand_in: torch.Tensor) -> None:
-        self._require_open()
-
-    def _require_open(self) -> None:
+    def _require_open(self, stand_in: torch.Tensor | None = None) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
             raise RuntimeError(
                 f"A component of {self.name} was assigned by itself: the components of a mirrored variable are always "
                 "equal. Assign the variable, or write on its components in strategy.extended.update(variable, fn)."
             )
+
+    _was_written = _require_open
 
 
 def _refuse_gradient(value: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, final
 
 import numpy
@@ -181,7 +181,7 @@ class Variable(ShowsLocalGrad, VariableBase):
             local.data = value
 
     def __repr__(self) -> str:  # type: ignore[override]
-        named = "" if self._wanted.name is None else f"{self.name!r}, "
+        named = f"{self.name!r}, " if self._wanted.name else ""
         return f"Variable({named}{shown(self.detach())})"
 
     def __format__(self, format_spec: str) -> str:
@@ -346,11 +346,11 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Wanted:
-    """The arguments with which a variable is created."""
+    """The arguments with which a variable is created; equal if they may create one variable in several replicas."""
 
-    initial_value: Any
+    initial_value: Any = field(compare=False, repr=False)
     trainable: bool | None
     name: str | None
     dtype: torch.dtype | None
@@ -394,10 +394,6 @@ class Wanted:
             return can_be and self.synchronization is not VariableSynchronization.ON_READ
         return self.trainable
 
-    def like(self) -> tuple[object, ...]:
-        """The arguments that have to be the same in all replicas, if they create a variable together."""
-        return self.name, self.trainable, self.dtype, self.synchronization, self.aggregation
-
 
 def create(wanted: Wanted) -> Variable:
     """Creates a variable for the strategy of the caller; in a replica, together with the other replicas."""
@@ -428,10 +424,10 @@ def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
 def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     wishes: list[Wanted] = list(brought.values) if isinstance(brought, DistributedValues) else [brought]
     for other in wishes[1:]:
-        if other.like() != wishes[0].like():
+        if other != wishes[0]:
             raise RuntimeError(
-                f"The replicas created different variables: mismatching name or settings {wishes[0].like()} and "
-                f"{other.like()}. Create the same ones in the same order, or in strategy.scope(), before strategy.run."
+                f"The replicas created different variables: mismatching name or settings {wishes[0]} and {other}. "
+                "Create the same ones in the same order, or in strategy.scope(), before strategy.run."
             )
     return _made(wishes[0], strategy)
 
