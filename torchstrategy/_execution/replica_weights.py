@@ -127,9 +127,7 @@ class ReplicaWeights:
         total, first = sum(weights) or 1.0, workers.index * num_replicas
         present = tuple(r for r in range(num_replicas) if takes_part[first + r])
         if not present and workers.count == 1:
-            raise ValueError(
-                "Each replica lacks one of the arguments of this run, so none of them can take part in it."
-            )
+            raise ValueError("Each replica lacks one of the arguments of this run, so none can take part in it.")
         return cls(
             present or (0,),
             tuple(weight / total for weight in weights[first : first + num_replicas]),
