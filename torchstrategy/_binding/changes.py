@@ -95,13 +95,9 @@ class Snapshot:
         # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
         self._are_plain = {str}.issuperset(map(type, self._names))
 
-    def forget(self, place: Any, name: Any = None) -> None:
-        """Drops an entry of a table, or what else a container held: it counts as changed until the next `take`."""
-        nothing = object()  # which no container holds
-        if place in self._known:
-            self._known[place][name] = nothing
-        else:
-            self._known_items[place] = [nothing]
+    def forget(self, place: Any, name: Any) -> None:
+        """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
+        self._known[place][name] = object()  # which no table holds
         self._sizes, self._names, self._values = [], [], []
 
     def is_same(self) -> bool:

@@ -72,32 +72,26 @@ class Trainer:
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
-        given = {
-            r: {name: in_replica(v, r, self.num_replicas) for name, v in self._known.items()} for r in self.present
-        }
-        written = chain.from_iterable(edits(given[r], self.attributes[r]) for r in self.present)
-        self._merged = {name: self._merged_value(name) for name in dict.fromkeys(edit.name for edit in written)}
+        self._merged: dict[str, Any] = {}
+        for name in dict.fromkeys(chain(self._known, *self.attributes)):
+            before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in self.attributes]
+            if any(now[r] is not in_replica(before, r, self.num_replicas) for r in self.present):
+                self._merged[name] = self._merged_value(name, now)
 
-    def _merged_value(self, name: str) -> Any:
+    def _merged_value(self, name: str, of_replicas: Sequence[Any], is_own: bool = False) -> Any:
         """The value for the user's trainer; `MISSING` if it is to have none."""
         before = self._known.get(name, MISSING)
         if self.is_understudy and isinstance(before, PerReplica):
             return before
-        values = [
-            own.get(name, MISSING) if self._counts(r, before) else ABSENT for r, own in enumerate(self.attributes)
-        ]
-        there = [value for value in values if value is not ABSENT]
-        # Another process has another tensor. An understudy keeps numbers and the like until the others tell theirs.
-        is_own = self.has_others and isinstance(there[0], torch.Tensor)
-        return self._of_each(values) if is_own or not all(_are_equal(value, there[0]) for value in there) else there[0]
-
-    def _counts(self, r: int, before: Any) -> bool:
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
-        return isinstance(before, PerReplica) or r in self.present
-
-    def _of_each(self, values: Sequence[Any]) -> Any:
+        present = range(self.num_replicas) if isinstance(before, PerReplica) else self.present
+        values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
+        first, *others = (value for value in values if value is not ABSENT)
+        is_own |= self.has_others and isinstance(first, torch.Tensor)  # another process has another tensor
+        if not is_own and all(_are_equal(value, first) for value in others):
+            return first
         if self.is_understudy:
-            return PerReplica([ABSENT] * len(values), understudy=values[0])
+            return PerReplica([ABSENT] * len(values), understudy=first)
         return PerReplica([ABSENT if value is MISSING else value for value in values])
 
     def told(self) -> dict[Any, Told]:
@@ -108,11 +102,9 @@ class Trainer:
 
     def keep(self, key: Any) -> None:
         """Replicas of other processes have another value."""
-        before = self._known.get(key, MISSING)
-        value = self._merged.get(key, before)
+        value = self._merged.get(key, self._known.get(key, MISSING))
         if not isinstance(value, PerReplica) and value is not MISSING:
-            counted = [value if self._counts(r, before) else ABSENT for r in range(self.num_replicas)]
-            self._merged[key] = self._of_each(counted)
+            self._merged[key] = self._merged_value(key, [value] * self.num_replicas, is_own=True)
 
     def put(self, key: Any, value: Any) -> None:
         """All replicas whose rows count have this value."""

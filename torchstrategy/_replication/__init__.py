@@ -5,9 +5,8 @@ its memory. Before each run the copies get what the user has changed, and after 
 has changed.
 
     placement                where the copies are, and how they are kept in step
-    copyable                 refuses objects of which replicas cannot have copies, by their path in the model
+    copyable                 the parameters and buffers of modules, and refusals of what cannot be copied
     tensor_copies            copies of tensors, which share memory where the user's tensors do
-    module_tensors           the parameters and the buffers of the user's modules, each with its first place
     merged_values            what the user's modules get for the attributes that replicas wrote
     module_replica           the copies of the user's modules and variables that one replica has
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one

@@ -29,7 +29,6 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
 from torchstrategy._core.types import Device
-from torchstrategy._replication.module_tensors import BufferSlot
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
@@ -99,7 +98,7 @@ class ModuleReplica:
         modules: These and all modules below them.
         parameters: Their parameters.
         buffers: Their buffers.
-        slots: Where each of the buffers is.
+        slots: Where each of the buffers is: the position of its module, and its name there.
         layout: Where the copies are.
         replica: Which replica this is.
 
@@ -113,7 +112,7 @@ class ModuleReplica:
         modules: Sequence[nn.Module],
         parameters: TrackedTensors,
         buffers: TrackedTensors,
-        slots: Sequence[BufferSlot],
+        slots: Sequence[tuple[int, str]],
         layout: Placement,
         replica: int,
     ) -> None:
@@ -320,7 +319,7 @@ class ModuleReplica:
         A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
         """
         found = list(self._structure.edits())
-        made = [edit for edit in found if not (_is_value(edit) and BufferSlot(edit.place[0], edit.name) in self._slots)]
+        made = [edit for edit in found if not (_is_value(edit) and (edit.place[0], edit.name) in self._slots)]
         if found and not made:
             self._structure.take()
         return made

@@ -74,11 +74,10 @@ class PlainAttributes:
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it, in the other workers too.
         self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
-        self._of_packages = {
-            path for path, module in zip(self._modules, modules, strict=True) if _is_of_package(module)
-        }
+        by_path = dict(zip(self._modules, modules, strict=True))
+        self._of_packages = {path for path, module in by_path.items() if _is_of_package(module)}
         # The attributes that hooks compute, in each replica for itself.
-        self._computed = {path: computed_by_hooks(module) for path, module in zip(self._modules, modules, strict=True)}
+        self._computed = {path: computed_by_hooks(module) for path, module in by_path.items()}
         # The states of metrics, which `metrics` brings to the replicas and back.
         self._states = {path: states_of(place.original) for path, place in self._modules.items()}
         self._left_out = {path: _TORCHS.union(self._computed[path], self._states[path]) for path in self._modules}
@@ -101,6 +100,7 @@ class PlainAttributes:
         self.tensors.watch(range(len(self._leaves)))
         self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
+        self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
         self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count]
@@ -121,8 +121,8 @@ class PlainAttributes:
         pairs = [(type(place.original), type(place.local[0])) for place in self._containers.values()]
         if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
-        written, changed = self.tensors.take_changes()[0] if self._leaves else [], self._known.differing()
-        edits = list(self._known_modules.edits())
+        written = self.tensors.take_changes()[0] if self._leaves else []
+        edits, changed = list(self._known_modules.edits()), sorted(self._unbrought.union(self._known.differing()))
         if not self._bring_tensors(written) or not self._bring_changed(edits, changed):
             return False
         if edits or changed:
@@ -278,9 +278,8 @@ class PlainAttributes:
         path, *name = key
         value = self._merged.get(path, {}).get(tuple(name))
         if isinstance(value, torch.Tensor):
-            count, is_understudy = len(self.replicas), self._is_understudy
-            components, understudy = ([ABSENT] * count, value) if is_understudy else ([value] * count, None)
-            self.put(key, PerReplica(components, understudy=understudy, is_kept=True))
+            components = [ABSENT if self._is_understudy else value] * len(self.replicas)
+            self.put(key, PerReplica(components, understudy=value if self._is_understudy else None, is_kept=True))
 
     def write_back(self) -> None:
         """Writes what was put together on the user's modules. The next run brings it to all replicas."""
@@ -288,7 +287,7 @@ class PlainAttributes:
             if path in self._containers:
                 items = {name: value for name, value in items.items() if value is not ABSENT}
                 write_items(self._containers[path].original, items)
-                self._known.forget(path)
+                self._unbrought.add(path)
                 continue
             _, inside, local = self._modules[path]
             for (_, name), value in items.items():

@@ -35,10 +35,9 @@ from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
-from torchstrategy._replication.copyable import refuse_uncopyable
+from torchstrategy._replication.copyable import refuse_uncopyable, tensors_in
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ, set_requires_grad
-from torchstrategy._replication.module_tensors import tensors_in
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
@@ -426,7 +425,7 @@ class ReplicatedModules:
             elif not self._buffers.are_running[index]:
                 written = zip(values[1:], self._written[1:], strict=True)
                 others = [value for value, indices in written if index in indices]
-                module = id(self._insides[self._slots[index].position])
+                module = id(self._insides[self._slots[index][0]])
                 self.lost_numbers.look(module, f"buffer {self._buffers.names[index]}", values[0], others)
         if self._workers.count > 1:
             worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
