@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -103,37 +104,6 @@ def leaves_with_names(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> list[tuple[
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
-def zip_leaves(trees: Sequence[Tree], is_leaf: IsLeaf = is_one_thing) -> tuple[list[list[Tree]], TreeSpec]:
-    """The leaves of several trees of one structure, side by side, and that structure.
-
-    Dicts with the same keys in another order have the same structure. `is_leaf` says which containers not to look into.
-
-    Raises:
-        ValueError: If the shapes differ; `first_unlike` says where.
-    """
-    flat = [tree_flatten(tree, is_leaf) for tree in trees]
-    first, spec = flat[0]
-    if all(other == spec for _, other in flat[1:]):
-        return [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)], spec
-    others = [spec.flatten_up_to(tree) for tree in trees[1:]]
-    if any(not tree_flatten(leaf, is_leaf)[1].is_leaf() for leaves in others for leaf in leaves):
-        raise ValueError("the trees differ in depth")
-    return [list(column) for column in zip(first, *others, strict=True)], spec
-
-
-def first_unlike(trees: Sequence[Tree], is_leaf: IsLeaf = is_one_thing) -> tuple[int, str]:
-    """The index of the first tree whose structure differs from that of `trees[0]`, and the path at which they differ.
-
-    The path says how they differ: `"['a']: a list of 2 and a list of 3"`.
-    """
-    for index, tree in enumerate(trees[1:], start=1):
-        try:
-            zip_leaves([trees[0], tree], is_leaf)
-        except ValueError:
-            return index, _difference("", trees[0], tree, is_leaf) or "the containers"
-    raise AssertionError("they are alike")
-
-
 def _flatten(tree: Tree, is_leaf: IsLeaf, leaves: list[Tree]) -> TreeSpec:
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
@@ -144,6 +114,64 @@ def _flatten(tree: Tree, is_leaf: IsLeaf, leaves: list[Tree]) -> TreeSpec:
 
 
 LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is one leaf
+
+
+class Unlike(ValueError):
+    """Trees differ in structure: the arguments are the index of one that differs from the first, and where and how.
+
+    Such as `(2, "['a']: a list of 2 and a list of 3")`.
+    """
+
+
+def zip_leaves(
+    trees: Sequence[Tree], is_leaf: IsLeaf = is_one_thing, are_results: bool = False
+) -> tuple[list[list[Tree]], TreeSpec]:
+    """The leaves of several trees of one structure, side by side, and that structure.
+
+    Dicts with the same keys in another order have the same structure. `is_leaf` says which containers not to look into.
+    If `are_results`, lists that differ in length are leaves.
+
+    Raises:
+        Unlike: If the trees differ in structure.
+    """
+    columns: list[list[Tree]] = []
+    return columns, _zip((), trees, is_leaf, are_results, columns)
+
+
+def _zip(
+    path: tuple[object, ...], trees: Sequence[Tree], is_leaf: IsLeaf, are_results: bool, columns: list[list[Tree]]
+) -> TreeSpec:
+    kinds = set(map(type, trees))
+    are_uneven = are_results and kinds == {list} and len(set(map(len, trees))) > 1
+    nodes = [] if are_uneven or PLAIN_LEAVES.issuperset(kinds) else [_opened(tree, is_leaf) for tree in trees]
+    if not any(kind for kind, _ in nodes):
+        columns.append(list(trees))
+        return LEAF
+    kind, parts = nodes[0]
+    for index, (other, others) in enumerate(nodes):
+        if other != kind or others.keys() != parts.keys():
+            where = "".join(f"[{key!r}]" for key in path) or "the result"
+            raise Unlike(index, f"{where}: {_difference(trees[0], trees[index])}")
+    inner = [_zip((*path, key), [own[key] for _, own in nodes], is_leaf, are_results, columns) for key in parts]
+    node = torch_internals.kind_of_node(trees[0])
+    return TreeSpec(node, torch_internals.kinds_of_nodes[node].flatten_fn(trees[0])[1], inner)
+
+
+def _opened(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
+    """What containers of one structure have alike, and the parts of a container by index or key; of a leaf, None."""
+    kind = torch_internals.kind_of_node(tree)
+    if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
+        return None, {}
+    if kind in (dict, OrderedDict, defaultdict):
+        return dict, tree
+    children, context = torch_internals.kinds_of_nodes[kind].flatten_fn(tree)
+    return (kind, context), dict(enumerate(children))
+
+
+def _difference(first: Tree, other: Tree) -> str:
+    if isinstance(first, dict) and isinstance(other, dict):
+        return f"keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
+    return f"{_describe(first)} and {_describe(other)}"
 
 
 def columns_of(
@@ -159,48 +187,13 @@ def columns_of(
     if PLAIN_LEAVES.issuperset(map(type, trees)):
         return [list(trees)], LEAF
     try:
-        return zip_leaves(trees)
-    except ValueError:
-        whole = _uneven_lists(trees) if are_results else frozenset()
-
-    def is_leaf(value: Tree) -> bool:
-        return id(value) in whole or not is_container(value)
-
-    try:
-        return zip_leaves(trees, is_leaf)
-    except ValueError:
-        other, path = first_unlike(trees, is_leaf)
+        return zip_leaves(trees, are_results=are_results)
+    except Unlike as unlike:
+        other, how = unlike.args
         raise ValueError(
             f"Replicas {replicas[0]} and {replicas[other]} returned {what} of different structure, which cannot be "
-            f"put together: {path}. Return the same containers from every replica."
+            f"put together: {how}. Return the same containers from every replica."
         ) from None
-
-
-def _uneven_lists(trees: Sequence[Tree]) -> frozenset[int]:
-    """The ids of the lists that have the same path in several trees of one structure, and different lengths."""
-    first = trees[0]
-    if all(type(tree) is list for tree in trees) and any(len(tree) != len(first) for tree in trees):
-        return frozenset(map(id, trees))
-    if type(first) not in (list, tuple, dict) and not is_container(first):
-        return frozenset()
-    try:
-        columns, _ = zip_leaves(trees, lambda value: all(value is not tree for tree in trees))
-    except ValueError:
-        return frozenset()  # the trees differ in structure
-    return frozenset().union(*map(_uneven_lists, columns))
-
-
-def _difference(path: str, first: Tree, other: Tree, is_leaf: IsLeaf) -> str | None:
-    containers = (list, tuple, dict)
-    if (not isinstance(first, containers) and not isinstance(other, containers)) or (is_leaf(first) and is_leaf(other)):
-        return None
-    is_dict = isinstance(first, dict)
-    if type(first) is not type(other) or (not is_dict and len(first) != len(other)):
-        return f"{path or 'the result'}: {_describe(first)} and {_describe(other)}"
-    if is_dict and first.keys() != other.keys():
-        return f"{path or 'the result'}: keys {sorted(map(str, first))} and keys {sorted(map(str, other))}"
-    pairs = [(f"{path}[{key!r}]", first[key], other[key]) for key in (first if is_dict else range(len(first)))]
-    return next(filter(None, (_difference(*pair, is_leaf) for pair in pairs)), None)
 
 
 def _describe(value: Tree) -> str:

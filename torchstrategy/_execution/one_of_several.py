@@ -92,10 +92,9 @@ def await_turn(inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Re
 
 
 _FORKED = (
-    "This process was forked in replica {replica}, in the middle of strategy.run: the threads of the other replicas, "
-    "and that of the caller, are not in it, and nobody answers here. Let a child do what it is for and leave by "
-    "os._exit, without synchronizing (all_reduce, merge_call, optimizer.step, the first read of a gradient after "
-    "backward) and without coming to the end of the step; or fork outside of strategy.run."
+    "This process was forked in replica {replica}, in strategy.run: the threads of the other replicas and the caller "
+    "are not in it, and nobody answers. Let a child leave by os._exit, without synchronizing (all_reduce, merge_call, "
+    "optimizer.step, the first read of a gradient after backward) or ending the step; or fork outside of the run."
 )
 
 

@@ -266,9 +266,7 @@ class _Run:
     def _take_turn(self, r: int) -> Any:
         """Says that a replica runs from here on. Returns the message that wakes it."""
         if os.getpid() != self._process:
-            raise RuntimeError(
-                "This process was forked in the middle of strategy.run: the replicas' threads are not in it."
-            )
+            raise RuntimeError("This process was forked during strategy.run: the replicas' threads are not in it.")
         # See Note [Random streams of replicas]: while the replica still stands still.
         self._streams.put_in_force(r)
         if self._running:

@@ -109,14 +109,14 @@ class ReplicaWeights:
                 )
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
-        of_worker = mark, has_news, workers.is_asked_to_leave
-        everyone = [
-            _Told(float(examples[r]), r in absent, rows is None or rows[r] > 0, *of_worker) for r in range(num_replicas)
-        ]
+        own = [_Told(float(examples[r]), r in absent, rows is None or rows[r] > 0) for r in range(num_replicas)]
+        of_all = [(own, mark, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
-            everyone = list(chain.from_iterable(workers.all_gather_object(everyone, "the beginning of a run")))
-            workers.all_leave = any(one.is_asked_to_leave for one in everyone)
+            of_all = workers.all_gather_object(of_all[0], "the beginning of a run")
+        of_replicas, marks, have_news, are_asked = zip(*of_all, strict=True)
+        workers.all_leave = any(are_asked)
+        everyone = list(chain.from_iterable(of_replicas))
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
@@ -127,9 +127,7 @@ class ReplicaWeights:
         total, first = sum(weights) or 1.0, workers.index * num_replicas
         present = tuple(r for r in range(num_replicas) if takes_part[first + r])
         if not present and workers.count == 1:
-            raise ValueError(
-                "Each replica lacks one of the arguments of this run, so none of them can take part in it."
-            )
+            raise ValueError("Each replica lacks one of the arguments of this run, so none can take part in it.")
         return cls(
             present or (0,),
             tuple(weight / total for weight in weights[first : first + num_replicas]),
@@ -138,8 +136,8 @@ class ReplicaWeights:
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
-            streams_agree=len({one.mark for one in everyone}) == 1,
-            has_news=any(one.has_news for one in everyone),
+            streams_agree=len(set(marks)) == 1,
+            has_news=any(have_news),
         )
 
 
@@ -149,9 +147,6 @@ class _Told(NamedTuple):
     weight: float  # how much it counts, if it takes part
     is_absent: bool  # whether an argument is missing
     has_rows: bool
-    mark: int
-    has_news: bool
-    is_asked_to_leave: bool
 
 
 def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:

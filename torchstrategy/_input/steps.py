@@ -21,7 +21,7 @@ from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.errors import described, plural, warn
 from torchstrategy._core.torch_internals import TreeSpec
-from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tree_flatten, zip_leaves
+from torchstrategy._core.tree import PLAIN_LEAVES, Unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
@@ -404,8 +404,8 @@ class OneForEach(Splitter):
         filled = [map_leaves(_without_rows, first, batch_types.is_leaf) if one is ABSENT else one for one in elements]
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
-        except ValueError:
-            other, path = first_unlike(filled, _is_leaf_or_empty)
+        except Unlike as unlike:
+            other, path = unlike.args
             raise ValueError(
                 f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that "
                 "a dataset yields has to be alike."

@@ -40,12 +40,6 @@ class EarlyCopies:
         for index in self._wanted:
             self._parameters[index].call_in_backward(offer_gradient, _computed)
 
-    def wait_for_copy(self, index: int) -> None:
-        """Backward is about to add to a gradient. Called in backward, on whichever thread it runs."""
-        if index in self._offered:
-            device = self._parameters[index].device
-            torch.accelerator.current_stream(device).wait_stream(copy_stream(device))
-
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
         gradient = raw_grad(self._parameters[index])
@@ -66,6 +60,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
+    """Backward is about to add to a gradient, on whichever thread it runs: its stream waits for the copy. A hook."""
     sender = None if run.gradients is None else run.gradients.sender
-    if isinstance(sender, EarlyCopies):
-        sender.wait_for_copy(index)
+    if isinstance(sender, EarlyCopies) and index in sender._offered:
+        torch.accelerator.current_stream(gradient.device).wait_stream(copy_stream(gradient.device))

@@ -76,9 +76,8 @@ def seen_by_hooks(
                 continue
             if times > 1:
                 raise RuntimeError(
-                    f"{names[index]} has a gradient hook, and the step ran backward {times} times before "
-                    "the replicas' gradients came together: the hook would see only their sum. Remove the hook, "
-                    "or run one backward in each strategy.run."
+                    f"{names[index]} has a gradient hook, and the step ran backward {times} times before gradients "
+                    "came together: the hook would see only their sum. Remove it, or run one backward in each run."
                 )
             seen.add(index)
         for index, times in of_replica.computed.items():

@@ -58,11 +58,9 @@ from torchstrategy._training.user_gradients import UserGradients
 from torchstrategy._training.worker_gradients import WorkerReduction
 from torchstrategy._variables.variable import is_variable
 
+_OfOne = Sequence[torch.Tensor | None]  # the gradients of one replica
 # Adds up the gradients of several replicas, times weights; returns the sums for each, on the devices of the parameters.
-AllReduce = Callable[
-    [Sequence[Sequence[torch.Tensor | None]], Sequence[float], Sequence[Sequence[torch.Tensor]]],
-    Sequence[Sequence[torch.Tensor | None]],
-]
+AllReduce = Callable[[Sequence[_OfOne], Sequence[float], Sequence[Sequence[torch.Tensor]]], Sequence[_OfOne]]
 
 # Calls a function once for all replicas, with the gradients of the whole batch; the function may update parameters.
 Together = Callable[[Callable[[], None]], None]

@@ -75,10 +75,9 @@ class GradientTotals(Protocol):
 class CurrentRun:
     """The one object by which all parameters of a replica know the run that they are in."""
 
-    def __init__(self) -> None:
-        # None between runs. `ReplicaGradients` refers to all parameters: a parameter that referred to it all the time
-        # would keep itself alive until Python's collector of cycles runs.
-        self.gradients: ReplicaGradients | None = None
+    # None between runs. `ReplicaGradients` refers to all parameters: a parameter that referred to it all the time would
+    # keep itself alive until Python's collector of cycles runs.
+    gradients: ReplicaGradients | None = None
 
 
 class ReplicaParameter(torch.nn.Parameter):
@@ -499,10 +498,9 @@ def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def _made_together(name: str) -> str:
     return (
-        f"This backward goes through {name}.grad, which replicas have made together, of all their rows: none of them "
-        "can differentiate it. Get the gradients of the replica's own rows from torch.autograd.grad(loss, parameters, "
-        "create_graph=True), and those of the whole batch from get_replica_context().all_reduce of these: a backward "
-        "goes through both."
+        f"This backward goes through {name}.grad, which replicas have made together, so none of them can differentiate "
+        "it. Take the gradients of its own rows by torch.autograd.grad(loss, parameters, create_graph=True), and "
+        "those of the batch by get_replica_context().all_reduce of these: a backward goes through both."
     )
 
 
@@ -510,9 +508,8 @@ def written_in_replica(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
         f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would make "
-        "this change once, and copies on other devices would no longer agree. Where replicas share the memory of the "
-        "parameter, the change is in it now. Write on parameters after strategy.run, or in a merge function: "
-        "get_replica_context().merge_call(lambda strategy: ...)."
+        "this change, and copies on other devices would not agree; where replicas share memory, it was made. Write "
+        "on parameters after strategy.run, or in get_replica_context().merge_call(lambda strategy: ...)."
     )
 
 
@@ -521,18 +518,16 @@ def stray_gradient(name: str) -> str:
     return (
         f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
         "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor that is in no module, a list of parameters that was made outside of the step, or a thread that it "
-        "starts, where names mean your own objects. Create the module in the scope or give it to "
-        "strategy.distribute_module(module); put the tensor into such a module; call model.parameters() inside the "
-        "step; call backward on the thread of the step."
+        "tensor in no module, a list of parameters made outside of the step, or a thread that it starts, where names "
+        "mean your own objects. Create the module in the scope, or give it to strategy.distribute_module(module); put "
+        "the tensor into such a module; call model.parameters() in the step, and backward on its thread."
     )
 
 
 _TOO_EARLY = (
-    "Replica {reader} read the gradient of {name} to which replica {adder} still had to add. This happens if a replica "
-    "that did not use the parameter ran no backward, or if backward ran twice in it without a new forward and without "
-    "a read of all gradients in between. Run backward in every replica; where there is no loss, call "
-    "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
+    "Replica {reader} read the gradient of {name} to which replica {adder} still had to add: a replica that did not "
+    "use the parameter ran no backward, or backward ran twice in one without a new forward or a read of all gradients. "
+    "Run backward in every replica, (outputs.sum() * 0).backward() where there is no loss; or read after strategy.run."
 )
 
 
