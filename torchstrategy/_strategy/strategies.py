@@ -72,9 +72,7 @@ class DefaultExtended(OneDeviceExtended):
     def worker_devices(self) -> tuple[Device, ...]:
         raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
 
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        return self.worker_devices
+    parameter_devices = worker_devices
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -87,12 +85,15 @@ class DefaultExtended(OneDeviceExtended):
         raise NotImplementedError("The default strategy has no devices of its own to broadcast to. Use tensor.to().")
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        _refuse_input_options(options)
+        if options != InputOptions():
+            raise ValueError(
+                f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave "
+                "them out, or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
+            )
         return dataset
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        _refuse_input_options(options)
-        return dataset_fn(InputContext())
+        return self._distribute_dataset(dataset_fn(InputContext()), options)
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -107,14 +108,6 @@ def _own(value: Tree) -> Tree:
         return value
     check_component_counts([value], 1)
     return value.values[0]
-
-
-def _refuse_input_options(options: InputOptions) -> None:
-    if options != InputOptions():
-        raise ValueError(
-            f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave them out, "
-            "or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
-        )
 
 
 @final
