@@ -10,6 +10,6 @@ caller.
     loader_state       the saved position of a loader, and what is wrong with one
     source             the loader or iterable that is read, the rows that a worker loads, and where its iteration stands
     steps              which rows of a batch go to which worker and replica, and their shapes and dtypes
-    reading            reads the steps of an epoch, and brings parts to the devices: when the caller asks, or ahead of it
+    reading            reads steps, and brings their parts to the devices: when the caller asks, or ahead of that
     dataset            the distributed dataset, its iterators, and the ways to make one
 """

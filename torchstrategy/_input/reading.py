@@ -353,7 +353,7 @@ class Prefetcher(Reading):
     def next(self) -> Tree:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "The threads of this iterator are in another process. Iterate over the dataset anew in this process."
+                "This iterator was made in another process, where its threads are. Iterate over the dataset anew."
             )
         if not self._are_going:
             self._set_going()

@@ -1,4 +1,4 @@
-"""What is read for each step, which rows of it go to which replica, and their shapes and dtypes.
+"""Which rows of what is read go to which worker and which replica, and their shapes and dtypes.
 
 Either a batch is split into a part for each replica, or each replica gets an element of its own. Nothing is copied to
 another device here. The parts of a tensor share its memory.
