@@ -165,6 +165,7 @@ class DistributedIterator(BatchIterator[T]):
 
 
 def _close(reading: weakref.ref[Reading]) -> None:
+    """Ends a reading whose iterator is gone, if its threads still have it."""
     if (left := reading()) is not None:
         left.close()
 

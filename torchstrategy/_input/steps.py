@@ -55,7 +55,7 @@ class SplitBatch(NamedTuple):
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
         if self.spec is None:
             return arrived[0][0]
-        count = sum(type(leaf) is Parts for leaf in self.leaves)
+        count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         spare = iter(arrived[0][count:])
         leaves = [
