@@ -165,6 +165,7 @@ class DistributedIterator(BatchIterator[T]):
 
 
 def _close(reading: weakref.ref[Reading]) -> None:
+    """Ends a reading whose iterator is gone, if its threads still have it."""
     if (left := reading()) is not None:
         left.close()
 
@@ -295,8 +296,8 @@ class DistributedDataset(Generic[T]):
         positions = [source.position for source in self._splitter.sources]
 
         def ended() -> None:
-            for source, position in zip(self._splitter.sources, positions, strict=True):
-                source.is_over(position)
+            for position in positions:
+                position.restart()
 
         return DistributedIterator(reading, self._splitter, ended)
 
@@ -482,9 +483,8 @@ def _can_be_sharded(dataset: Any) -> bool:
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
                 "The loader has a DistributedSampler, which gives each process rows of its own, and so does the "
-                "strategy: most rows would be left out. Leave the sampler out, give the loader the global batch size, "
-                "and say shuffle=True if the sampler shuffles; or return the loader from the function that you give to "
-                "distribute_datasets_from_function, which splits nothing."
+                "strategy. Leave the sampler out, give the loader the global batch size, and say shuffle=True if it "
+                "shuffles; or let a function return the loader: distribute_datasets_from_function splits nothing."
             )
     is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(dataset, "in_order", True)
     return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)

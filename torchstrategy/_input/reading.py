@@ -81,19 +81,18 @@ class Route:
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
         """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
-        departed = [self._sent_later(part) if type(part) is Unmade else part for part in parts]
         stream = torch.accelerator.current_stream(self.device) if self.has_copies else None
-        return self._sent(StagedBatch(departed, [], []), stream, are_in_host_memory=False)
+        return self._sent(parts, stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
-        """Copies tensors of host memory to an accelerator. Runs on the replica's worker, if it has one."""
-        if self.device is None or not self.has_copies:
-            return staged
+        """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
+        assert self.device is not None
         stream = copy_stream(self.device)
         with stream:  # also makes its device the current one, for which torch pins memory
-            return self._sent(staged, stream, are_in_host_memory=True)
+            parts, moved, events = self._sent(staged.parts, stream, are_in_host_memory=True)
+        return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 
-    def _sent(self, staged: StagedBatch, stream: torch.Stream | None, *, are_in_host_memory: bool) -> StagedBatch:
+    def _sent(self, parts: Sequence[Tree], stream: torch.Stream | None, *, are_in_host_memory: bool) -> StagedBatch:
         """The parts with their tensors of host memory, or their other tensors, on the device. `stream` copies them."""
         moved: list[torch.Tensor] = []
 
@@ -105,9 +104,8 @@ class Route:
             moved.append((_pinned(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
             return moved[-1]
 
-        parts = [applied_within(part, move) for part in staged.parts]
-        events = [stream.record_event()] if moved and stream is not None else []
-        return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
+        sent = [self._sent_later(part) if type(part) is Unmade else applied_within(part, move) for part in parts]
+        return StagedBatch(sent, moved, [stream.record_event()] if moved and stream is not None else [])
 
     def _sent_later(self, piece: Unmade) -> Unmade:
         return Unmade(lambda: piece.make() if self.device is None else moved(piece.make(), self.device))
@@ -184,6 +182,7 @@ class Reading(ABC):
     def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
         self.splitter = splitter
         self.routes = routes
+        self._receivers = [r for r, route in enumerate(routes) if route.has_copies]  # replicas whose parts are copied
         self._elements: list[Tree] = []  # of the next step, if an error came after they were read
         followed = None if splitter.reads_its_own else splitter.workers
         # An epoch over each source; none when nothing more is read. The caller's thread draws their seeds.
@@ -264,7 +263,8 @@ class OnDemand(Reading):
                 epoch.position.reach(epoch.count, None)
                 return self._elements.pop()
         transfer = self._transferred()
-        transfer.staged = list(map(Route.copy, self.routes, transfer.staged))
+        for r in self._receivers:
+            transfer.staged[r] = self.routes[r].copy(transfer.staged[r])
         return transfer.received(self.routes)
 
     def close(self, *, waits: bool = False) -> None:
@@ -345,15 +345,14 @@ class Prefetcher(Reading):
         self._room: SimpleQueue[None] = SimpleQueue()  # an entry for each step that the consumer has received
         self._owes_room = False  # whether the last step was an error: the next is read when the consumer asks for it
         self._news: SimpleQueue[None] = SimpleQueue()  # an entry for the consumer, if something has changed
-        copied = [r for r, route in enumerate(routes) if route.has_copies]
-        self._inboxes: dict[int, SimpleQueue[Transfer | None]] = {r: SimpleQueue() for r in copied}  # of the workers
+        self._inboxes: dict[int, SimpleQueue[Transfer | None]] = {r: SimpleQueue() for r in self._receivers}
 
     # On the consumer's thread
 
     def next(self) -> Tree:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "The threads of this iterator are in another process. Iterate over the dataset anew in this process."
+                "This iterator was made in another process, where its threads are. Iterate over the dataset anew."
             )
         if not self._are_going:
             self._set_going()

@@ -1,4 +1,4 @@
-"""The loader or iterable that is read, and where its iteration stands.
+"""The loader or iterable that is read, the rows that a worker loads of it, and where its iteration stands.
 
 An epoch can be resumed, also in another process. If the loader has `state_dict`, the library saves its state. For any
 other loader, the library counts the elements that were consumed, and saves the states of the random generators that
@@ -54,6 +54,10 @@ class Position:
     def reach(self, count: int, loader: Any) -> None:
         """Says that the consumer has received an element. The arguments are the attributes of these names after it."""
         self.count, self.loader = count, loader
+
+    def restart(self) -> None:
+        """Says that the consumer has come to the end of the epoch: it stands before the next one."""
+        self.is_begun, self.count, self.asked, self.loader = False, 0, None, None
 
 
 @final
@@ -292,11 +296,6 @@ class Source:
         elif not position.is_begun:
             _set(_generators(self._dataset)[1:], position.began[1:])  # the program restores torch's default generator
         self.position, self._is_resumed = position, position.is_begun
-
-    def is_over(self, position: Position) -> None:
-        """Says that the consumer of an epoch has come to its end. If it was the last one, the position is reset."""
-        if position is self.position:
-            self.position = Position()
 
     def first(self) -> Tree:
         """An element, from which to read what the elements are made of.

@@ -1,4 +1,4 @@
-"""What is read for each step, which rows of it go to which replica, and their shapes and dtypes.
+"""Which rows of what is read go to which worker and which replica, and their shapes and dtypes.
 
 Either a batch is split into a part for each replica, or each replica gets an element of its own. Nothing is copied to
 another device here. The parts of a tensor share its memory.
@@ -55,7 +55,7 @@ class SplitBatch(NamedTuple):
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
         if self.spec is None:
             return arrived[0][0]
-        count = sum(type(leaf) is Parts for leaf in self.leaves)
+        count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         spare = iter(arrived[0][count:])
         leaves = [
