@@ -59,12 +59,10 @@ class _Proxy:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        if not isinstance(reduced, tuple):
-            return reduced  # a string, the name of a global object
-        function, arguments, *rest = reduced
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            arguments = (plain_class(type(self)), *arguments[1:])
-        return function, arguments, *rest
+        if not isinstance(reduced, tuple) or reduced[0] is not vars(copyreg)["__newobj__"]:
+            return reduced  # for example a string, the name of a global object
+        function, (_, *arguments), *rest = reduced
+        return function, (plain_class(type(self)), *arguments), *rest
 
 
 class _ModuleProxy(_Proxy):
@@ -76,17 +74,11 @@ class _ModuleProxy(_Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         local = local_object(self)
-        if local is self:
-            super().__setattr__(name, value)
-        else:
-            setattr(local, name, value)
+        (super() if local is self else local).__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         local = local_object(self)
-        if local is self:
-            super().__delattr__(name)
-        else:
-            delattr(local, name)
+        (super() if local is self else local).__delattr__(name)
 
 
 def users_own(optimizer: Any, name: str) -> Any:
@@ -134,11 +126,8 @@ class _OptimizerProxy(_Proxy):
     step = _of_replica("step")  # no method: a learning-rate scheduler puts a `step` of its own on the instance
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        local: Any = local_object(self)
-        if local is self:
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-        else:
-            local.zero_grad(set_to_none)
+        local = local_object(self)
+        (super() if local is self else local).zero_grad(set_to_none)  # type: ignore[union-attr]
 
     def add_param_group(self, param_group: Any) -> None:
         _only_outside(self, "add_param_group()")

@@ -52,14 +52,11 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
                 _refuse_parameter(f"{path}.{name}", parameter)
         if not are_all:
             continue
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not is_variable(buffer):
-                refuse_trainable(f"{path}.{name}", buffer, parameters)
         # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
         # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)
-        for name, value in plain_attributes(module).items():
-            if name not in computed:
+        for name, value in {**module._buffers, **plain_attributes(module)}.items():
+            if name not in computed and not (name in module._buffers and is_variable(value)):
                 refuse_trainable(f"{path}.{name}", value, parameters)
         for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
             refuse_trainable(f"A hook of {path}", hook, parameters)

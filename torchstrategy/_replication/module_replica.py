@@ -123,8 +123,8 @@ class ModuleReplica:
         owners = parameters.tensors
         self.aliased = [may_alias and owner.device == device for owner in owners]
         sent = iter(copies_of([o for o, aliased in zip(owners, self.aliased, strict=True) if not aliased], device))
-        data = [o.detach() if aliased else next(sent) for o, aliased in zip(owners, self.aliased, strict=True)]
-        self.parameters = [_local(owner, d) for d, owner in zip(data, owners, strict=True)]
+        marked = zip(owners, self.aliased, strict=True)
+        self.parameters = [_local(owner, owner.detach() if aliased else next(sent)) for owner, aliased in marked]
         self.trained = requires_grad_of(self.parameters)
         # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
         # the memory from the beginning, both have one version counter.
@@ -138,7 +138,6 @@ class ModuleReplica:
         outputs, self._held = self._own_in(named, self._memo.keys() | set(map(id, buffers.tensors)), is_new=True)
         tensors = [*buffers.tensors, *self._held]
         copies = copies_of(tensors, device)
-        own = copies[: len(buffers.tensors)]
         self._memo.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         try:
             # All roots are copied at once, so that objects that they share stay shared.
@@ -158,7 +157,7 @@ class ModuleReplica:
                 inside.update(kept)
         self.local_objects: dict[int, object] = {**pairs, **by_owner}
         self._slots = slots
-        self.buffers = StepWrites(own)
+        self.buffers = StepWrites(copies[: len(buffers.tensors)])
         self._structure = Snapshot(tables_of(self.insides))
 
     def _own_in(

@@ -176,11 +176,10 @@ class ReplicatedModules:
     def _have_same_classes(self) -> bool:
         """Whether nobody has given a module another class, as some libraries do to patch layers."""
         originals = self.originals()
-        if not are_same(list(map(vars, originals)), self._insides):  # somebody has written a `__dict__`
-            return False
         now = list(map(type, originals))
         # During a run of another thread they are proxies.
-        return now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
+        are_known = now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
+        return are_known and are_same(list(map(vars, originals)), self._insides)  # somebody may write a `__dict__`
 
     def check_workers(self) -> None:
         """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""

@@ -58,17 +58,15 @@ class ReplicaSet:
         layout: Placement,
     ) -> None:
         self.layout = layout
-        with undisturbed():
-            self.replicated = ReplicatedModules(roots, layout, variables)
+        self.replicated = ReplicatedModules(roots, layout, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
         self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
         """Brings what the user wrote on modules and optimizers to the copies. False if a new set has to be made."""
-        with undisturbed():
-            if not self.replicated.refresh():
-                return False
+        if not self.replicated.refresh():
+            return False
         # The gradients of a set are those of the parameters of these optimizers, and their copies are made for these
         # parameters: after `add_param_group`, or where a parameter moved, both are made anew.
         if _signature(optimizers) != self._optimizer_signature or self.replicated.sharing() != self._sharing:

@@ -30,7 +30,7 @@ import ctypes
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -257,16 +257,13 @@ def shared_tensors(
         if id(module) not in own and is_due(name):
             for path, part in module.named_modules(prefix=name):
                 if id(part) not in own and not is_metric(vars(part)):
-                    pairs += _tensors_of(path, part)
+                    for table in (part._parameters, part._buffers):
+                        pairs += [(f"{path}.{key}", held) for key, held in table.items() if held is not None]
+                    plain = ((path + where, held) for where, held in held_plainly(part))
+                    pairs += [pair for pair in plain if isinstance(pair[1], torch.Tensor)]
     # Reversed, so that each tensor is known by the first of its names.
     found = {id(pair[1]): pair for pair in reversed(pairs)}
     return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
-
-
-def _tensors_of(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for table in (module._parameters, module._buffers):
-        yield from ((f"{path}.{name}", tensor) for name, tensor in table.items() if tensor is not None)
-    yield from ((path + where, held) for where, held in held_plainly(module) if isinstance(held, torch.Tensor))
 
 
 @functools.lru_cache(maxsize=4096)

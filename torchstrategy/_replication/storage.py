@@ -310,7 +310,7 @@ class ReplicatedStorage(Storage):
             self._steppers[id(stepper)] = stepper  # no copies depend on it
 
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
-        with self._lock:
+        with self._lock, undisturbed():
             optimizers = _alive(self._optimizers.values())
             if any(key not in self._on_read for key in list(self._new)):
                 self._generation += 1
