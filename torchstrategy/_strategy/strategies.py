@@ -93,7 +93,7 @@ class DefaultExtended(OneDeviceExtended):
         return dataset
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return self._distribute_dataset(dataset_fn(InputContext()), options)
+        return self._distribute_dataset(dataset_fn, options)(InputContext())  # the options are checked before the call
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         return module
