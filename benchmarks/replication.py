@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.parallel import replicate
-from torchstrategy._replication.placement import Placement
 
 import torchstrategy
 from contest import Contender, Measure, Row, Work, compared, hold, timed
 from torchstrategy import ReduceOp
+from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import ReplicatedStorage
 from torchstrategy._strategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic

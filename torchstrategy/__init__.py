@@ -68,13 +68,12 @@ from torchstrategy._core.distributed_values import DistributedValues, PerReplica
 from torchstrategy._core.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
 from torchstrategy._data_parallel.data_parallel import DataParallel, data_parallel
-from torchstrategy._execution.replica import ALONE
 from torchstrategy._input.batch_types import register_batch_type
 from torchstrategy._input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
 from torchstrategy._input.options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._input.steps import PerReplicaSpec, TensorSpec
 from torchstrategy._strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from torchstrategy._strategy.replica_context import ReplicaContext, get_replica_context, running_context
+from torchstrategy._strategy.replica_context import LoneFrame, ReplicaContext, get_replica_context
 from torchstrategy._strategy.strategies import (
     CentralStorageStrategy,
     DefaultStrategy,
@@ -137,9 +136,9 @@ __version__ = "0.1.0"  # the one place that says it
 
 # The one fact that looks up: what `_core/context` answers where nothing was entered stands on a floor above it.
 _default_strategy = DefaultStrategy()
-set_default(_default_strategy, running_context(_default_strategy, ALONE))
+set_default(_default_strategy, LoneFrame(_default_strategy).replica_context)
 
 for _name in __all__:
     if getattr(globals()[_name], "__module__", "").startswith("torchstrategy._"):
         globals()[_name].__module__ = "torchstrategy"
-del _name, ALONE, DefaultStrategy, running_context, set_default
+del _name, DefaultStrategy, LoneFrame, set_default

@@ -194,7 +194,7 @@ def test_options_that_are_none_are_refused(options: Any, error: type[Exception],
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"runs a torch\.nn\.Module; got a function"):
+    with pytest.raises(TypeError, match=r"runs a torch\.nn\.Module; got .*, a function"):
         DataParallel(data, ["cpu"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is a DataParallel already"):
         DataParallel(DataParallel(mlp(), ["cpu"]), ["cpu", "cpu"])

@@ -148,5 +148,5 @@ def test_a_lazy_module_is_refused_by_name(devices: list[torch.device]) -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"runs a torch\.nn\.Module; got a str"):
+    with pytest.raises(TypeError, match=r"runs a torch\.nn\.Module; got 'net', a str"):
         data_parallel("net", torch.ones(2), ["cpu", "cpu"])  # type: ignore[arg-type]

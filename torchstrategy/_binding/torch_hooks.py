@@ -69,28 +69,24 @@ class _Exchange:
 # What is created
 
 
-_watchers: list[tuple[int, Callable[[Any], None]]] = []  # the thread of a scope, and what is told of its objects
+_watchers: list[tuple[int, Any]] = []  # the thread of a scope, and the storage that takes in its objects
 _lock = threading.Lock()
 
 
 @contextmanager
-def watched(
-    on_created: Callable[[nn.Module | Optimizer | Stepper], None],
-    on_parameter: Callable[[nn.Module, nn.Parameter], None],
-) -> Iterator[None]:
-    """A block in which functions are called with each object that this thread creates, some of them several times.
+def watched(storage: Any) -> Iterator[None]:
+    """A block in which a storage takes in each object that this thread creates, some of them several times.
 
-    Args:
-        on_created: Called with a new module, optimizer, scheduler or scaler.
-        on_parameter: Called with a module and a parameter, when the parameter is registered on the module.
+    Its `take_part` is called with a new module, `take_stepper` with a new optimizer, scheduler or scaler, and
+    `claim_parameter` with a module and a parameter, when the parameter is registered on the module.
     """
     thread = threading.get_ident()
 
     def tell(module: nn.Module, name: str, value: object) -> None:
         if threading.get_ident() == thread and isinstance(value, nn.Parameter):
-            on_parameter(module, value)
+            storage.claim_parameter(module, value)
 
-    watcher = thread, on_created
+    watcher = thread, storage
     with _lock:
         _constructors.begin()
         _watchers.append(watcher)
@@ -109,9 +105,9 @@ def _telling(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        for thread, on_created in list(_watchers):
+        for thread, storage in list(_watchers):
             if thread == threading.get_ident():
-                on_created(self)
+                (storage.take_part if isinstance(self, nn.Module) else storage.take_stepper)(self)
 
     return method
 

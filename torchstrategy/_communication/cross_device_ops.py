@@ -19,7 +19,7 @@ from torchstrategy._communication.reductions import as_tensor, check_addable
 from torchstrategy._communication.transfer import Column, added, bucketed, nccl_sums, sums, times, why_not_nccl
 from torchstrategy._core.devices import canonical_device, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
-from torchstrategy._core.errors import as_int, plural
+from torchstrategy._core.errors import as_int, plural, require_type
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike, Tree
 
@@ -373,8 +373,7 @@ class ReductionToOneDevice(_ByRoutes):
     """
 
     def __init__(self, reduce_to_device: DeviceLike = None, accumulation_fn: AccumulationFn | None = None) -> None:
-        if accumulation_fn is not None and not callable(accumulation_fn):
-            raise TypeError(f"accumulation_fn makes one tensor of several; {accumulation_fn!r} is no function.")
+        require_type(accumulation_fn, Callable | None, "accumulation_fn is a function that makes one tensor of several")
         self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
         self._accumulation_fn = accumulation_fn
 

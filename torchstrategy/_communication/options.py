@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from torchstrategy._communication.transfer import why_not_nccl
-from torchstrategy._core.errors import as_int
+from torchstrategy._core.errors import as_int, require_type
 from torchstrategy._core.types import Device
 
 
@@ -79,8 +79,7 @@ class CommunicationOptions:
             raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
         object.__setattr__(self, "bytes_per_pack", size)
         seconds = self.timeout_seconds
-        if not isinstance(seconds, (int, float, type(None))):
-            raise TypeError(f"CommunicationOptions(timeout_seconds={seconds!r}): it is a number of seconds, or None.")
+        require_type(seconds, float | int | None, "CommunicationOptions(timeout_seconds=...) is a number, or None")
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
         said = self.implementation

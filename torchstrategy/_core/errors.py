@@ -29,7 +29,7 @@ import warnings
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -124,6 +124,12 @@ def plural(count: int, noun: str) -> str:
 def an(noun: str) -> str:
     """`a list`, `an int`."""
     return f"an {noun}" if noun[0] in "aeiouAEIOU" else f"a {noun}"
+
+
+def require_type(value: object, kind: Any, what: str) -> None:
+    """Raises a TypeError for a value of another type: `what` says, in the user's words, which is wanted."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}; got {value!r:.200}, {an(type(value).__name__)}.")
 
 
 def as_int(value: object, otherwise: str) -> int:

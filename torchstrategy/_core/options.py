@@ -10,6 +10,8 @@ from typing import final
 
 import torch
 
+from torchstrategy._core.errors import require_type
+
 
 @final
 class VariableSynchronization(enum.Enum):
@@ -96,10 +98,7 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(op, ReduceOp):
             return op
-        if not isinstance(op, str):
-            raise TypeError(
-                f"Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'; got {op!r}."
-            )
+        require_type(op, str, "Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'")
         if op.upper() not in cls.__members__:
             raise ValueError(f"{op!r} is not one of the reductions 'SUM', 'MEAN'.")
         return cls[op.upper()]

@@ -30,7 +30,7 @@ from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
-from torchstrategy._core.errors import an, as_int, hide_frames
+from torchstrategy._core.errors import an, as_int, hide_frames, require_type
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
@@ -109,9 +109,11 @@ class DataParallel(nn.Module):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        self._devices = _replica_devices(device_ids)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"DataParallel runs a torch.nn.Module; got {an(type(module).__name__)}.")
+        if isinstance(device_ids, (str, int, torch.device)):
+            raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
+        devices = local_accelerators() if device_ids is None else devices_of_replicas("device_ids", device_ids)
+        self._devices: tuple[Device, ...] = tuple(devices)
+        require_type(module, nn.Module, "DataParallel runs a torch.nn.Module")
         if isinstance(module, DataParallel):
             raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
         if len(self._devices) > 1:
@@ -256,20 +258,11 @@ def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, c
 # Checks of the constructor's arguments, and of where the module is
 
 
-def _replica_devices(device_ids: Any) -> tuple[Device, ...]:
-    if device_ids is None:
-        return tuple(local_accelerators())
-    if isinstance(device_ids, (str, int, torch.device)):
-        raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
-    return tuple(devices_of_replicas("device_ids", device_ids))
-
-
 def _refuse_in_replica() -> None:
     if is_in_replica():
         raise RuntimeError(
-            "A DataParallel was called in a replica, where its replicas would be replicas of a replica. In a step, or "
-            "in a module that is in a DataParallel itself, call the module that it wraps, `.module`: the batch is "
-            "split already."
+            "A DataParallel was called in a replica, where the batch is split already. In a step, or in a module that "
+            "is in a DataParallel itself, call the module that it wraps, `.module`."
         )
 
 
@@ -301,14 +294,12 @@ def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     versions.update({(prefix + key.removeprefix(long)).rstrip("."): version for key, version in found.items()})
 
 
-def _put_prefix_on(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Gives a state dict that is loaded the names with `module.`, unless it has them.
 
     It may have been saved with a `torch.nn.DataParallel`, or without.
     """
-    wrapped = module.module
-    assert isinstance(wrapped, nn.Module)
-    own, long = wrapped.state_dict(keep_vars=True).keys(), f"{prefix}module."
+    own, long = module.module.state_dict(keep_vars=True).keys(), f"{prefix}module."
     keys = [key for key in state_dict if key.startswith(prefix)]
     as_they_are = sum(key.removeprefix(prefix) in own for key in keys)
     if as_they_are < sum(key.startswith(long) and key.removeprefix(long) in own for key in keys):

@@ -71,9 +71,10 @@ class OneOfSeveral(Replica):
                 "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
                 "the thread of the step; or detach what the step returns."
             )
+        if self.telling is not None:
+            self.telling(name)
         with traced("wait at {}", name):
-            known = combine if self.telling is None else self._told(name, combine)
-            return self._report(Synchronizing(self.index, name, known, brought))
+            return self._report(Synchronizing(self.index, name, combine, brought))
 
     def _report(self, report: Report) -> Tree:
         if os.getpid() != self.process:

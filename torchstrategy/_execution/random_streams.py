@@ -86,13 +86,10 @@ class RandomStreams:
         if (generator, replica) in self._paused:
             generator.set_state(self._paused[generator, replica])
         else:
-            generator.manual_seed(self._seed(replica))
+            digest = hashlib.blake2b(self._origin, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)  # a seed is a signed 64-bit number
             self._begun[generator, replica] = generator.get_state()
         self._holders[generator] = replica
-
-    def _seed(self, replica: int) -> int:
-        digest = hashlib.blake2b(self._origin, digest_size=8, salt=replica.to_bytes(8, "little"))
-        return int.from_bytes(digest.digest(), "little") >> 1  # a seed is a signed 64-bit number
 
 
 def generators_of(device: Device, with_cpu: bool) -> list[torch.Generator]:

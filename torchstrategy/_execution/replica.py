@@ -74,7 +74,7 @@ class Replica(ABC):
     index: int
     device: Device
     was_asked = False  # whether the step asked which replica it is in
-    # Told of each synchronization point, before its `combine` runs. None: there is nobody to tell, in other processes.
+    # Told of each synchronization point to which the replica comes. None: there is nobody to tell, in other processes.
     telling: Callable[[str], None] | None = field(default=None, init=False)
 
     @abstractmethod
@@ -90,17 +90,6 @@ class Replica(ABC):
         Raises:
             RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
         """
-
-    def _told(self, name: str, combine: Combine) -> Combine:
-        """The same function, which tells other processes that the replicas are at this synchronization point."""
-        telling = self.telling
-        assert telling is not None
-
-        def told(brought: Sequence[Tree]) -> Sequence[Tree]:
-            telling(name)
-            return combine(brought)
-
-        return told
 
     @abstractmethod
     def pause(self) -> None:
@@ -125,13 +114,14 @@ class InlineReplica(Replica):
 
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         reached(self.index, name)
+        if self.telling is not None:
+            self.telling(name)
         held(name)
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
         with nowhere(), in_use(self.callers_device), self.combining(), traced("synchronize at {}", name):
-            known = combine if self.telling is None else self._told(name, combine)
-            return known([brought])[0]
+            return combine([brought])[0]
 
 
 _Columns = list[tuple[torch.Tensor, ...]]  # for each tensor, the tensors of the replicas, in replica order
@@ -241,7 +231,9 @@ class ReplicaGroup:
         unit = max(self.run.weights) if self.workers.count == 1 else 1.0
         factor = self.weight / unit
         # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out, and it gets none.
-        brought = grads if factor == 1 else [g * factor if factor else torch.zeros_like(g) for g in grads]
+        # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
+        scaled = ((g * factor).to(g.dtype) if factor else torch.zeros_like(g) for g in grads)
+        brought = grads if factor == 1 else list(scaled)
         totals = self._exchange("the backward of a collective", brought, self._sums, self._added_over_workers)[0]
         return totals if factor == 1 else [t / factor if factor else torch.zeros_like(t) for t in totals]
 

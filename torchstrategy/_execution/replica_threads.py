@@ -134,18 +134,13 @@ def _dismiss(inboxes: list[SimpleQueue[Any]]) -> None:
         inbox.put(None)
 
 
-class _Here(threading.local):
-    """How many nested runs are under way on this thread: a merge function may call `run`, too."""
-
-    depth = 0
-
-
-_here = _Here()
+_here = threading.local()
 
 
 def runs_under_way() -> int:
-    """How many nested runs of several replicas are under way on this thread."""
-    return _here.depth
+    """How many nested runs of several replicas are under way on this thread: a merge function may call `run`, too."""
+    depth: int = getattr(_here, "depth", 0)
+    return depth
 
 
 @final
@@ -176,7 +171,7 @@ class _Run:
         # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
         # replica draws from the same kind of stream with and without the watch.
         one_at_a_time = len(set(self._lanes.values())) == 1
-        self._streams = RandomStreams(devices, one_at_a_time, _here.depth, replicas.first)
+        self._streams = RandomStreams(devices, one_at_a_time, runs_under_way(), replicas.first)
         if watch is not None and watch.take_turns:
             self._lanes = dict.fromkeys(present)
         self._is_in_order = turns is None and len(set(self._lanes.values())) == 1
@@ -184,7 +179,7 @@ class _Run:
         self._look = watch.look if watch is not None else lambda running: None
 
     def result(self) -> dict[int, Tree]:
-        _here.depth += 1
+        _here.depth = runs_under_way() + 1
         try:
             self._look(())
             if self._is_in_order:
@@ -335,18 +330,14 @@ class _Run:
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        waiting = {r for r, message in self._to_send.items() if message is not _BEGIN} | self._arrived.keys()
-        self._to_send.clear()
-        self._arrived.clear()
-        while waiting:
+        self._to_send = {r: message for r, message in self._to_send.items() if message is not _BEGIN}
+        # A replica may come here again: code in a `finally` block of the step may have synchronized, or paused.
+        while waiting := self._to_send.keys() | self._arrived.keys():
             r = min(waiting)
-            waiting.discard(r)
+            self._arrived.pop(r, None)
             self._to_send[r] = STOP
             self._wake(r)
             self._receive()
-            # Code in a `finally` block of the step may have synchronized, or paused: then it has to be stopped again.
-            if self._arrived.pop(r, None) or self._to_send.pop(r, _BEGIN) is not _BEGIN:
-                waiting.add(r)
 
     def _error(self) -> BaseException:
         first = min(self._errors)

@@ -8,8 +8,8 @@ caller.
     options            what a person says about one distributed dataset
     batch_types        which values of a batch have rows, how many, and how to take some; types of the user's own
     loader_state       the saved position of a loader, and what is wrong with one
-    source             the loader or iterable that is read, and where its iteration stands
-    steps              what is read for each step, which rows of it go to which replica, and their shapes and dtypes
-    reading            how parts come to the devices: when the caller asks for a step, or ahead while a step still runs
+    source             the loader or iterable that is read, the rows that a worker loads, and where its iteration stands
+    steps              which rows of a batch go to which worker and replica, and their shapes and dtypes
+    reading            reads the steps of an epoch, and brings parts to the devices: on demand, or ahead of the caller
     dataset            the distributed dataset, its iterators, and the ways to make one
 """

@@ -166,8 +166,7 @@ def _rows(named: Sequence[tuple[str, _Array]]) -> int:
     for name, array in named:
         if not array.ndim:
             raise ValueError(
-                f"{name} has no dimensions, and so no rows. Give it a row for each element, as numpy.full(rows, value) "
-                "does for one value."
+                f"{name} has no dimensions, and so no rows. Give it a row for each element: numpy.full(rows, value)."
             )
         if len(array) != len(named[0][1]):
             first, rows = named[0]

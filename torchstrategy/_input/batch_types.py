@@ -26,18 +26,9 @@ import torch
 from torch.nn.utils import rnn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchstrategy._core.errors import an, plural
+from torchstrategy._core import tree
+from torchstrategy._core.errors import an, plural, require_type
 from torchstrategy._core.torch_internals import sparse_indices, sparse_values
-from torchstrategy._core.tree import (
-    is_container,
-    is_record,
-    leaves_within,
-    map_leaves,
-    map_within,
-    parts_of,
-    tree_flatten,
-    with_parts,
-)
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.arrays import has_dtype, sharing
 
@@ -111,24 +102,17 @@ def register_batch_type(
 
     Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate (which makes batches)
     """
-    if not isinstance(cls, type):
-        raise TypeError(f"register_batch_type takes a class; got {cls!r}.")
+    require_type(cls, type, "register_batch_type takes a class")
     if cls in _BUILT_IN:
         raise TypeError(f"How a {cls.__name__} is distributed is fixed: register a type of your own that holds it.")
     for name, function in (("rows", rows), ("take", take), ("apply", apply)):
-        if function is not None and not callable(function):
-            raise TypeError(f"register_batch_type({cls.__name__}, {name}=...) takes a function; got {function!r}.")
+        require_type(function, Callable | None, f"register_batch_type({cls.__name__}, {name}=...) takes a function")
     if cls in _registered:
         raise ValueError(f"{cls.__name__} is registered already. Register a type once, where it is defined.")
-    if rows is not None and take is None:
+    if (rows is None) != (take is None):
         raise ValueError(
-            f"{cls.__name__} has rows, so it must be known how to take some of them: "
-            f"register_batch_type({cls.__name__}, rows=..., take=lambda batch, rows: ...)."
-        )
-    if rows is None and take is not None:
-        raise ValueError(
-            f"register_batch_type({cls.__name__}, rows=None, take=...): what has no rows is given whole, and none are "
-            "taken. Say how many rows it has, or leave out take."
+            f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
+            "some of them; or neither of the two, and the values, which have no rows, are given whole."
         )
     checked = _checked(cls, rows or len, take or unchanged, apply or unchanged)
     _registered[cls] = Kind(None, unchanged, checked.apply) if rows is None else checked
@@ -195,7 +179,7 @@ def exchanged(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
     def change(leaf: Any) -> Any:
         return new(leaf) if type(leaf) is old else leaf
 
-    return map_within(change, batch, lambda value: type(value) is old or is_leaf(value), _is_record)
+    return tree.map_within(change, batch, lambda value: type(value) is old or is_leaf(value), _is_record)
 
 
 def kind_of(value: Any) -> Kind:
@@ -212,7 +196,7 @@ def kind_of(value: Any) -> Kind:
         return _PACKED
     if type(value) in (list, Rows) or _is_strings(value):
         return _LIST
-    if is_record(value):
+    if tree.is_record(value):
         return _RECORD
     return _ONE_THING if isinstance(value, SINGLE) else _UNKNOWN
 
@@ -243,10 +227,10 @@ def rows_of(batch: Tree) -> int | None:
     """
 
     def name_of(index: int) -> str:  # which takes longer than to count the rows
-        return list(leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
+        return list(tree.leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
 
     counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
-    for index, value in enumerate([part for leaf in tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
+    for index, value in enumerate([part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]):
         kind = kind_of(value)
         if kind is _UNKNOWN:
             what, to_do = _unknown(value)
@@ -284,7 +268,7 @@ def applied(leaf: Any, fn: TensorFn) -> Any:
 
 def applied_within(batch: Tree, fn: TensorFn) -> Tree:
     """`batch` with `fn(tensor)` in place of each tensor, in new containers."""
-    return map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
+    return tree.map_leaves(functools.partial(applied, fn=fn), batch, is_leaf)
 
 
 def tensors_within(leaf: Any) -> list[torch.Tensor]:
@@ -318,7 +302,7 @@ def _parts(leaf: Any) -> list[Any]:
     """The leaves in the parts of a leaf that is a record; of any other leaf, only the leaf itself."""
     if not _is_record(leaf):
         return [leaf]
-    return [part for held in tree_flatten(parts_of(leaf), is_leaf)[0] for part in _parts(held)]
+    return [part for held in tree.tree_flatten(tree.parts_of(leaf), is_leaf)[0] for part in _parts(held)]
 
 
 def _is_record(leaf: Any) -> bool:
@@ -329,7 +313,7 @@ def _makes_container(value: Any) -> bool:
     """Whether a list with such an item is a container, and not a list of rows."""
     if type(value) in _PLAIN:
         return False
-    if type(value) is not torch.Tensor and is_container(value):
+    if type(value) is not torch.Tensor and tree.is_container(value):
         return True
     kind = kind_of(value)
     is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))  # it has rows all the same
@@ -425,7 +409,7 @@ def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequ
 
 
 def _take_record(record: Any, rows: slice) -> Any:
-    return with_parts(record, lambda _, part: map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
+    return tree.with_parts(record, lambda _, part: tree.map_leaves(lambda leaf: taken(leaf, rows), part, is_leaf))
 
 
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
@@ -440,4 +424,4 @@ _SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
 _NUMBERS = Kind(len, operator.getitem, lambda array, fn: fn(_tensor_over(array)))
 _PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, lambda record, fn: with_parts(record, lambda _, part: applied_within(part, fn)))
+_RECORD = Kind(None, _take_record, lambda record, fn: tree.with_parts(record, lambda _, part: applied_within(part, fn)))

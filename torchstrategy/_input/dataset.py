@@ -237,8 +237,7 @@ def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
         if callable(source):
             return _Calls(source)
         raise ValueError(
-            f"input_fn returns a dataset, or a function that is called for each element; it returned "
-            f"{an(type(source).__name__)}."
+            f"input_fn returns a dataset, or a function that makes an element; got {an(type(source).__name__)}."
         )
 
     return dataset_fn

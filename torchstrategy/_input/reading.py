@@ -86,8 +86,9 @@ class Route:
         return self._sent(StagedBatch(departed, [], []), stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
-        """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
-        assert self.device is not None
+        """Copies tensors of host memory to an accelerator. Runs on the replica's worker, if it has one."""
+        if self.device is None or not self.has_copies:
+            return staged
         stream = copy_stream(self.device)
         with stream:  # also makes its device the current one, for which torch pins memory
             return self._sent(staged, stream, are_in_host_memory=True)
@@ -184,7 +185,9 @@ class Reading(ABC):
         self.splitter = splitter
         self.routes = routes
         self._elements: list[Tree] = []  # of the next step, if an error came after they were read
-        self._passes = splitter.begin()  # an epoch over each source; none when nothing more is read
+        followed = None if splitter.reads_its_own else splitter.workers
+        # An epoch over each source; none when nothing more is read. The caller's thread draws their seeds.
+        self._passes = [source.begin(followed) for source in splitter.sources]
         for reach in self._marks():
             reach()
 
@@ -261,9 +264,7 @@ class OnDemand(Reading):
                 epoch.position.reach(epoch.count, None)
                 return self._elements.pop()
         transfer = self._transferred()
-        for r, route in enumerate(self.routes):
-            if route.has_copies:
-                transfer.staged[r] = route.copy(transfer.staged[r])
+        transfer.staged = list(map(Route.copy, self.routes, transfer.staged))
         return transfer.received(self.routes)
 
     def close(self, *, waits: bool = False) -> None:
@@ -352,8 +353,7 @@ class Prefetcher(Reading):
     def next(self) -> Tree:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "This iterator was made in another process, whose threads read its batches; they are not here. "
-                "Iterate over the dataset anew in this process."
+                "The threads of this iterator are in another process. Iterate over the dataset anew in this process."
             )
         if not self._are_going:
             self._set_going()

@@ -25,12 +25,15 @@ from torchstrategy._core.tree import PLAIN_LEAVES, first_unlike, map_leaves, tre
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
-from torchstrategy._input.source import Epoch, Shard, Source
+from torchstrategy._input.source import Shard, Source
 
 
 @final
 class Parts(list[Tree]):
-    """A list of the parts of one leaf, one for each replica."""
+    """A list of the parts of one leaf, one for each replica.
+
+    In a process whose replicas all have no rows, there is one more: what the first replica has as an understudy.
+    """
 
 
 @final
@@ -40,21 +43,19 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
     spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
-    # For each leaf that was split, what the first replica has in a process whose replicas all have no rows: it is an
-    # understudy. Empty: some replica has rows.
-    spare: Sequence[Tree] = ()
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
         columns = [leaf for leaf in self.leaves if type(leaf) is Parts]
         own = [[column[r] for column in columns] for r in range(len(self.rows))]
-        return [[*own[0], *self.spare], *own[1:]]
+        own[0] += [piece for column in columns for piece in column[len(self.rows) :]]
+        return own
 
     def assembled(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
         if self.spec is None:
             return arrived[0][0]
-        count = len(arrived[0]) - len(self.spare)
+        count = sum(type(leaf) is Parts for leaf in self.leaves)
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         spare = iter(arrived[0][count:])
         leaves = [
@@ -120,8 +121,7 @@ def share_of(options: InputOptions, replicas: int, workers: Workers) -> Callable
     sizes = options.row_shares
     if sizes is not None and len(sizes) != everyone:
         raise ValueError(
-            f"InputOptions(row_shares={sizes}) has {plural(len(sizes), 'number')}, and a batch is split among "
-            f"{plural(everyone, 'replica')}."
+            f"InputOptions(row_shares={sizes}) has {plural(len(sizes), 'number')} for {plural(everyone, 'replica')}."
         )
     cut = functools.partial(in_equal_parts, everyone) if sizes is None else in_proportion(sizes)
 
@@ -259,15 +259,8 @@ class Splitter(ABC):
             elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
         return self.split(elements)
 
-    def begin(self) -> list[Epoch]:
-        """A new epoch over each source. The caller's thread draws their seeds."""
-        return [source.begin(None if self.reads_its_own else self.workers) for source in self.sources]
-
     def see(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element."""
-        self._spec, self.is_to_be_seen = self._spec_of(split_batch), False
-
-    def _spec_of(self, split_batch: SplitBatch) -> Tree:
         rows = self.rows()
 
         def specs(leaf: Tree) -> Tree:
@@ -279,8 +272,10 @@ class Splitter(ABC):
 
         if split_batch.spec is None:
             (element,) = split_batch.leaves[0]
-            return map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
-        return split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+            self._spec = map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
+        else:
+            self._spec = split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+        self.is_to_be_seen = False
 
     def _spec_of_one(self, value: Any, rows: int | None) -> TensorSpec | type:
         """The spec of the values of one leaf for one replica.
@@ -359,8 +354,7 @@ class SplitSteps(Splitter):
         if rows is None:
             raise ValueError(
                 f"An element of the dataset has no rows to distribute to {self.replicas} replicas: it is not batched. "
-                "Batch the dataset with the global batch size, as in torch.utils.data.DataLoader(dataset, "
-                "batch_size=...)."
+                "Batch it with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
             )
         share = self._share_of(rows if total is None else total)
         if total is not None:
@@ -374,21 +368,17 @@ class SplitSteps(Splitter):
                 )
             share = share.within_loaded()
         counts = tuple(piece.stop - piece.start for piece in share.slices)
-        spare: list[Tree] = []
+        pieces = share.slices if share.borrowed is None else [*share.slices, share.borrowed]
 
         def parts(leaf: Tree) -> Tree:
             if batch_types.has_rows(leaf):
-                if share.borrowed is not None:
-                    spare.append(_part(leaf, share.borrowed))
-                return Parts([_part(leaf, piece) for piece in share.slices])
+                return Parts([_part(leaf, piece) for piece in pieces])
             tensors = batch_types.tensors_within(leaf)
             is_apart = any(self._is_moved or is_accelerator(tensor.device) for tensor in tensors)
-            if is_apart and share.borrowed is not None:
-                spare.append(leaf)
-            return Parts([leaf] * self.replicas) if is_apart else leaf
+            return Parts([leaf] * len(pieces)) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
-        return SplitBatch(list(map(parts, leaves)), spec, counts, spare=spare)
+        return SplitBatch(list(map(parts, leaves)), spec, counts)
 
 
 def _may_be_rows(batch: Tree) -> bool:

@@ -34,6 +34,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import refuse_uncopyable, tensors_in
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ, set_requires_grad
@@ -41,13 +42,6 @@ from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
 from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
-from torchstrategy._replication.worker_values import (
-    Writes,
-    combine_over_workers,
-    compare_writes,
-    mention_writes,
-    refuse_other_values,
-)
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._variables.variable import Variable
 
@@ -84,7 +78,7 @@ class ReplicatedModules:
     """
 
     def __init__(self, roots: Sequence[nn.Module], layout: Placement, variables: Sequence[Variable]) -> None:
-        self._layout = layout
+        self._layout, self._workers = layout, layout.workers
         self._home = memory_device(layout.parameter_device)
         named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
         paths = {id(module): path for path, module in reversed(named)}
@@ -156,11 +150,10 @@ class ReplicatedModules:
         running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
         uncounted = [index for index in running if differ(first.buffer(index), buffers.tensors[index])]
         changed = sorted({*buffers.take_changes()[0], *uncounted})
-        if self._layout.workers.count > 1:
+        if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
-            self._layout.workers.mention(
-                BETWEEN_RUNS, (written, self._buffer_versions != versions(self._buffers.tensors))
-            )
+            are_written = self._buffer_versions != versions(self._buffers.tensors)
+            self._workers.mention(BETWEEN_RUNS, (written, are_written))
         if changed:
             for replica in self.replicas:
                 replica.bring_buffers(changed, self._buffers)
@@ -191,11 +184,10 @@ class ReplicatedModules:
 
     def check_workers(self) -> None:
         """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
-        workers = self._layout.workers
-        if BETWEEN_RUNS in workers.differing:
-            workers.differing.discard(BETWEEN_RUNS)
+        if BETWEEN_RUNS in self._workers.differing:
+            self._workers.differing.discard(BETWEEN_RUNS)
             names, tensors = [*self.names, *self._buffers.names], [*self.owners, *self._buffers.tensors]
-            refuse_other_values(workers, names, tensors)
+            worker_values.refuse_other_values(self._workers, names, tensors)
 
     def refresh_parameters(self) -> list[int]:
         """Brings changed values of parameters to the copies, and returns their positions."""
@@ -280,11 +272,11 @@ class ReplicatedModules:
         self._check_flags(weights)
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
         if made:
-            self._layout.workers.compare("what the step did to buffers and hooks:", ", ".join(made))
+            self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
         self.attributes.put_together(weights.present, self._with_copies, self._look, weights.is_understudy)
         self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
-        if self._layout.workers.count > 1:
-            mention_writes(self._layout.workers, set().union(*self._written), [self.attributes, *trainers])
+        if self._workers.count > 1:
+            worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *trainers])
 
     def return_to_originals(self, weights: ReplicaWeights, changes: Changes, trainers: Sequence[Trainer]) -> None:
         """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
@@ -293,8 +285,8 @@ class ReplicatedModules:
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[weights.present[0]]
-        books: list[Writes] = [self.attributes, *trainers]
-        indices = compare_writes(self._layout.workers, set().union(*self._written), books, weights, self._look)
+        books: list[worker_values.Writes] = [self.attributes, *trainers]
+        indices = worker_values.compare_writes(self._workers, set().union(*self._written), books, weights, self._look)
         values = self._buffer_values(weights, indices)
         new = self._new_buffers(weights, changes) if changes[0] else {}
         for metric in self.metrics:
@@ -313,7 +305,7 @@ class ReplicatedModules:
                 self._buffers.take(index, value)
         if replaced:
             self._replace_buffers(replaced, lead)
-        if self._layout.workers.count > 1:
+        if self._workers.count > 1:
             self._buffer_versions = versions(self._buffers.tensors)
 
     def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
@@ -363,10 +355,10 @@ class ReplicatedModules:
         of_replicas = [
             {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in changes
         ]
-        if (workers := self._layout.workers).count > 1:
+        if self._workers.count > 1:
             counted = [] if weights.is_understudy else of_replicas
             told = [{key: made.cpu() for key, made in own.items()} for own in counted]
-            of_all = workers.all_gather_object(told, "the buffers that the step made")
+            of_all = self._workers.all_gather_object(told, "the buffers that the step made")
             of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
         for ((position, _), name), value in of_replicas[0].items():
             others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
@@ -396,10 +388,10 @@ class ReplicatedModules:
 
     def _check_flags(self, weights: ReplicaWeights) -> None:
         flags = [self.replicas[r].noted_requires_grad() for r in weights.present]
-        if self._layout.workers.count > 1:
-            self._layout.workers.compare("which parameters are trained:", str(flags[0]))
+        if self._workers.count > 1:
+            self._workers.compare("which parameters are trained:", str(flags[0]))
             modes = ["train" if inside.get("training", True) else "eval" for inside in self._insides]
-            self._layout.workers.compare("the modes of the modules:", " ".join(modes))
+            self._workers.compare("the modes of the modules:", " ".join(modes))
         for r, other in zip(weights.present[1:], flags[1:], strict=True):
             if other != flags[0]:
                 name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
@@ -435,8 +427,8 @@ class ReplicatedModules:
                 others = [value for value, indices in written if index in indices]
                 module = id(self._insides[self._slots[index][0]])
                 self.lost_numbers.look(module, f"buffer {self._buffers.names[index]}", values[0], others)
-        if self._layout.workers.count > 1:
-            combine_over_workers(self._layout.workers, combined, averaged, weights.lead_worker)
+        if self._workers.count > 1:
+            worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
         return combined
 
 

@@ -57,8 +57,7 @@ class ReplicaSet:
         optimizers: Sequence[Optimizer],
         layout: Placement,
     ) -> None:
-        self._layout = layout
-        self.workers = layout.workers
+        self.layout = layout
         with undisturbed():
             self.replicated = ReplicatedModules(roots, layout, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
@@ -95,9 +94,9 @@ class ReplicaSet:
             [*self.replicated.names, *(f"{name}, a tensor of shape {tuple(p.shape)}," for name, p in loose.values())],
             [replica.parameters for replica in self.replicated.replicas],
             # Replicas on one device run one at a time.
-            len({memory_device(device) for device in self._layout.devices}) == 1,
-            self._layout.all_reduce,
-            self._layout.streams,
+            len({memory_device(device) for device in self.layout.devices}) == 1,
+            self.layout.all_reduce,
+            self.layout.streams,
         )
         indices = {key: index for index, key in enumerate([*self.replicated.index_of, *loose])}
         self.optimized = {id(o): {id(p): indices[id(p)] for p in parameters_of(o)} for o in optimizers}
@@ -105,7 +104,7 @@ class ReplicaSet:
         self._sharing = self.replicated.sharing()
         self._local = self.replicated.own_parameters()
         # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
-        is_updated = self._layout.is_mirrored and self._local and all(self._sharing[0])
+        is_updated = self.layout.is_mirrored and self._local and all(self._sharing[0])
         followed = [optimizer for optimizer in optimizers if is_updated and can_have_copies(optimizer)]
         self._optimizer_copies = {id(optimizer): OptimizerCopies(optimizer, self._local) for optimizer in followed}
 
@@ -257,7 +256,7 @@ class ReplicatedRun(OptimizerHost):
             return result
 
     def compare(self, name: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.copies.workers.compare(f"the arguments of {name}:", given)
+        self.copies.layout.workers.compare(f"the arguments of {name}:", given)
 
     @contextmanager
     def cross_replica(self) -> Iterator[None]:
@@ -283,7 +282,7 @@ class ReplicatedRun(OptimizerHost):
         weights = [self.replica_weights.weights[r] for r in self.replica_weights.present]
         here = [loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses]
         total = sum(loss * weight for loss, weight in zip(here, weights, strict=True) if weight)
-        workers = self.copies.workers
+        workers = self.copies.layout.workers
         if workers.count == 1:
             return total
         (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
@@ -386,9 +385,9 @@ class ReplicatedRun(OptimizerHost):
         lead, *others = self.replica_weights.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
             optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
-            if self.copies.workers.count > 1:
+            if self.copies.layout.workers.count > 1:
                 name = plain_class(type(optimizer.optimizer)).__name__
-                self.copies.workers.compare(f"the settings of {name}:", optimizer.settings())
+                self.copies.layout.workers.compare(f"the settings of {name}:", optimizer.settings())
 
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self.replica_weights.present[0], []):

@@ -129,14 +129,10 @@ class LostNumbers:
 
 def _are_close(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers, but for rounding, which differs between devices."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return _are_close_tensors(one, other)
     if isinstance(one, _NUMBERS) and isinstance(other, _NUMBERS):
         return np.shape(one) == np.shape(other) and bool(np.all(np.isclose(one, other, equal_nan=True)))
-    return not isinstance(one, (torch.Tensor, *_NUMBERS)) and not isinstance(other, (torch.Tensor, *_NUMBERS))
-
-
-def _are_close_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return not isinstance(one, (torch.Tensor, *_NUMBERS)) and not isinstance(other, (torch.Tensor, *_NUMBERS))
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     other = other.to(one.device)

@@ -59,13 +59,7 @@ class Storage:
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
-        return watched(self._take, self.claim_parameter)
-
-    def _take(self, thing: nn.Module | Optimizer | Stepper) -> None:
-        if isinstance(thing, nn.Module):
-            self.take_part(thing)
-        else:
-            self.take_stepper(thing)
+        return watched(self)
 
     def take_module(self, module: nn.Module) -> None:
         """Takes in a module, and all modules below it.
@@ -116,10 +110,6 @@ class Storage:
         """Whether a module or parameter belongs here."""
         return _owner_of(thing, is_anywhere=True) is self
 
-    def like(self) -> Storage:
-        """An empty storage of the same kind on the same devices."""
-        return type(self)(self.layout)
-
     def take_part(self, module: nn.Module) -> None:
         """Takes in one module. It may have been taken in before, and have got another child since."""
         self.claim(module)
@@ -148,8 +138,8 @@ class ReplicatedStorage(Storage):
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
         self._idle: list[ReplicaSet] = []
-        self._in_use: list[ReplicaSet] = []
-        self._runs: dict[ReplicaSet, ReplicatedRun] = {}  # those that are told before any optimizer takes a step
+        # Those that runs have borrowed, with the runs that are told before any optimizer takes a step.
+        self._in_use: dict[ReplicaSet, ReplicatedRun | None] = {}
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
         self._new: set[int] = set()  # the ids of modules and variables that no run has had yet
@@ -218,7 +208,7 @@ class ReplicatedStorage(Storage):
             originals += copies.originals()
             run_state = self._made_run(copies, replica_weights, named, leaves, cross_replica)  # 2
             originals += [*run_state.steppers, *(trainer.original for trainer in run_state.trainers)]
-            self._runs[copies] = run_state  # 3
+            self._in_use[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
                 metric.hand_out(replica_weights)
             copies.gradients.begin(replica_weights, run_state.outsiders, run_state.together)  # 5
@@ -239,7 +229,6 @@ class ReplicatedStorage(Storage):
                 copies.gradients.abort()
             raise
         finally:
-            self._runs.pop(copies, None)
             if run_state is not None:
                 run_state.let_go()
             self._return(copies)
@@ -338,7 +327,7 @@ class ReplicatedStorage(Storage):
                 for other in (copies, *self._in_use):
                     other.gradients.is_alone = False
             copies.thread = threading.get_ident()
-            self._in_use.append(copies)
+            self._in_use[copies] = None
             return copies
 
     def _standing_still(self) -> list[ReplicaSet]:
@@ -347,8 +336,8 @@ class ReplicatedStorage(Storage):
         During a run: its set, if this thread called the run. Between runs: the set used last.
         """
         with self._lock:
-            used = [copies for copies in self._in_use[-1:] if copies.thread == threading.get_ident()]
-            return used if self._in_use else self._idle[-1:]
+            newest = [copies for copies in list(self._in_use)[-1:] if copies.thread == threading.get_ident()]
+            return newest if self._in_use else self._idle[-1:]
 
     def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
         parts = parts_of(_alive(self._modules.values()))
@@ -363,8 +352,7 @@ class ReplicatedStorage(Storage):
 
     def _return(self, copies: ReplicaSet) -> None:
         with self._lock:
-            if copies in self._in_use:
-                self._in_use.remove(copies)
+            self._in_use.pop(copies, None)
             copies.gradients.is_alone = True
             if copies.generation == self._generation:
                 self._idle.append(copies)
@@ -388,7 +376,7 @@ class ReplicatedStorage(Storage):
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
-        for run in list(self._runs.values()):
+        for run in filter(None, list(self._in_use.values())):
             run.before_any_step(optimizer)
         if self.layout.is_mirrored and id(optimizer) in self._optimizers:
             for copies in self._standing_still():

@@ -16,7 +16,7 @@ from torchstrategy._communication.options import CommunicationImplementation, Co
 from torchstrategy._communication.process_group import ProcessGroup, has_group, join
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.devices import local_accelerators
-from torchstrategy._core.errors import plural
+from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.types import Device, DeviceLike
 from torchstrategy._execution.worker_streams import WorkerStreams
@@ -52,8 +52,7 @@ class MultiWorkerMirroredBase(StrategyBase):
         gradient_reduction: ReduceOp | str = ReduceOp.MEAN,
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
-        if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
-            raise TypeError(f"cluster_resolver is a ClusterResolver or None; got {cluster_resolver!r}.")
+        require_type(cluster_resolver, ClusterResolver | None, "cluster_resolver is a ClusterResolver or None")
         said = as_options(_NAME, communication_options)
         _check(said)
         if timeout is None and said.timeout_seconds:
@@ -168,8 +167,7 @@ class PreemptionCheckpointHandler:
     """
 
     def __init__(self, strategy: StrategyBase, *, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> None:
-        if not isinstance(strategy, StrategyBase):
-            raise TypeError(f"PreemptionCheckpointHandler takes a torchstrategy.Strategy; got {strategy!r}.")
+        require_type(strategy, StrategyBase, "PreemptionCheckpointHandler takes a torchstrategy.Strategy")
         if threading.current_thread() is not threading.main_thread():
             told = "A PreemptionCheckpointHandler gets signals in the main thread only. Make it in the main thread."
             raise RuntimeError(told)
@@ -241,8 +239,7 @@ def _resolved(resolver: ClusterResolver) -> Place:
     addresses = [spec.task_address(job, i) for job, i in training]
     rank = training.index((kind, index))
     hosts = [address.rpartition(":")[0] for address in addresses]
-    local_count = hosts.count(hosts[rank])
-    return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), local_count)
+    return Place(rank, len(training), addresses[0], hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
 
 
 def _own_devices(place: Place) -> list[Device]:

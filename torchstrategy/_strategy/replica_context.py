@@ -129,9 +129,8 @@ class ReplicaContext:
         group = self._require_active("merge_call")
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
-            merged_args, merged_kwargs = group.run.regrouped(
-                dict(zip(group.run.present, brought, strict=True)), group.workers
-            )
+            trees = dict(zip(group.run.present, brought, strict=True))
+            merged_args, merged_kwargs = group.run.regrouped(trees, group.workers)
             with Frame(self._strategy), self._published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], len(group.devices))
@@ -225,8 +224,7 @@ class ReplicaContext:
     def _ends(self) -> None:
         """The call of the step is over: the replica cannot synchronize any more."""
         # A context may be kept, and must not keep the run.
-        self._group, self._published = None, nullcontext
-        self._is_over = True
+        self._group, self._published, self._is_over = None, nullcontext, True
 
     def _require_active(self, what: str) -> ReplicaGroup:
         self._require_here(what, can_synchronize=not self._is_over)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from torchstrategy._core.distributed_values import (
     local_results,
     select,
 )
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
@@ -37,7 +38,6 @@ from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
-from torchstrategy._replication.replicated_run import ReplicatedRun
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -85,8 +85,7 @@ class ReplicatedExtended(StrategyExtended):
         return not self._storage.layout.is_mirrored
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        if not isinstance(v, (nn.Module, torch.Tensor)):
-            raise TypeError(f"variable_created_in_scope asks about a module or a parameter; got a {type(v).__name__}.")
+        require_type(v, nn.Module | torch.Tensor, "variable_created_in_scope asks about a module or a parameter")
         return self._owns(self.value_container(v))
 
     def _take_variable(self, variable: Variable) -> None:
@@ -178,15 +177,11 @@ class ReplicatedExtended(StrategyExtended):
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
                 self._streams.has_drawn &= not weights.is_understudy
-            result = self._put_together(results, run_state, weights)
+            if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
+                run_state.copies.gradients.deliver_late_ones()
+            result = weights.regrouped(results, self._workers, are_results=True)
         run_state.warn()
         return result
-
-    def _put_together(self, results: Mapping[int, Tree], run_state: ReplicatedRun, weights: ReplicaWeights) -> Tree:
-        """Makes one tree of those that the replicas of this worker have returned."""
-        if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
-            run_state.copies.gradients.deliver_late_ones()
-        return weights.regrouped(results, self._workers, are_results=True)
 
     def _weights(self, storage: ReplicatedStorage, leaves: Sequence[Tree], options: RunOptions) -> ReplicaWeights:
         """How much each replica counts. Where there are several workers, they tell each other their rows."""
@@ -343,7 +338,7 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        return type(self)(self._storage.like(), self._gradient_reduction, self._ops)
+        return type(self)(type(self._storage)(self._storage.layout), self._gradient_reduction, self._ops)
 
 
 def _holds_tensors(value: Tree) -> bool:

@@ -17,6 +17,7 @@ from torchstrategy._communication.reductions import as_tensor, combined
 from torchstrategy._core.context import current_strategy, set_strategy
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import DistributedValues, check_component_counts
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.types import Device, DeviceLike, Tree
 from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
@@ -243,8 +244,7 @@ class MirroredBase(StrategyBase):
     ) -> None:
         on = devices_of_replicas("devices", devices)
         ops = default_for(on) if cross_device_ops is None else cross_device_ops
-        if not isinstance(ops, CrossDeviceOps):
-            raise TypeError(f"cross_device_ops is a torchstrategy.CrossDeviceOps or None; got {ops!r}.")
+        require_type(ops, CrossDeviceOps, "cross_device_ops is a torchstrategy.CrossDeviceOps or None")
         ops._check_devices(on)
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
@@ -336,8 +336,7 @@ def experimental_set_strategy(strategy: StrategyBase | None) -> None:
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    if strategy is not None and not isinstance(strategy, StrategyBase):
-        raise TypeError(f"experimental_set_strategy takes a torchstrategy.Strategy or None; got {strategy!r}.")
+    require_type(strategy, StrategyBase | None, "experimental_set_strategy takes a torchstrategy.Strategy or None")
     set_strategy(strategy)
 
 

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from torchstrategy._core.context import Frame, current_frame, is_default, require_cross_replica
 from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.errors import an, hide_frames, plural, unpicklable
+from torchstrategy._core.errors import hide_frames, plural, require_type, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.torch_internals import is_profiling
@@ -537,8 +537,7 @@ class StrategyBase:
             RuntimeError: If it belongs to another strategy, or if called in a replica or in another strategy's scope.
         """
         require_cross_replica(self, "Strategy.distribute_module")
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"distribute_module takes a torch.nn.Module; got a {type(module).__name__}.")
+        require_type(module, nn.Module, "distribute_module takes a torch.nn.Module")
         self._extended._distribute_module(module)
         return module
 
@@ -555,8 +554,7 @@ class StrategyBase:
             RuntimeError: If called in a replica or in another strategy's scope.
         """
         require_cross_replica(self, "Strategy.distribute_optimizer")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"distribute_optimizer takes a torch.optim.Optimizer; got a {type(optimizer).__name__}.")
+        require_type(optimizer, Optimizer, "distribute_optimizer takes a torch.optim.Optimizer")
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"This {type(optimizer).__name__} has no param_groups, so nobody can tell what it updates. Call "
@@ -763,8 +761,7 @@ def _listed(devices: Sequence[Device]) -> str:
 
 
 def _input_options(options: InputOptions | None) -> InputOptions:
-    if options is not None and not isinstance(options, InputOptions):
-        raise TypeError(f"options is a torchstrategy.InputOptions; got {options!r}, {an(type(options).__name__)}.")
+    require_type(options, InputOptions | None, "options is a torchstrategy.InputOptions")
     return options or InputOptions()
 
 

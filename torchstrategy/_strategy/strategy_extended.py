@@ -20,7 +20,7 @@ from torchstrategy._communication.reductions import as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
-from torchstrategy._core.errors import plural
+from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
@@ -190,9 +190,8 @@ class StrategyExtended(VariablesOfExtended):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
         require_cross_replica(self._container_strategy(), "reduce_to")
-        said = as_options("reduce_to", options)
         _check_destinations(destinations)
-        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, said)
+        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
 
     def batch_reduce_to(
         self,
@@ -217,8 +216,7 @@ class StrategyExtended(VariablesOfExtended):
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
             _check_destinations(pair[1])
-        said = as_options("batch_reduce_to", options)
-        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, said)
+        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
 
     def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
         """A tensor on the devices of one's choice.
@@ -250,8 +248,7 @@ class StrategyExtended(VariablesOfExtended):
         _check_destinations(destinations)
         if isinstance(tensor, (int, float, complex)):
             return tensor
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"broadcast_to sends a tensor; got {tensor!r}, a {type(tensor).__name__}.")
+        require_type(tensor, torch.Tensor, "broadcast_to sends a tensor")
         return self._broadcast_to(tensor, destinations)
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:

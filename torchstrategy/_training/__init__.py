@@ -4,9 +4,8 @@ Backward adds to the gradients of each replica's parameters (`replica_gradients`
 `gradient_reducer` multiplies the gradients of each replica by its weight, adds them up, and gives the sum to the
 user's own parameters, which the user's optimizer then updates once.
 
-    replica_gradients        the gradients of one replica, as its step sees them
+    replica_gradients        the gradients of one replica, as its step sees them; none may be read before it is complete
     user_gradients           the tensors that hold the user's gradients, and are written in place
-    early_reads              refuses gradients that a replica has read before they were complete
     gradient_hooks           the user's hooks, late gradients, and a graph that goes on to the user's parameters
     replica_steppers         optimizers, schedulers and `GradScaler` in a replica: one step for all replicas
     optimizer_copies         copies of the user's optimizers, for replicas that have parameters of their own

@@ -23,15 +23,8 @@ from typing import Any
 import torch
 
 from torchstrategy._communication.transfer import added
-from torchstrategy._core.torch_internals import (
-    have_gradient_hooks,
-    on_gradient,
-    raw_grad,
-    set_raw_grad,
-    swap_tensors,
-    take_raw_grads,
-    will_be_reached,
-)
+from torchstrategy._core import torch_internals
+from torchstrategy._core.torch_internals import have_gradient_hooks, on_gradient, raw_grad, set_raw_grad, take_raw_grads
 from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter
 from torchstrategy._training.user_gradients import can_hold
 
@@ -151,7 +144,7 @@ def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
             # The user's hooks see the sum of all replicas, once in each backward: the gradients wait until this
             # backward has reached the last of the copies.
             parameters = [known for reference in copies if (known := reference()) is not None]
-            if any(raw_grad(known) is None and will_be_reached(known) for known in parameters):
+            if any(raw_grad(known) is None and torch_internals.will_be_reached(known) for known in parameters):
                 return
         gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
         if owner is None:
@@ -185,7 +178,7 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
                 attached.append((local, other, leaf))
                 # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be
                 # put into every module, dict and closure that refers to the parameter.
-                swap_tensors(local, other)
+                torch_internals.swap_tensors(local, other)
                 leaf[:] = [other]
                 _collects(local, other)
         yield
@@ -195,7 +188,7 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
             # node as its `grad_fn`: a cycle. An empty list also tells the node that the block has ended.
             leaf.clear()
             if not local.is_leaf:
-                swap_tensors(local, other)
+                torch_internals.swap_tensors(local, other)
                 _collects(local, local)
 
 

@@ -33,29 +33,21 @@ from typing import final
 import torch
 
 from torchstrategy._communication.transfer import accumulate, brought, equal, weighted
+from torchstrategy._core import torch_internals
 from torchstrategy._core.context import undisturbed
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.torch_internals import (
-    have_gradient_hooks,
-    hide_from_compiler,
-    raw_grad,
-    raw_grads,
-    set_raw_grads,
-    take_raw_grads,
-    unseen_by_function_modes,
-    version,
-)
+from torchstrategy._core.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.instruments import combined_gradients
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
 from torchstrategy._training.early_copies import EarlyCopies
-from torchstrategy._training.early_reads import EarlyReads
 from torchstrategy._training.gradient_hooks import count_additions, deliver_late, seen_by_hooks, send_through_hooks
 from torchstrategy._training.overlapped_sums import OverlappedSums
 from torchstrategy._training.replica_gradients import (
     CLEARED,
     CLEARED_NOTHING,
+    EarlyReads,
     Reads,
     ReplicaGradients,
     ReplicaParameter,
@@ -214,7 +206,7 @@ class GradientReducer:
                 self._num_added += 1
                 return
             # The user's modes, which are in force on this thread, must neither see these operations nor act on them.
-            with unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
+            with torch_internals.unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
                 self.of_replicas[replica].added_early = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
@@ -274,7 +266,7 @@ class GradientReducer:
         None if there is none, or somebody has written on the gradient since.
         """
         known = self._arrived.get(id(gradient))
-        return known[2][replica] if known is not None and version(gradient) == known[1] else None
+        return known[2][replica] if known is not None and torch_internals.version(gradient) == known[1] else None
 
     def keep(self) -> None:
         """An update begins: if the run fails later, the user's parameters keep the gradients that the update leaves."""
@@ -378,14 +370,13 @@ class GradientReducer:
             tensors = [tensor.to(device) for tensor in tensors]
         if not tensors and all(v is CLEARED or (v is CLEARED_NOTHING and accumulated is None) for v in visible):
             return None
-        are_same = len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:])
-        if are_same and visible[0] is not None and visible[0].was_written():
-            # All replicas did the same to the gradient of the whole batch, such as clipping it.
-            return tensors[0]
         # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
-        has_changed = any(not equal(tensor, accumulated) for tensor in (tensors[:1] if are_same else tensors))
+        if len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
+            # All replicas did the same to the gradient of the whole batch, such as clipping it; or nothing.
+            was_written = visible[0] is not None and visible[0].was_written()
+            return tensors[0] if was_written or not equal(tensors[0], accumulated) else accumulated
         has_cleared = any(view is CLEARED for view in visible)
-        if not has_cleared and not has_changed:
+        if not has_cleared and all(equal(tensor, accumulated) for tensor in tensors):
             return accumulated
         if accumulated is None and not has_cleared and all(view is not None for view in visible):
             # `zero_grad(set_to_none=False)` left zeros here, where not every replica had a gradient.
@@ -395,8 +386,6 @@ class GradientReducer:
                 f"The replicas disagree about the gradient of {self.names[index]}: some cleared or changed what was "
                 "accumulated and others did not. Do it in every replica, or outside of strategy.run."
             )
-        if are_same:
-            return tensors[0]
         # Each replica put a gradient of its own rows there: they are weighted as local gradients are.
         return self._merged(accumulated, tensors)
 
@@ -441,7 +430,7 @@ class GradientReducer:
             gradients = [gradient for gradient in column if gradient is not None]
             # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
             total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
-            self._arrived[id(gradient)] = gradient, version(gradient), gradients
+            self._arrived[id(gradient)] = gradient, torch_internals.version(gradient), gradients
         return total
 
     def _add_up(self, r: int) -> set[int]:
@@ -491,7 +480,7 @@ _exchanging = threading.RLock()
 
 
 # A compiled step calls this, too. A compiler that followed it would trace locks, and sums of other replicas.
-hide_from_compiler(GradientReducer.accumulate)
+torch_internals.hide_from_compiler(GradientReducer.accumulate)
 
 
 def _apart(gradient: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,8 @@ class OptimizerCopies:
     def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]) -> None:
         self.of_replicas = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
         # The state of the user's optimizer that the copies agree with.
-        self._known: _State | None = None
+        self._known: list[Any] = []
+        self._tensors = TrackedTensors([])  # those in it
         # The marks of the gradients with which the user's optimizer begins its step.
         self._gradients: tuple[list[int], list[int]] = [], []
         # Replicas on several devices run at the same time, and each may ask for the state of its copy.
@@ -72,13 +73,11 @@ class OptimizerCopies:
     def begin(self, optimizer: Optimizer) -> None:
         """Before a step: brings the settings and the state of the user's optimizer to the copies, if they changed."""
         # A state dict may have been loaded, or a state tensor written, since the copies took their last step.
-        is_known = self._known is not None and self._known.is_that_of(optimizer) and not self._known.take_changes()
+        has_news = self._note_state(optimizer)
+        known, self._known = self._known, [_NOTHING]  # until all copies have it
         for copied in self.of_replicas.values():
-            copied.bring_settings(optimizer)
-            if not is_known:
-                copied.bring_state(optimizer)
-        if not is_known:
-            self._known = _State(optimizer)
+            copied.bring(optimizer, with_state=has_news)
+        self._known = known
         self._gradients = _marks_of_gradients(optimizer)
 
     def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> bool:
@@ -99,36 +98,27 @@ class OptimizerCopies:
         for replica, copied in self.of_replicas.items():
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step([(o, g, arrived(g, replica)) for o, g in gradients if id(o) in copied.plain])
-        # The step itself has written the state of the user's optimizer, and the copies have done the same to theirs.
-        if self._known is not None and self._known.is_that_of(optimizer):
-            self._known.take_changes()
-        else:
-            self._known = _State(optimizer)
+        self._note_state(optimizer)  # the step itself has written it, and the copies have done the same to theirs
         return True
+
+    def _note_state(self, optimizer: Optimizer) -> bool:
+        """Says that the copies agree with the state that the optimizer has now. Returns whether it is a new one."""
+        values = [value for state in vars(optimizer)["state"].values() for value in state.values()]
+        if are_same(values, self._known):
+            return bool(self._tensors.take_changes()[0])
+        self._known = values
+        tensors = [TrackedTensor("", value) for value in values if isinstance(value, torch.Tensor)]
+        self._tensors = TrackedTensors(tensors)
+        self._tensors.watch(range(len(tensors)))
+        return True
+
+
+_NOTHING = object()  # what no state has in it
 
 
 def _marks_of_gradients(optimizer: Optimizer) -> tuple[list[int], list[int]]:
     gradients = [gradient for p in parameters_of(optimizer) if (gradient := raw_grad(p)) is not None]
     return list(map(id, gradients)), versions(gradients)
-
-
-@final
-class _State:
-    """The state of an optimizer, as it was when its copies agreed with it."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._values = _values(optimizer)
-        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._tensors = TrackedTensors([TrackedTensor("", tensor) for tensor in tensors])
-        self._tensors.watch(range(len(tensors)))
-
-    def is_that_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has the very same objects in its state."""
-        return are_same(_values(optimizer), self._values)
-
-    def take_changes(self) -> bool:
-        """Whether any tensor of the state was written since this was last asked."""
-        return bool(self._tensors.take_changes()[0])
 
 
 @final
@@ -155,11 +145,12 @@ class _Copy:
         state = self._optimizer.state
         return {self._local[key]: state[plain] for key, plain in self.plain.items() if plain in state}
 
-    def bring_settings(self, optimizer: Optimizer) -> None:
+    def bring(self, optimizer: Optimizer, with_state: bool) -> None:
+        """Brings the settings of the user's optimizer, and its state if asked."""
         for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
             copied.update(settings_of(group))
-
-    def bring_state(self, optimizer: Optimizer) -> None:
+        if not with_state:
+            return
         self._optimizer.state.clear()
         for owner, values in vars(optimizer)["state"].items():
             plain = self.plain.get(id(owner))
@@ -193,7 +184,3 @@ def _sent(value: Any, parameter: torch.Tensor) -> Any:
     # Torch keeps some scalars of the state on the CPU, such as the number of steps.
     stays = value.is_cpu and value.dim() == 0
     return value.detach().to(value.device if stays else parameter.device, copy=True)
-
-
-def _values(optimizer: Optimizer) -> list[Any]:
-    return [value for state in vars(optimizer)["state"].values() for value in state.values()]

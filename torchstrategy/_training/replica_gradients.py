@@ -17,23 +17,8 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from torchstrategy._core.torch_internals import (
-    are_dense,
-    hide_from_compiler,
-    is_compiling,
-    make_parameter,
-    num_nodes,
-    on_computed,
-    on_gradient,
-    raw_grad,
-    raw_grads,
-    requires_grad_of,
-    set_raw_grad,
-    sizes,
-    take_raw_grads,
-    unseen_by_function_modes,
-    version,
-)
+from torchstrategy._core import torch_internals
+from torchstrategy._core.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads, version
 from torchstrategy._execution.replica import Replica
 from torchstrategy._variables.variable import plain_data, set_plain_data
 
@@ -112,7 +97,7 @@ class ReplicaParameter(torch.nn.Parameter):
     @staticmethod
     def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
         """A local parameter over the memory of `data`."""
-        return make_parameter(ReplicaParameter, data, requires_grad)
+        return torch_internals.make_parameter(ReplicaParameter, data, requires_grad)
 
     def call_in_backward(self, added: Callable[..., None], computed: Callable[..., None] | None = None) -> None:
         """From here on, backward calls functions for each gradient of this parameter.
@@ -130,15 +115,15 @@ class ReplicaParameter(torch.nn.Parameter):
         before = self.requires_grad
         self.requires_grad_()
         if computed is not None:
-            on_computed(self, partial(computed, self.run, self.position))
-        on_gradient(self, added)
+            torch_internals.on_computed(self, partial(computed, self.run, self.position))
+        torch_internals.on_gradient(self, added)
         self.requires_grad_(before)
 
     @property
     def grad(self) -> torch.Tensor | None:
         gradients = self.run.gradients
         # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
-        return raw_grad(self) if gradients is None or is_compiling() else gradients.read(self.position)
+        return raw_grad(self) if gradients is None or torch_internals.is_compiling() else gradients.read(self.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -247,7 +232,7 @@ class ReplicaGradients:
         self.parameters = list(parameters)
         self.sender: EarlySender | None = None
         self._held_back: torch.Tensor | None = None  # see `_FEW`
-        self._are_small = sum(sizes(self.parameters)) < _SMALL
+        self._are_small = sum(torch_internals.sizes(self.parameters)) < _SMALL
         known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
         self._run = next(known, None) or CurrentRun()
         for index, parameter in enumerate(self.parameters):
@@ -387,11 +372,12 @@ class ReplicaGradients:
         taken = {index: local for index, local in enumerate(take_raw_grads(self.parameters)) if local is not None}
         # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
         # and `_made_together` refuses a backward through the sum.
-        if any(requires_grad_of(taken.values())):
+        if any(torch_internals.requires_grad_of(taken.values())):
             self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
-        if self._are_small and len(taken) > _FEW and are_dense(few := list(islice(taken.values(), _FEW))):
+        few = list(islice(taken.values(), _FEW))
+        if self._are_small and len(taken) > _FEW and torch_internals.are_dense(few):
             self._held_back = min(few, key=torch.Tensor.numel)
         return taken, are_ours
 
@@ -424,7 +410,7 @@ class ReplicaGradients:
 
     def has_any_local(self) -> bool:
         """Whether backward has added to any parameter since local gradients were last taken."""
-        with unseen_by_function_modes():  # which is faster for parameters of a subclass
+        with torch_internals.unseen_by_function_modes():  # which is faster for parameters of a subclass
             return not {type(None)}.issuperset(map(type, map(raw_grad, self.parameters)))
 
     def _has_local(self, index: int) -> bool:
@@ -454,6 +440,49 @@ class ReplicaGradients:
         return shown
 
 
+@final
+class EarlyReads(NamedTuple):
+    """Positions of parameters whose gradients were read too early if somebody has a gradient to add.
+
+    Args:
+        doubtful: A replica without a gradient of it may have read it after a backward.
+        idle: A replica that ran no backward has read it.
+        unread: A replica that has a gradient of it has not read it. Together with `idle`, the read was too early: that
+            replica ran a backward, read a gradient after it, and so came to the reduction. The idle one has read the
+            same gradient without coming there, so it took for complete what the other one adds to now.
+    """
+
+    doubtful: frozenset[int] = frozenset()
+    idle: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, of_replicas: Sequence[ReplicaGradients], reads: Sequence[Reads], names: Sequence[str]) -> EarlyReads:
+        """What the replicas of one worker tell the others.
+
+        Args:
+            of_replicas: The gradients of the replicas that are present.
+            reads: What each of them has read.
+            names: What to call the parameters in a message.
+
+        Raises:
+            RuntimeError: If one replica of this worker has read what another one still had to add to. The parameter
+                and the replicas are named.
+        """
+        local = [of_replica.local_indices() for of_replica in of_replicas]
+        pairs = list(zip(local, reads, strict=True))
+        doubtful = frozenset[int]().union(*(read.doubtful - own for own, read in pairs))
+        idle = frozenset[int]().union(*(read.all for own, read in pairs if not own))
+        unread = frozenset[int]().union(*(own - read.all for own, read in pairs))
+        if missed := set().union(*local) & (doubtful | (idle & unread)):
+            index, ids = min(missed), [one.replica.index for one in of_replicas if one.replica is not None]
+            too_early = [(read.doubtful - own) | (frozenset() if own else read.all & unread) for own, read in pairs]
+            reader = next(r for r, indices in zip(ids, too_early, strict=True) if index in indices)
+            adder = next(r for r, own in zip(ids, local, strict=True) if index in own)
+            raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))
+        return cls(doubtful, idle, unread)
+
+
 def _as_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
     is_compared = accumulated.is_cpu and shown.is_cpu and shown.layout is accumulated.layout is torch.strided
     return VisibleGradient(shown, version=_version(shown), sample=_sample(accumulated) if is_compared else None)
@@ -464,7 +493,7 @@ def _version(gradient: torch.Tensor) -> int:
 
 
 def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
-    is_plain = not shown.requires_grad and are_dense([shown, gradient])
+    is_plain = not shown.requires_grad and torch_internals.are_dense([shown, gradient])
     return is_plain and shown.shape == gradient.shape and shown.dtype == gradient.dtype
 
 
@@ -499,8 +528,16 @@ def stray_gradient(name: str) -> str:
     )
 
 
+_TOO_EARLY = (
+    "Replica {reader} read the gradient of {name} to which replica {adder} still had to add. This happens if a replica "
+    "that did not use the parameter ran no backward, or if backward ran twice in it without a new forward and without "
+    "a read of all gradients in between. Run backward in every replica; where there is no loss, call "
+    "(outputs.sum() * 0).backward(). Or read gradients after strategy.run."
+)
+
+
 # A compiled step calls these where it reads, writes and clears gradients. A compiler that traced them would bake the
 # state of one call into its graph.
-hide_from_compiler(ReplicaGradients.read)
-hide_from_compiler(ReplicaGradients.write)
-hide_from_compiler(ReplicaGradients.clear)
+torch_internals.hide_from_compiler(ReplicaGradients.read)
+torch_internals.hide_from_compiler(ReplicaGradients.write)
+torch_internals.hide_from_compiler(ReplicaGradients.clear)

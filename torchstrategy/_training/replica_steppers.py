@@ -143,8 +143,7 @@ class ReplicaOptimizer:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought, self.host)
-            result = self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)
-            return [result] * len(brought)
+            return [self.host.together(lambda: self._update(method, *args, **kwargs), self.optimizer)] * len(brought)
 
         self.gradients.totals.accumulate(self.replica.index)
         return self.replica.synchronize(name, combine, (args, kwargs))
@@ -227,8 +226,6 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: If the step has changed which parameters a group has, or which groups there are.
         """
-        if not self._shown:
-            return {}
         params = [[list(map(id, group["params"])) for group in groups] for groups in (self._groups, self._shown)]
         if params[0] != params[1]:
             raise RuntimeError(
@@ -348,6 +345,7 @@ def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
 
 
 @final
+@dataclass(eq=False)
 class SharedStepper:
     """A scheduler or scaler in one replica, for one run.
 
@@ -357,21 +355,19 @@ class SharedStepper:
         host: Calls a function once for all replicas.
     """
 
-    def __init__(self, counter: LRScheduler | torch.amp.GradScaler, replica: Replica, host: OptimizerHost) -> None:
-        self._counter = counter
-        self._replica = replica
-        self._host = host
+    counter: LRScheduler | torch.amp.GradScaler
+    replica: Replica
+    host: OptimizerHost
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A synchronization point, at which a method of the user's scheduler or scaler runs once."""
-        counter, name = self._counter, f"{type(self._counter).__name__}.{method}()"
+        name = f"{type(self.counter).__name__}.{method}()"
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
-            _refuse_different(name, brought, self._host)
-            result = self._host.together(lambda: getattr(counter, method)(*args, **kwargs))
-            return [result] * len(brought)
+            _refuse_different(name, brought, self.host)
+            return [self.host.together(lambda: getattr(self.counter, method)(*args, **kwargs))] * len(brought)
 
-        return self._replica.synchronize(name, combine, (args, kwargs))
+        return self.replica.synchronize(name, combine, (args, kwargs))
 
 
 _ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()

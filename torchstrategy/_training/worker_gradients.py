@@ -16,8 +16,8 @@ import torch
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
-from torchstrategy._training.early_reads import EarlyReads
 from torchstrategy._training.overlapped_sums import OverlappedSums
+from torchstrategy._training.replica_gradients import EarlyReads
 
 _POINT = "the reduction of gradients"
 

@@ -19,7 +19,7 @@ from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.context import Frame, current_frame, current_strategy, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, PerReplica, listed, regroup, select
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import an, require_type
 from torchstrategy._core.options import VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import make_parameter, version
 from torchstrategy._core.tree import map_leaves, tree_leaves
@@ -240,15 +240,14 @@ class Component(Variable):
         write(self, self._stand_in(), operation, value)
         return self
 
-    def _was_written(self, stand_in: torch.Tensor) -> None:
-        self._require_open()
-
-    def _require_open(self) -> None:
+    def _require_open(self, stand_in: torch.Tensor | None = None) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
             raise RuntimeError(
                 f"A component of {self.name} was assigned by itself: the components of a mirrored variable are always "
                 "equal. Assign the variable, or write on its components in strategy.extended.update(variable, fn)."
             )
+
+    _was_written = _require_open
 
 
 def _refuse_gradient(value: torch.Tensor) -> None:
@@ -388,8 +387,7 @@ class VariablesOfExtended:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/compat/v1/distribute/StrategyExtended#read_var
         """
-        if not isinstance(v, torch.Tensor):
-            raise TypeError(f"read_var reads a torchstrategy.Variable; got {v!r}, a {type(v).__name__}.")
+        require_type(v, torch.Tensor, "read_var reads a torchstrategy.Variable")
         return v.clone() if is_variable(v) else v
 
     # What a subclass can rely on

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, final
 
 import numpy
@@ -29,6 +29,7 @@ from torchstrategy._communication.reductions import as_tensor
 from torchstrategy._core.context import current_frame, is_default, local_object, require_cross_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, shown
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrategy._core.torch_internals import hide_from_compiler, make_parameter, version
 from torchstrategy._core.tree import map_leaves
@@ -180,7 +181,7 @@ class Variable(ShowsLocalGrad, VariableBase):
             local.data = value
 
     def __repr__(self) -> str:  # type: ignore[override]
-        named = "" if self._wanted.name is None else f"{self.name!r}, "
+        named = f"{self.name!r}, " if self._wanted.name else ""
         return f"Variable({named}{shown(self.detach())})"
 
     def __format__(self, format_spec: str) -> str:
@@ -345,11 +346,11 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Wanted:
-    """The arguments with which a variable is created."""
+    """The arguments with which a variable is created; equal if they may create one variable in several replicas."""
 
-    initial_value: Any
+    initial_value: Any = field(compare=False, repr=False)
     trainable: bool | None
     name: str | None
     dtype: torch.dtype | None
@@ -357,10 +358,8 @@ class Wanted:
     aggregation: VariableAggregation
 
     def __post_init__(self) -> None:
-        if not isinstance(self.trainable, (bool, type(None))):
-            raise TypeError(f"Variable(trainable={self.trainable!r}): it is True, False or None.")
-        if not isinstance(self.name, (str, type(None))):
-            raise TypeError(f"Variable(name={self.name!r}): it is a string or None.")
+        require_type(self.trainable, bool | None, "Variable(trainable=...) is True, False or None")
+        require_type(self.name, str | None, "Variable(name=...) is a string or None")
         for given, kind in ((self.synchronization, VariableSynchronization), (self.aggregation, VariableAggregation)):
             if not isinstance(given, kind):
                 raise ValueError(f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}.")
@@ -395,10 +394,6 @@ class Wanted:
             return can_be and self.synchronization is not VariableSynchronization.ON_READ
         return self.trainable
 
-    def like(self) -> tuple[object, ...]:
-        """The arguments that have to be the same in all replicas, if they create a variable together."""
-        return self.name, self.trainable, self.dtype, self.synchronization, self.aggregation
-
 
 def create(wanted: Wanted) -> Variable:
     """Creates a variable for the strategy of the caller; in a replica, together with the other replicas."""
@@ -429,10 +424,10 @@ def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
 def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     wishes: list[Wanted] = list(brought.values) if isinstance(brought, DistributedValues) else [brought]
     for other in wishes[1:]:
-        if other.like() != wishes[0].like():
+        if other != wishes[0]:
             raise RuntimeError(
-                f"The replicas created different variables: mismatching name or settings {wishes[0].like()} and "
-                f"{other.like()}. Create the same ones in the same order, or in strategy.scope(), before strategy.run."
+                f"The replicas created different variables: mismatching name or settings {wishes[0]} and {other}. "
+                "Create the same ones in the same order, or in strategy.scope(), before strategy.run."
             )
     return _made(wishes[0], strategy)
 

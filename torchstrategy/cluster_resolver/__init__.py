@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._core.devices import local_accelerators
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import an, require_type
 
 __all__ = [
     "ClusterResolver",
@@ -57,8 +57,7 @@ class ClusterSpec:
     def __init__(self, cluster: Mapping[str, Any] | ClusterSpec) -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster.as_dict()
-        if not isinstance(cluster, Mapping):
-            raise TypeError(f"A cluster is a dict from jobs to tasks: {{'worker': ['a:2222']}}; got {cluster!r}.")
+        require_type(cluster, Mapping, "A cluster is a dict from jobs to tasks: {'worker': ['a:2222']}")
         self._tasks = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
 
     @property
@@ -151,17 +150,14 @@ def _as_index(value: object) -> int:
     return index
 
 
-def _tasks(job: object, tasks: object) -> dict[int, str]:
+def _tasks(job: object, tasks: Any) -> dict[int, str]:
     """The addresses of the tasks of a job, by index, in order."""
-    if not isinstance(job, str):
-        raise TypeError(f"The name of a job is a string; got {job!r}.")
+    require_type(job, str, "The name of a job is a string")
     if isinstance(tasks, (list, tuple)):
         tasks = dict(enumerate(tasks))
-    if not isinstance(tasks, Mapping):
-        raise TypeError(f"The tasks of the job {job!r} are a list or a dict of addresses; got {tasks!r}.")
+    require_type(tasks, Mapping, f"The tasks of the job {job!r} are a list or a dict of addresses")
     for address in tasks.values():
-        if not isinstance(address, str):
-            raise TypeError(f"The address of a task is a string; the job {job!r} has {address!r}.")
+        require_type(address, str, f"The address of a task of the job {job!r} is a string")
     by_index = {_as_index(index): address for index, address in tasks.items()}
     if len(by_index) < len(tasks):
         raise ValueError(f"The job {job!r} has two tasks of one index: {tasks!r}.")
@@ -353,12 +349,9 @@ class SimpleClusterResolver(_FixedResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if not isinstance(cluster_spec, ClusterSpec):
-            raise TypeError(f"cluster_spec is a ClusterSpec; got {cluster_spec!r}. Make one: ClusterSpec({{...}}).")
-        if not isinstance(master, str):
-            raise TypeError(f"master is an address, a string; got {master!r}.")
-        if not isinstance(num_accelerators, (Mapping, type(None))):
-            raise TypeError(f"num_accelerators is a dict of numbers by kind, {{'GPU': 8}}; got {num_accelerators!r}.")
+        require_type(cluster_spec, ClusterSpec, "cluster_spec is a ClusterSpec, such as ClusterSpec({...})")
+        require_type(master, str, "master is an address, a string")
+        require_type(num_accelerators, Mapping | None, "num_accelerators is a dict of numbers by kind, {'GPU': 8}")
         self._cluster_spec = cluster_spec
         self._master = master
         self._environment = environment
@@ -542,8 +535,7 @@ class UnionResolver(ClusterResolver):
         if not resolvers:
             raise ValueError("UnionResolver() has nothing to unite: give it one ClusterResolver or more.")
         for resolver in resolvers:
-            if not isinstance(resolver, ClusterResolver):
-                raise TypeError(f"UnionResolver unites ClusterResolvers; got {resolver!r}.")
+            require_type(resolver, ClusterResolver, "UnionResolver unites ClusterResolvers")
         self._resolvers = resolvers
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 

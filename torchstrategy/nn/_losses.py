@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchstrategy._core.context import has_strategy
-from torchstrategy._core.errors import an, as_int
+from torchstrategy._core.errors import as_int, require_type
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._execution.replica import ALONE, ReplicaGroup, group_here
 
@@ -143,8 +143,7 @@ def _group(what: str, refuse_cross_replica: bool = True) -> ReplicaGroup:
 
 def _losses(per_example_loss: torch.Tensor) -> torch.Tensor:
     """The losses in the dtype in which they are added up: at least float32."""
-    if not isinstance(per_example_loss, torch.Tensor):
-        raise TypeError(f"per_example_loss is a tensor of losses; got {an(type(per_example_loss).__name__)}.")
+    require_type(per_example_loss, torch.Tensor, "per_example_loss is a tensor of losses")
     if _is_complex(per_example_loss):
         raise TypeError(f"per_example_loss is a tensor of {per_example_loss.dtype}: a loss is a real number.")
     if not per_example_loss.dim():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.module_traversal import held_plainly
-from torchstrategy._core.errors import an
+from torchstrategy._core.errors import require_type
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._execution.replica import ReplicaGroup, group_here
 
@@ -113,8 +113,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         Raises:
             TypeError: If a layer cannot be converted; then none is.
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"convert_sync_batchnorm takes a module; got {an(type(module).__name__)}.")
+        require_type(module, nn.Module, "convert_sync_batchnorm takes a module")
         root = type(module).__name__
         olds = {path: part for path, part in module.named_modules(prefix=root) if _is_to_convert(part)}
         for path, part in olds.items():

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no bytes": ({"bytes_per_pack": None}, TypeError, r"\(bytes_per_pack=None\): it is a whole number of bytes"),
     "a negative timeout": ({"timeout_seconds": -1}, ValueError, r"\(timeout_seconds=-1\): it is 0 or more"),
     "no number": ({"timeout_seconds": float("nan")}, ValueError, r"\(timeout_seconds=nan\): it is 0 or more"),
-    "text for a timeout": ({"timeout_seconds": "1"}, TypeError, r"\(timeout_seconds='1'\): it is a number of seconds"),
+    "text for a timeout": ({"timeout_seconds": "1"}, TypeError, r"\(timeout_seconds=.*a number, .*got '1'"),
     "an unknown name": (
         {"implementation": "mpi"},
         ValueError,

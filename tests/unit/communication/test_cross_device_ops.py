@@ -320,7 +320,7 @@ def test_a_function_gets_no_packs() -> None:
 def test_what_is_no_device_or_no_function_is_refused() -> None:
     with pytest.raises(ValueError, match="'foo' is not a device"):
         ReductionToOneDevice("foo")
-    with pytest.raises(TypeError, match=r"^accumulation_fn makes one tensor of several; 'add_n' is no function"):
+    with pytest.raises(TypeError, match=r"^accumulation_fn is a function .*; got 'add_n', a str"):
         ReductionToOneDevice(accumulation_fn="add_n")  # type: ignore[arg-type]
 
 

@@ -548,7 +548,9 @@ def test_how_plain_types_are_dealt_out_is_fixed(cls: Any) -> None:
 
 @pytest.mark.parametrize("name", ["rows", "take", "apply"])
 def test_what_a_registration_is_told_are_functions(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^register_batch_type\(Own, {name}=\.\.\.\) takes a function; got 3\."):
+    with pytest.raises(
+        TypeError, match=rf"^register_batch_type\(Own, {name}=\.\.\.\) takes a function; got 3, an int\."
+    ):
         own_type(**{name: 3})
 
 
@@ -559,15 +561,14 @@ def test_a_type_is_registered_once() -> None:
 
 
 def test_what_has_rows_must_be_takeable_and_what_has_none_must_not() -> None:
-    with pytest.raises(ValueError, match=r"^Own has rows, so it must be known how to take some of them: "):
-        own_type(take=None)
-    with pytest.raises(ValueError, match=r"^register_batch_type\(Own, rows=None, take=\.\.\.\): what has no rows is "):
-        own_type(rows=None)
+    for missing in ("rows", "take"):
+        with pytest.raises(ValueError, match=r"^register_batch_type\(Own, \.\.\.\) takes rows=.* or neither of "):
+            own_type(**{missing: None})
 
 
 def test_a_type_that_was_refused_is_not_registered() -> None:
     cls = type("Own", (), {})
-    with pytest.raises(ValueError, match="has rows"):
+    with pytest.raises(ValueError, match=r"takes rows=\.\.\. and take="):
         register_batch_type(cls, rows=len)
     register_batch_type(cls, rows=None)
 

@@ -282,9 +282,7 @@ def test_one_replica_needs_no_agreement(topology: str) -> None:
 
 @pytest.mark.parametrize("single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=shown)
 def test_an_element_without_rows_is_refused_with_how_to_batch(single: Any) -> None:
-    sentence = (
-        r"^An element of the dataset has no rows to distribute to 2 replicas: it is not batched\. Batch the dataset "
-    )
+    sentence = r"^An element of the dataset has no rows to distribute to 2 replicas: it is not batched\. Batch it with "
     with pytest.raises(ValueError, match=sentence):
         batch(STRATEGIES[2], single)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchstrategy._training.early_reads import EarlyReads
-from torchstrategy._training.replica_gradients import Reads
+from torchstrategy._training.replica_gradients import EarlyReads, Reads
 
 
 def having(replica: int, *local: int) -> Any:
