@@ -246,7 +246,11 @@ def test_both_programs_train_the_same_model(folder: Path) -> None:
     found = []
     for program in (before(), PROGRAM):
         assert program.count("shuffle=True") == 1
-        (folder / "train.py").write_text(program.replace("shuffle=True", "shuffle=False"))
+        program = program.replace("shuffle=True", "shuffle=False")
+        # One of six times, a process with gloo aborts when torch destroys the group: "terminate called without an
+        # active exception". That happens without the library, so these processes end before it.
+        at_once = "dist.barrier()\nprint(end='', flush=True)\n__import__('os')._exit(0)"
+        (folder / "train.py").write_text(program.replace("dist.destroy_process_group()", at_once))
         losses = losses_in(printed_by(started(command, folder)))
         found.append((losses, torch.load(folder / "model.pt")))
     (losses, weights), (expected, wanted) = found
