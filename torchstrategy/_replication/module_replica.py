@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import drop, things_in
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, differing, write_value
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TABLES, plain_attributes, tables_of
 from torchstrategy._binding.object_attributes import in_replica
@@ -240,8 +240,7 @@ class ModuleReplica:
     def written_parameters(self) -> list[int]:
         """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
         counted = self._counted()
-        pairs = zip(self._versions, counted, strict=True) if counted != self._versions else ()
-        return [index for index, (before, after) in enumerate(pairs) if before != after]
+        return [] if counted == self._versions else differing((counted,), (self._versions,))
 
     def _counted(self) -> list[int]:
         return [] if self._is_counted_by_users else versions(self.parameters)
@@ -269,7 +268,7 @@ class ModuleReplica:
                 own, are_others = original.detach().to(own.device, copy=True), True
                 self._memo[id(original)] = own
             else:
-                write_value(own, original, originals.are_running[index])
+                write_value(own, original, index in originals.running)
             position, name = self._slots[index]
             self.insides[position]["_buffers"][name] = own
             tensors[index] = own
@@ -342,7 +341,7 @@ class ModuleReplica:
         written = self.buffers.written()
         for index, own in enumerate(self.buffers.tensors):
             # Torch's kernels write running statistics without counting a version. On the CPU `_buffers` has seen that.
-            is_uncounted = originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index])
+            is_uncounted = index in originals.running and not own.is_cpu and differ(own, originals.tensors[index])
             if is_uncounted or self.has_replaced(index):
                 written.add(index)
         return written

@@ -28,15 +28,7 @@ from torchstrategy._binding.attribute_contents import (
     write,
     write_items,
 )
-from torchstrategy._binding.changes import (
-    MISSING,
-    Edit,
-    Snapshot,
-    StepWrites,
-    TrackedTensor,
-    TrackedTensors,
-    write_value,
-)
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
@@ -96,8 +88,8 @@ class PlainAttributes:
         self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
-        self.tensors = TrackedTensors([TrackedTensor(path, leaf.original) for path, leaf in self._leaves.items()])
-        self.tensors.watch(range(len(self._leaves)))
+        self.tensors = TrackedTensors(leaf.original for leaf in self._leaves.values())
+        self.tensors.watch()
         self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
