@@ -113,10 +113,8 @@ class ReplicatedModules:
         self._structure = Snapshot(tables_of(self._insides))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
-        self._known_tensors = self.index_of.keys() | set(map(id, self._buffers.tensors))
-        self.attributes = PlainAttributes(
-            self.replicas, modules, self._paths, self.index_of.keys(), self._known_tensors, self._home
-        )
+        known = self.index_of.keys(), self._buffers
+        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *known, self._home)
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
@@ -326,10 +324,8 @@ class ReplicatedModules:
             self._is_outdated |= places[id(before)] > 1 or id(before) in self.attributes.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
-            self._known_tensors.discard(id(before))
-            self._known_tensors.add(id(after))
             for replica in self.replicas:
-                replica.replace_buffer(before, after)
+                replica.local_objects[id(after)] = replica.local_objects.pop(id(before))
         self._structure.take()
 
     def _of_users(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
@@ -352,14 +348,11 @@ class ReplicatedModules:
 
     def _new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
         """The tensors that the first replica of all workers made or put in the place of buffers."""
-        of_replicas = [
-            {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in changes
-        ]
-        if self._workers.count > 1:
-            counted = [] if weights.is_understudy else of_replicas
-            told = [{key: made.cpu() for key, made in own.items()} for own in counted]
-            of_all = self._workers.all_gather_object(told, "the buffers that the step made")
-            of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
+        made = [[((e.place, e.name), e.after) for e in own if isinstance(e.after, torch.Tensor)] for own in changes]
+        here = [{key: after.detach().cpu() for key, after in own} for own in made]
+        told = [] if weights.is_understudy else here
+        of_all = self._workers.all_gather_object(told, "the buffers that the step made")
+        of_replicas = list(chain.from_iterable(of_all)) or here
         for ((position, _), name), value in of_replicas[0].items():
             others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
             path = f"buffer {self._paths[position]}.{name}"
