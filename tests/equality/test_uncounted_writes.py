@@ -12,7 +12,7 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, compute_devices, mirrored, mirrored_with_copies
-from torchstrategy._binding.changes import TrackedTensor, TrackedTensors
+from torchstrategy._binding.changes import TrackedTensors
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}
@@ -299,7 +299,7 @@ def large() -> torch.Tensor:
 )
 def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> None:
     tensor = make()
-    originals = TrackedTensors([TrackedTensor("t", tensor)])
+    originals = TrackedTensors([tensor])
     originals.watch([0])
     for _ in range(2):  # of what is large, a checksum is made when twice nothing was counted
         originals.take_changes()
@@ -312,7 +312,7 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
 def test_what_is_large_counts_as_written_until_there_is_a_checksum() -> None:
     """With an optimizer in the step, every other call counts a change: a checksum in between would be for nothing."""
     tensor = large()
-    originals = TrackedTensors([TrackedTensor("t", tensor)])
+    originals = TrackedTensors([tensor])
     originals.watch([0])
     for _ in range(2):
         tensor.add_(1)
@@ -327,7 +327,7 @@ def test_what_is_large_counts_as_written_until_there_is_a_checksum() -> None:
 
 def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
     memory = torch.zeros(50_000, **F64)
-    originals = TrackedTensors([TrackedTensor("t", memory[10:40_000])])
+    originals = TrackedTensors([memory[10:40_000]])
     originals.watch([0])
     for _ in range(2):
         originals.take_changes()
@@ -340,7 +340,7 @@ def test_on_an_accelerator_nothing_is_read_back(simulated_devices: list[torch.de
     """To compare memory of an accelerator, each run would wait for it."""
     device = simulated_devices[0]
     tensor = torch.zeros(3, device=device)
-    originals = TrackedTensors([TrackedTensor("t", tensor)])
+    originals = TrackedTensors([tensor])
     originals.watch([0])
     with torchstrategy.testing.count_traffic() as traffic:
         assert originals.take_changes() == ([], set())

@@ -169,14 +169,6 @@ def _items(container: Any) -> list[Any]:
 # Writes on tensors
 
 
-class TrackedTensor(NamedTuple):
-    """A tensor of the user's, and its name."""
-
-    name: str
-    tensor: torch.Tensor
-    is_running: bool = False  # a running statistic: torch's kernels write it without changing its version
-
-
 @final
 class TrackedTensors:
     """Some tensors of the user's.
@@ -184,13 +176,14 @@ class TrackedTensors:
     Args:
         held: The tensors that are part of a module.
         loose: The tensors that are not part of a module. They are not kept alive.
+        running: The positions of running statistics. Torch's kernels write these without changing their versions.
     """
 
-    def __init__(self, held: Sequence[TrackedTensor], loose: Sequence[TrackedTensor] = ()) -> None:
-        self.names = [original.name for original in (*held, *loose)]
-        self.are_running = [original.is_running for original in (*held, *loose)]
-        self._held = [original.tensor for original in held]
-        self._loose = [weakref.ref(original.tensor) for original in loose]
+    def __init__(
+        self, held: Iterable[torch.Tensor], loose: Iterable[torch.Tensor] = (), running: Set[int] = frozenset()
+    ) -> None:
+        self._held, self._loose = list(held), list(map(weakref.ref, loose))
+        self.running = running
         self._versions: list[int] = []
         self.pointers: list[int] = []  # the addresses of the tensors; another list when one has moved
         self._layouts: list[list[object]] = []
@@ -208,9 +201,9 @@ class TrackedTensors:
         assert len(loose) == len(self._loose), "copies are given up when a variable dies"
         return [*self._held, *loose]
 
-    def watch(self, indices: Iterable[int]) -> None:
-        """Starts to look for uncounted writes on some of the tensors: those of which replicas have real copies."""
-        self._watched = set(indices)
+    def watch(self, indices: Iterable[int] | None = None) -> None:
+        """Starts to look for uncounted writes on those tensors of which replicas have real copies; `None`: on all."""
+        self._watched = set(range(len(self.tensors)) if indices is None else indices)
         self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
 
     def written(self) -> list[int]:
@@ -219,8 +212,7 @@ class TrackedTensors:
         It does not check whether a tensor has another shape or other strides over the same memory.
         """
         tensors = self.tensors
-        now, known = (versions(tensors), pointers(tensors)), (self._versions, self.pointers)
-        return [] if now == known else _differing(now, known)
+        return differing((versions(tensors), pointers(tensors)), (self._versions, self.pointers))
 
     def take_changes(self) -> tuple[list[int], set[int]]:
         """The tensors that have changed since the copies agreed with them, and among these, the tensors that moved.
@@ -230,11 +222,10 @@ class TrackedTensors:
         """
         tensors = self.tensors
         count, where, how = marks_of(tensors)
-        has_moved = (where, how) != (self.pointers, self._layouts)
-        moved = set(_differing((where, *how), (self.pointers, *self._layouts))) if has_moved else set()
-        written = set(_differing((count,), (self._versions,))) if count != self._versions else set()
+        moved = set(differing((where, *how), (self.pointers, *self._layouts)))
+        written = set(differing((count,), (self._versions,)))
         self._versions = count
-        if has_moved:
+        if moved:
             self.pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
             # All watched tensors count as written: to look at the old memory of those that did not move is not worth
@@ -267,7 +258,7 @@ class TrackedTensors:
 
     def take(self, index: int, value: torch.Tensor) -> None:
         """Writes one of the tensors. After this, the copies do not agree with it."""
-        write_value(self.tensors[index], value, self.are_running[index])
+        write_value(self.tensors[index], value, index in self.running)
         self.note_uncounted([index])
 
 
@@ -283,7 +274,10 @@ def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> 
         buffer.copy_(value.detach())
 
 
-def _differing(columns: Sequence[Sequence[object]], others: Sequence[Sequence[object]]) -> list[int]:
+def differing(columns: tuple[Sequence[object], ...], others: tuple[Sequence[object], ...]) -> list[int]:
+    """The positions at which some lists, which say each something else of the same things, differ from earlier ones."""
+    if columns == others:  # mostly; it needs no Python call for each position
+        return []
     rows, known = list(zip(*columns, strict=True)), list(zip(*others, strict=False))
     return [index for index, row in enumerate(rows) if index >= len(known) or row != known[index]]
 
@@ -405,8 +399,7 @@ class StepWrites:
 
     def written(self) -> set[int]:
         """The positions of the tensors that were written, or got other memory through `.data`."""
-        now, known = (versions(self.tensors), pointers(self.tensors)), (self._versions, self._pointers)
-        counted = set(_differing(now, known)) if now != known else set()
+        counted = set(differing((versions(self.tensors), pointers(self.tensors)), (self._versions, self._pointers)))
         return counted | self._uncounted.take(counted)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import closed_over, things_in
-from torchstrategy._binding.changes import TrackedTensor
 from torchstrategy._binding.module_traversal import HOOK_TABLES, computed_by_hooks, plain_attributes
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.kinds import SyncOnReadVariable
@@ -104,26 +103,23 @@ def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
         raise TypeError(f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not of its subclasses.")
 
 
-def tensors_in(
-    modules: Sequence[nn.Module], paths: dict[int, str], table: str
-) -> list[tuple[tuple[int, str], TrackedTensor]]:
-    """The tensors in the tables of this name, each once, with its place: the position of a module, and a name there."""
-    found: dict[int, tuple[tuple[int, str], TrackedTensor]] = {}
+def tensors_in(modules: Sequence[nn.Module], table: str) -> dict[tuple[int, str], torch.Tensor]:
+    """The tensors in the tables of this name, each once, by its place: the position of a module, and a name there."""
+    found: dict[int, tuple[tuple[int, str], torch.Tensor]] = {}
     for position, module in enumerate(modules):
         for name, tensor in module.__dict__[table].items():
             # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
             # it holds a component for each replica already.
-            if is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable):
-                continue
-            if tensor is not None:
-                is_running = table == "_buffers" and tensor.is_floating_point() and _is_statistic(module, name)
-                tracked = TrackedTensor(f"{paths[id(module)]}.{name}", tensor, is_running)
-                found.setdefault(id(tensor), ((position, name), tracked))
-    return list(found.values())
+            is_uncopied = is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable)
+            if tensor is not None and not is_uncopied:
+                found.setdefault(id(tensor), ((position, name), tensor))
+    return dict(found.values())
 
 
-def _is_statistic(module: nn.Module, name: str) -> bool:
+def is_running(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is a running statistic of a normalisation layer."""
     # The base classes of torch's batch and instance normalisation layers have private names. Layers of other packages
     # follow torch in the names of such buffers.
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
-    return isinstance(module, norms) or name in ("running_mean", "running_var")
+    is_statistic = isinstance(module, norms) or name in ("running_mean", "running_var")
+    return is_statistic and vars(module)["_buffers"][name].is_floating_point()

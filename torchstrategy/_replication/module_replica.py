@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import drop, things_in
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, differing, write_value
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TABLES, plain_attributes, tables_of
 from torchstrategy._binding.object_attributes import in_replica
@@ -130,24 +130,25 @@ class ModuleReplica:
         # the memory from the beginning, both have one version counter.
         self._is_counted_by_users = all(self.aliased)
         self.note_parameters()
-        self._memo = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
-        by_owner = dict(zip(map(id, owners), self.parameters, strict=True))
-        self._memo.update(by_owner)
+        # What this replica has in the place of the user's objects, by the ids of these; also the memo of `deepcopy`.
+        self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
+        self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
         named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
-        outputs, self._held = self._own_in(named, self._memo.keys() | set(map(id, buffers.tensors)), is_new=True)
+        known = self.local_objects.keys() | set(map(id, buffers.tensors))
+        outputs, self._held = self._own_in(named, known, is_new=True)
         tensors = [*buffers.tensors, *self._held]
         copies = copies_of(tensors, device)
-        self._memo.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
+        self.local_objects.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         try:
             # All roots are copied at once, so that objects that they share stay shared.
-            copied = deep_copied(list(roots), {**self._memo, **outputs, **_empty_tables(modules)})
+            copied = deep_copied(list(roots), {**self.local_objects, **outputs, **_empty_tables(modules)})
         except Exception as error:
             raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
         for module in modules:
             compile_alike(module, pairs[id(module)])
-        self._memo.update(pairs)
+        self.local_objects.update(pairs)
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own()
         if any(value is MISSING for value in outputs.values()):
@@ -155,7 +156,6 @@ class ModuleReplica:
                 kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
                 drop(kept, MISSING)
                 inside.update(kept)
-        self.local_objects: dict[int, object] = {**pairs, **by_owner}
         self._slots = slots
         self.buffers = StepWrites(copies[: len(buffers.tensors)])
         self._structure = Snapshot(tables_of(self.insides))
@@ -200,7 +200,7 @@ class ModuleReplica:
 
     def _close_over_own(self) -> None:
         """Makes functions that the copies hold close over this replica's objects instead of the user's."""
-        rebinding = ClosureRebinder(self._memo)
+        rebinding = ClosureRebinder(self.local_objects)
         for inside in self.insides:
             for name in inside.keys() - TABLES:
                 inside[name] = rebinding.of(inside[name])
@@ -240,8 +240,7 @@ class ModuleReplica:
     def written_parameters(self) -> list[int]:
         """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
         counted = self._counted()
-        pairs = zip(self._versions, counted, strict=True) if counted != self._versions else ()
-        return [index for index, (before, after) in enumerate(pairs) if before != after]
+        return [] if counted == self._versions else differing((counted,), (self._versions,))
 
     def _counted(self) -> list[int]:
         return [] if self._is_counted_by_users else versions(self.parameters)
@@ -267,9 +266,9 @@ class ModuleReplica:
             is_other = own.shape != original.shape or own.dtype != original.dtype
             if is_other or own.requires_grad or self.has_replaced(index):
                 own, are_others = original.detach().to(own.device, copy=True), True
-                self._memo[id(original)] = own
+                self.local_objects[id(original)] = own
             else:
-                write_value(own, original, originals.are_running[index])
+                write_value(own, original, index in originals.running)
             position, name = self._slots[index]
             self.insides[position]["_buffers"][name] = own
             tensors[index] = own
@@ -279,7 +278,7 @@ class ModuleReplica:
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
-        held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self._memo)
+        held = (thing for value in values for _, thing in things_in("", value) if id(thing) not in self.local_objects)
         return any(isinstance(thing, nn.Module) or _is_trainable(thing) for thing in held)
 
     def copied(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
@@ -293,12 +292,12 @@ class ModuleReplica:
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
         ours = set(map(id, self.buffers.tensors))
-        memo = {key: held for key, held in self._memo.items() if type(held) is not torch.Tensor or id(held) in ours}
+        memo = {key: one for key, one in self.local_objects.items() if type(one) is not torch.Tensor or id(one) in ours}
         memo.update(own)
         given, tensors = self._own_in((("".join(key), value) for key, value in values.items()), memo, is_new=False)
         memo.update(given)
         memo.update(zip(map(id, tensors), copies_of(tensors, self.device), strict=True))
-        rebinding = ClosureRebinder({**self._memo, **own})
+        rebinding = ClosureRebinder({**self.local_objects, **own})
         copies = deep_copied(dict(values), memo)
         if any(value is MISSING for value in memo.values()):
             drop(list(copies.values()), MISSING)
@@ -307,10 +306,6 @@ class ModuleReplica:
     def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
         """The parameters, and the buffers that were there before the step, but for those at some positions."""
         return [*self.parameters, *(own for i, own in enumerate(self.buffers.tensors) if i not in without)]
-
-    def counterparts(self) -> Iterable[tuple[int, object]]:
-        """What this replica has copies of, with the ids of the user's objects."""
-        return self._memo.items()
 
     def changes(self) -> list[Edit]:
         """The parameters, layers, buffers and hooks that the step made, replaced or removed.
@@ -333,16 +328,12 @@ class ModuleReplica:
         """Whether the step put another tensor in the place of a buffer."""
         return self.buffer(index) is not self.buffers.tensors[index]
 
-    def replace_buffer(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """The user's module has another tensor in the place of a buffer; the next run brings its value."""
-        self._memo[id(after)] = self._memo.pop(id(before))
-
     def written_buffers(self, originals: TrackedTensors) -> set[int]:
         """The positions of buffers that the step wrote or replaced."""
         written = self.buffers.written()
         for index, own in enumerate(self.buffers.tensors):
             # Torch's kernels write running statistics without counting a version. On the CPU `_buffers` has seen that.
-            is_uncounted = originals.are_running[index] and not own.is_cpu and differ(own, originals.tensors[index])
+            is_uncounted = index in originals.running and not own.is_cpu and differ(own, originals.tensors[index])
             if is_uncounted or self.has_replaced(index):
                 written.add(index)
         return written

@@ -28,15 +28,7 @@ from torchstrategy._binding.attribute_contents import (
     write,
     write_items,
 )
-from torchstrategy._binding.changes import (
-    MISSING,
-    Edit,
-    Snapshot,
-    StepWrites,
-    TrackedTensor,
-    TrackedTensors,
-    write_value,
-)
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
@@ -59,7 +51,7 @@ class PlainAttributes:
         modules: The user's modules.
         paths: What to call each of them.
         parameters: The ids of the user's parameters.
-        known_tensors: The ids of parameters and buffers, which other code keeps in step, and which may change.
+        buffers: The user's buffers, which other code keeps in step, as it does the parameters.
         device: Where the user's parameters are.
     """
 
@@ -67,7 +59,7 @@ class PlainAttributes:
     modules: InitVar[Sequence[nn.Module]]
     paths: InitVar[Sequence[str]]
     parameters: Set[int]
-    known_tensors: Set[int]
+    buffers: TrackedTensors
     device: Device
 
     def __post_init__(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> None:
@@ -91,13 +83,13 @@ class PlainAttributes:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places, leaves, self._others = places_and_leaves(self._named())
         # The ids of the parameters and buffers that attributes hold.
-        self.known_held = leaves.keys() & self.known_tensors
+        self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
         self._places = _by_path(chain(self._modules.values(), places.values()))
         self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
-        self.tensors = TrackedTensors([TrackedTensor(path, leaf.original) for path, leaf in self._leaves.items()])
-        self.tensors.watch(range(len(self._leaves)))
+        self.tensors = TrackedTensors(leaf.original for leaf in self._leaves.values())
+        self.tensors.watch()
         self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
@@ -196,7 +188,11 @@ class PlainAttributes:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
             merger = Merger(present, len(self.replicas), users, memory, self.device, look, is_understudy)
-            self._merge_containers(present, changed, merger)
+            for path, (_, original, local) in self._containers.items():
+                if path in changed:
+                    merger.is_quiet = self._is_quiet(path)
+                    items = [named_items(local[r]) for r in present]
+                    self._merged[path] = merger.items(f"attribute {path}", items, named_items(original))
             self._merge_attributes(present, edits, merger)
         written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
         self._written: dict[str, torch.Tensor] = {}  # by path: what tensors become on which a step wrote in place
@@ -209,17 +205,10 @@ class PlainAttributes:
     def known_in_replicas(self, originals: Callable[[], Sequence[object]]) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
         users = {id(original): original for original in originals()}
-        known = {id(own): users[key] for r in self.replicas for key, own in r.counterparts() if key in users}
+        known = {id(own): users[key] for r in self.replicas for key, own in r.local_objects.items() if key in users}
         for thing in self._known_things:
             known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
         return known
-
-    def _merge_containers(self, present: Sequence[int], changed: Set[str], merger: Merger) -> None:
-        for path, (_, original, local) in self._containers.items():
-            if path in changed:
-                merger.is_quiet = self._is_quiet(path)
-                items = [named_items(local[r]) for r in present]
-                self._merged[path] = merger.items(f"attribute {path}", items, named_items(original))
 
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):

@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensor, TrackedTensors, are_same
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, are_same
 from torchstrategy._binding.copies import ClosureRebinder
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
@@ -35,7 +35,7 @@ from torchstrategy._core.torch_internals import requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
-from torchstrategy._replication.copyable import refuse_uncopyable, tensors_in
+from torchstrategy._replication.copyable import is_running, refuse_uncopyable, tensors_in
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ, set_requires_grad
 from torchstrategy._replication.placement import Placement
@@ -91,19 +91,21 @@ class ReplicatedModules:
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
-        by_name = [TrackedTensor(variable.name, variable) for variable in loose]
-        self._parameters = TrackedTensors([held for _, held in tensors_in(modules, paths, "_parameters")], by_name)
-        self.names = self._parameters.names  # what the user calls each of the `owners`: `Net.layers.0.weight`
-        buffers = tensors_in(modules, paths, "_buffers")
-        self._buffers = TrackedTensors([held for _, held in buffers])
-        self._slots = [slot for slot, _ in buffers]
+        parameters, buffers = (tensors_in(modules, table) for table in ("_parameters", "_buffers"))
+        self._parameters = TrackedTensors(parameters.values(), loose)
+        # What the user calls each of the `owners`: `Net.layers.0.weight`
+        self.names = [f"{self._paths[i]}.{name}" for i, name in parameters] + [variable.name for variable in loose]
+        self._slots = list(buffers)
+        self._buffer_names = [f"{self._paths[i]}.{name}" for i, name in self._slots]
+        running = {index for index, (i, name) in enumerate(self._slots) if is_running(modules[i], name)}
+        self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
         originals = roots, modules, self._parameters, self._buffers, self._slots
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
-        self._buffers.watch(range(len(self._buffers.names)))
+        self._buffers.watch()
         self.metrics = metrics_of(self._insides, self._paths, self.replicas, layout.workers)
         # The position of each of the `owners`, by its id.
         self.index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
@@ -111,10 +113,8 @@ class ReplicatedModules:
         self._structure = Snapshot(tables_of(self._insides))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
-        self._known_tensors = self.index_of.keys() | set(map(id, self._buffers.tensors))
-        self.attributes = PlainAttributes(
-            self.replicas, modules, self._paths, self.index_of.keys(), self._known_tensors, self._home
-        )
+        known = self.index_of.keys(), self._buffers
+        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *known, self._home)
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
@@ -147,8 +147,7 @@ class ReplicatedModules:
             replica.bring_requires_grad(trained)
         # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
         buffers, first = self._buffers, self.replicas[0]
-        running = [index for index, is_running in enumerate(buffers.are_running) if is_running]
-        uncounted = [index for index in running if differ(first.buffer(index), buffers.tensors[index])]
+        uncounted = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
         changed = sorted({*buffers.take_changes()[0], *uncounted})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
@@ -185,7 +184,7 @@ class ReplicatedModules:
         """Refuses a run that another worker has begun with other values. Called after the first exchange of the run."""
         if BETWEEN_RUNS in self._workers.differing:
             self._workers.differing.discard(BETWEEN_RUNS)
-            names, tensors = [*self.names, *self._buffers.names], [*self.owners, *self._buffers.tensors]
+            names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]
             worker_values.refuse_other_values(self._workers, names, tensors)
 
     def refresh_parameters(self) -> list[int]:
@@ -325,10 +324,8 @@ class ReplicatedModules:
             self._is_outdated |= places[id(before)] > 1 or id(before) in self.attributes.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
-            self._known_tensors.discard(id(before))
-            self._known_tensors.add(id(after))
             for replica in self.replicas:
-                replica.replace_buffer(before, after)
+                replica.local_objects[id(after)] = replica.local_objects.pop(id(before))
         self._structure.take()
 
     def _of_users(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
@@ -351,14 +348,11 @@ class ReplicatedModules:
 
     def _new_buffers(self, weights: ReplicaWeights, changes: Changes) -> Made:
         """The tensors that the first replica of all workers made or put in the place of buffers."""
-        of_replicas = [
-            {(e.place, e.name): e.after.detach() for e in own if isinstance(e.after, torch.Tensor)} for own in changes
-        ]
-        if self._workers.count > 1:
-            counted = [] if weights.is_understudy else of_replicas
-            told = [{key: made.cpu() for key, made in own.items()} for own in counted]
-            of_all = self._workers.all_gather_object(told, "the buffers that the step made")
-            of_replicas = [own for of_worker in of_all for own in of_worker] or of_replicas
+        made = [[((e.place, e.name), e.after) for e in own if isinstance(e.after, torch.Tensor)] for own in changes]
+        here = [{key: after.detach().cpu() for key, after in own} for own in made]
+        told = [] if weights.is_understudy else here
+        of_all = self._workers.all_gather_object(told, "the buffers that the step made")
+        of_replicas = list(chain.from_iterable(of_all)) or here
         for ((position, _), name), value in of_replicas[0].items():
             others = [own[key] for own in of_replicas[1:] if (key := ((position, "_buffers"), name)) in own]
             path = f"buffer {self._paths[position]}.{name}"
@@ -414,18 +408,18 @@ class ReplicatedModules:
             for value in values:
                 if (values[0].shape, values[0].dtype) != (value.shape, value.dtype):
                     shapes = tuple(values[0].shape), values[0].dtype, tuple(value.shape), value.dtype
-                    raise RuntimeError(_REPLACED.format(self._buffers.names[index], *shapes))
+                    raise RuntimeError(_REPLACED.format(self._buffer_names[index], *shapes))
             combined[index] = values[0]
-            if self._buffers.are_running[index] and self._layout.averages_buffers:
+            if index in self._buffers.running and self._layout.averages_buffers:
                 averaged.append(index)
                 fractions = [weights.fractions[r] for r in weights.present]
                 here = [v.to(original.device) * f for v, f in zip(values, fractions, strict=True) if f]
                 combined[index] = torch.stack(here).sum(0) if here else torch.zeros_like(original)
-            elif not self._buffers.are_running[index]:
+            elif index not in self._buffers.running:
                 written = zip(values[1:], self._written[1:], strict=True)
                 others = [value for value, indices in written if index in indices]
                 module = id(self._insides[self._slots[index][0]])
-                self.lost_numbers.look(module, f"buffer {self._buffers.names[index]}", values[0], others)
+                self.lost_numbers.look(module, f"buffer {self._buffer_names[index]}", values[0], others)
         if self._workers.count > 1:
             worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
         return combined

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from torchstrategy._binding.changes import TrackedTensor, TrackedTensors, are_same
+from torchstrategy._binding.changes import TrackedTensors, are_same
 from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class
 from torchstrategy._binding.torch_hooks import others_are_told
 from torchstrategy._communication.transfer import brought
@@ -107,9 +107,8 @@ class OptimizerCopies:
         if are_same(values, self._known):
             return bool(self._tensors.take_changes()[0])
         self._known = values
-        tensors = [TrackedTensor("", value) for value in values if isinstance(value, torch.Tensor)]
-        self._tensors = TrackedTensors(tensors)
-        self._tensors.watch(range(len(tensors)))
+        self._tensors = TrackedTensors(value for value in values if isinstance(value, torch.Tensor))
+        self._tensors.watch()
         return True
 
 
