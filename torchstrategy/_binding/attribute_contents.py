@@ -139,10 +139,8 @@ def attributes(thing: Any) -> dict[str, Any]:
 def closed_over(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The variables that a function closes over, with their names. Variables that are not assigned yet are left out."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):
             yield name, cell.cell_contents
-        except ValueError:
-            continue
 
 
 def is_container(value: Any) -> bool:
@@ -157,31 +155,15 @@ def is_container(value: Any) -> bool:
     is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")
     if is_closed or not is_usual or hasattr(cls, "__deepcopy__"):
         return False
-    try:
-        maker: Any = value.__reduce_ex__(4)[0]
-    except TypeError:
-        return False  # a part of it is known to C code only
-    return maker is vars(copyreg)["__newobj__"]
+    with suppress(TypeError):  # a part of it is known to C code only
+        return value.__reduce_ex__(4)[0] is vars(copyreg)["__newobj__"]
+    return False
 
 
 def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
     """The class whose methods work on a dict without calling methods of the user's."""
     # An `OrderedDict` has a list of its keys besides, which `dict.update(table, ...)` leaves as it is.
     return OrderedDict if isinstance(table, OrderedDict) else dict
-
-
-def contents_of(container: Any) -> tuple[Any, Any]:
-    """The items of a container and its attributes, in plain containers, which can be copied. `write` is the reverse."""
-    items: Any = list(container) if isinstance(container, SEQUENCES) else None
-    if isinstance(container, dict):
-        items = dict(table_type(container).items(container))
-    return items, dict(attributes(container))
-
-
-def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
-    """Gives a container, which stays the same object, what `named_items` returned for another one."""
-    items, inside = ({key: v for (how, key), v in named.items() if how == shown} for shown in (ITEM, ATTRIBUTE))
-    write(container, (items if isinstance(container, dict) else items.values(), inside))
 
 
 def drop(value: Any, item: object) -> None:
@@ -192,12 +174,12 @@ def drop(value: Any, item: object) -> None:
             write_items(container, {place: held for place, held in named.items() if held is not item})
 
 
-def write(container: Any, contents: tuple[Any, Any]) -> None:
-    """Gives a container, which stays the same object, the contents that `contents_of` returned for another one."""
-    items, inside = contents
+def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
+    """Gives a container, which stays the same object, what `named_items` returned for another one."""
+    items, inside = ({key: v for (how, key), v in named.items() if how == shown} for shown in (ITEM, ATTRIBUTE))
     if isinstance(container, SEQUENCES):
         container.clear()
-        getattr(container, "update" if isinstance(container, set) else "extend")(items)
+        getattr(container, "update" if isinstance(container, set) else "extend")(items.values())
     elif isinstance(container, dict):
         table = table_type(container)
         table.clear(container)

@@ -132,18 +132,13 @@ def deep_copied(value: Any, memo: Mapping[int, Any]) -> Any:
         Exception: Whatever the copy of a tensor, or of a module, raises.
     """
     shared: dict[int, Any] = {}
+    code, own = copy.deepcopy.__code__, copy.deepcopy.__code__.co_varnames[0]  # the variable with what it copies
     while True:
         try:
             return copy.deepcopy(value, {**memo, **shared})
         except Exception as error:
-            held = _failed_at(error)
+            # The innermost object that was being copied.
+            held = [f.f_locals[own] for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code is code][-1]
             if id(held) in shared or isinstance(held, (torch.Tensor, nn.Module)):
                 raise
             shared[id(held)] = held
-
-
-def _failed_at(error: Exception) -> Any:
-    """The innermost object that `copy.deepcopy` was copying when an error was raised."""
-    code = copy.deepcopy.__code__
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
-    return frames[-1].f_locals[code.co_varnames[0]]

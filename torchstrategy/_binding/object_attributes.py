@@ -158,11 +158,8 @@ def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
     if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
         return value  # it is a value of another strategy
     own = component(value, replica)
-    if own is ABSENT:
-        # This process may be an understudy again, which goes on from what it had.
-        own = getattr(value, "understudy", None)
-        return MISSING if own is None else own
-    return own
+    # If it is absent, this process may be an understudy again, which goes on from what it had.
+    return MISSING if own is ABSENT and (own := getattr(value, "understudy", None)) is None else own
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

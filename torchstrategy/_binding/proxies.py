@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.torch_hooks import guards
+from torchstrategy._binding.torch_hooks import Stepper, guards
 from torchstrategy._core.context import local_object
 from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 
@@ -262,12 +261,8 @@ def _of_class(thing: object, name: str) -> Any:
 
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
 
-_KINDS = {
-    nn.Module: _ModuleProxy,
-    Optimizer: _OptimizerProxy,
-    LRScheduler: _SharedStepperProxy,
-    torch.amp.GradScaler: _SharedStepperProxy,
-}  # an object of any other class is a trainer
+# An object of any other class is a trainer.
+_KINDS: dict[Any, type] = {nn.Module: _ModuleProxy, Optimizer: _OptimizerProxy, Stepper: _SharedStepperProxy}
 
 
 _under_way: dict[object, Sequence[object]] = {}  # the runs that are under way, and the objects that each has proxies of

@@ -143,7 +143,10 @@ class StepReferences:
             self.look_at(name, fn.__func__, functions + 1)
         elif id(fn) not in self._seen and _package(fn) not in _NOT_THE_USERS:
             self._seen.add(id(fn))
-            for found, value in _names_of(fn):
+            names = {key: fn.__globals__[key] for key in _names_in(fn.__code__) if key in fn.__globals__}
+            defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+            unnamed = (("a default argument", value) for value in defaults)
+            for found, value in (*closed_over(fn), *names.items(), *unnamed):
                 self.look_at(found, value, functions)
 
 
@@ -164,16 +167,6 @@ def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
     for attribute, held in list(attributes(thing).items()):
         for item in held if type(held) in (list, tuple) else (held,):
             yield attribute, item
-
-
-def _names_of(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables from outside that a function names, and its default arguments, with their values."""
-    yield from closed_over(fn)
-    for name in dict.fromkeys(_names_in(fn.__code__)):
-        if name in fn.__globals__:
-            yield name, fn.__globals__[name]
-    for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-        yield "a default argument", value
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -114,12 +114,9 @@ def _telling(plain: Callable[..., None]) -> Callable[..., None]:
 
 # The constructors of the last three schedulers do not call that of LRScheduler.
 _STEPPERS = (torch.amp.GradScaler, LRScheduler, ChainedScheduler, ReduceLROnPlateau, SequentialLR)
-_constructors = _Exchange(
-    {
-        **{(kind, "__init__"): _telling for kind in (nn.Module, Optimizer, *_STEPPERS)},
-        **{(kind, "__setstate__"): _telling for kind in (nn.Module, torch.amp.GradScaler)},
-    }
-)
+_NEW = [(kind, "__init__") for kind in (nn.Module, Optimizer, *_STEPPERS)]
+_COPIED = [(kind, "__setstate__") for kind in (nn.Module, torch.amp.GradScaler)]
+_constructors = _Exchange(dict.fromkeys([*_NEW, *_COPIED], _telling))
 
 
 # Which steps of schedulers and scalers are refused
@@ -143,19 +140,14 @@ class _SchedulerGuard:
         if scheduler is None:
             return self
         if not self._is_count and local_object(scheduler) is scheduler:
-            self._refuse_in_replica(scheduler)
+            _refuse_in_replica(scheduler, vars(scheduler).get("optimizer"), "scheduler.step()")
         if self._name in vars(scheduler):
             return vars(scheduler)[self._name]
         raise AttributeError(f"{type(scheduler).__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, scheduler: Any, value: Any) -> None:
-        self._refuse_in_replica(scheduler)
+        _refuse_in_replica(scheduler, vars(scheduler).get("optimizer"), "scheduler.step()")
         vars(scheduler)[self._name] = value
-
-    def _refuse_in_replica(self, scheduler: Any) -> None:
-        optimizer = vars(scheduler).get("optimizer")
-        if local_object(optimizer) is not optimizer:
-            raise RuntimeError(_stepped_in_replica(scheduler, "scheduler.step()"))
 
 
 def _guarded_method(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,21 +155,20 @@ def _guarded_method(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def method(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if local_object(optimizer) is not optimizer:
-            raise RuntimeError(_stepped_in_replica(scaler, "scaler.step(optimizer)\n    scaler.update()"))
+        _refuse_in_replica(scaler, optimizer, "scaler.step(optimizer)\n    scaler.update()")
         return plain(scaler, optimizer, *args, **kwargs)
 
     return method
 
 
-def _stepped_in_replica(stepper: object, lines: str) -> str:
-    return (
-        f"{type(stepper).__name__} was stepped in a replica, by a step that does not name it, and it was "
-        "not created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
-        "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
-        "    strategy.run(step, ...)\n"
-        f"    {lines}"
-    )
+def _refuse_in_replica(stepper: object, optimizer: object, lines: str) -> None:
+    if local_object(optimizer) is not optimizer:
+        raise RuntimeError(
+            f"{type(stepper).__name__} was stepped in a replica, by a step that does not name it, and it was not "
+            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
+            "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
+            f"    strategy.run(step, ...)\n    {lines}"
+        )
 
 
 guards = _Exchange(

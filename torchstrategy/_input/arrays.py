@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchstrategy._core.errors import an, plural
-from torchstrategy._core.tree import leaves_with_names, map_leaves, tree_flatten
+from torchstrategy._core.tree import leaves_within, tree_flatten
 from torchstrategy._core.types import Tree
 
 _Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
@@ -57,13 +57,11 @@ class ArrayDataset(Dataset[Tree]):
     """
 
     def __init__(self, numpy_input: Tree) -> None:
-        named = [
-            (f"numpy_input{path}", _array(f"numpy_input{path}", leaf))
-            for path, leaf in leaves_with_names(numpy_input, _is_list)
-        ]
+        leaves = leaves_within(numpy_input, "numpy_input", _is_list, is_record=lambda leaf: False)
+        named = [(name, _array(name, leaf)) for name, leaf in leaves]
         self._rows = _rows(named)
-        self._columns = [_column(array) for _, array in named]
-        self._shape = tree_flatten(map_leaves(lambda _: None, numpy_input, _is_list))[1]
+        self._columns = [array if (shared := sharing(array)) is None else shared for _, array in named]
+        self._shape = tree_flatten(numpy_input, _is_list)[1]
 
     def __len__(self) -> int:
         return self._rows
@@ -89,12 +87,6 @@ class ArrayDataset(Dataset[Tree]):
         self._columns, self._shape = tree_flatten(columns)
 
 
-def _column(array: _Array) -> _Array:
-    """An array as `_rows_at` reads it: a tensor that shares its memory, if there is one."""
-    shared = sharing(array) if isinstance(array, np.ndarray) and has_dtype(array.dtype) else None
-    return array if shared is None else shared
-
-
 def _rows_at(indices: Sequence[int], column: _Array) -> Iterable[Any]:
     """Some rows of an array. Those of numbers are tensors: where torch cannot share their memory, each is copied.
 
@@ -107,13 +99,13 @@ def _rows_at(indices: Sequence[int], column: _Array) -> Iterable[Any]:
     return (torch.from_numpy(np.array(row, dtype=native)) for row in rows)
 
 
-def sharing(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+def sharing(array: _Array) -> torch.Tensor | None:
     """A tensor that shares the memory of an array; None if torch cannot share it.
 
-    It cannot do so if the array is read-only, has negative strides or another byte order.
+    It cannot do so if the array is read-only, has negative strides, another byte order or items that are no numbers.
     """
-    with suppress(ValueError):
-        return torch.from_numpy(array) if array.flags.writeable else None
+    with suppress(TypeError, ValueError):
+        return torch.from_numpy(array) if isinstance(array, np.ndarray) and array.flags.writeable else None
     return None
 
 

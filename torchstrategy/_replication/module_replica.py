@@ -288,13 +288,18 @@ class ModuleReplica:
 
         Args:
             values: The user's values, which are copied at once: what several of them hold is one object in the copies,
-                too. A message calls each what the parts of its key make together.
+                too. A message calls each what the parts of its key make together. If the second is empty, the value is
+                what `named_items` returned for a container.
             own: By the ids of further objects of the user's: the objects that this replica has in their place.
         """
         ours = set(map(id, self.buffers.tensors))
         memo = {key: one for key, one in self.local_objects.items() if type(one) is not torch.Tensor or id(one) in ours}
         memo.update(own)
-        given, tensors = self._own_in((("".join(key), value) for key, value in values.items()), memo, is_new=False)
+        named: list[tuple[str, Any]] = []
+        for (path, name), value in values.items():
+            places = {("", None): value} if name else value  # each item of a container has a name of its own
+            named += [(path + name + shown.format(key), held) for (shown, key), held in places.items()]
+        given, tensors = self._own_in(named, memo, is_new=False)
         memo.update(given)
         memo.update(zip(map(id, tensors), copies_of(tensors, self.device), strict=True))
         rebinding = ClosureRebinder({**self.local_objects, **own})

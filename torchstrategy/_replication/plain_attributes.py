@@ -21,11 +21,9 @@ from torchstrategy._binding.attribute_contents import (
     ATTRIBUTE,
     PLAIN,
     Place,
-    contents_of,
     named_items,
     places_and_leaves,
     things_in,
-    write,
     write_items,
 )
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
@@ -145,7 +143,7 @@ class PlainAttributes:
         for edit in brought:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
-        new.update(((path, ""), contents_of(self._containers[path].original)) for path in changed)
+        new.update(((path, ""), named_items(self._containers[path].original)) for path in changed)
         if self.replicas[0].lacks_parts_in(new.values()):
             return False
         known = [*self._leaves.values(), *self._containers.values()]
@@ -158,7 +156,7 @@ class PlainAttributes:
                 local = self._modules[edit.place].local[r]
                 edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
             for path in changed:
-                write(self._containers[path].local[r], copies[path, ""])
+                write_items(self._containers[path].local[r], copies[path, ""])
             if brought:
                 self._known_insides[r].take()
         if edits:
