@@ -180,14 +180,9 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
 
 
-def default_device_mode() -> Any:
-    """The function mode by which `torch.set_default_device` acts on this thread; None if there is none."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-
-
-def set_default_device_mode(mode: Any) -> None:
-    """Says which mode the next `torch.set_default_device` is to end. The caller has put the mode in force."""
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = mode
+# Its `device_context` is the function mode by which `torch.set_default_device` acts on this thread, and which the next
+# `torch.set_default_device` ends; a thread that has set no default device has no such attribute.
+default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
 def make_parameter(cls: type[P], data: torch.Tensor, requires_grad: bool) -> P:
