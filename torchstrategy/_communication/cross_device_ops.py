@@ -388,13 +388,13 @@ class ReductionToOneDevice(_ByRoutes):
                 f"CommunicationOptions(bytes_per_pack={limit}) and an accumulation_fn, which is given each value as it "
                 "is, do not go together. Leave one of them out."
             )
-        return [[self._combined(self._accumulation_fn, [tensor.to(route) for tensor in column])] for column in columns]
-
-    def _combined(self, fn: AccumulationFn, tensors: list[torch.Tensor]) -> torch.Tensor:
-        total = fn(list(tensors))
-        if not isinstance(total, torch.Tensor):
-            raise TypeError(f"accumulation_fn returned {total!r}, and has to return a tensor.")
-        return total.clone() if any(total is tensor for tensor in tensors) else total
+        totals = []
+        for column in columns:
+            tensors = [tensor.to(route) for tensor in column]
+            total = self._accumulation_fn(list(tensors))
+            require_type(total, torch.Tensor, "accumulation_fn has to return a tensor")
+            totals.append([total.clone() if any(total is tensor for tensor in tensors) else total])
+        return totals
 
 
 _by_one_device = ReductionToOneDevice()
@@ -472,9 +472,7 @@ class NcclAllReduce(_AllReduce):
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
         if why := why_not_nccl(devices):
-            raise ValueError(
-                f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
-            )
+            raise ValueError(f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice.")
 
     def _sums(self, tensors: Column, turn: int) -> Column:
         return nccl_sums(tensors)

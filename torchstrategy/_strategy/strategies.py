@@ -51,9 +51,7 @@ class OneDeviceExtended(ReplicatedExtended):
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            raise NotImplementedError(
-                "OneDeviceStrategy has one replica: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
-            )
+            raise NotImplementedError("OneDeviceStrategy has one replica: leave out InputReplicationMode.PER_REPLICA.")
         return super()._distribute_from_function(dataset_fn, options)
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:

@@ -526,9 +526,7 @@ def test_one_replica_among_devices_may_have_a_pipeline_for_each() -> None:
 
 def test_one_device_has_no_replicas_to_make_pipelines_for() -> None:
     calls: list[Any] = []
-    with pytest.raises(
-        NotImplementedError, match=r"leave out InputOptions\(experimental_replication_mode=PER_REPLICA\)"
-    ):
+    with pytest.raises(NotImplementedError, match=r"leave out InputReplicationMode\.PER_REPLICA"):
         OneDeviceStrategy("cpu").distribute_datasets_from_function(calls.append, PER_REPLICA)
     assert calls == []
 
