@@ -762,16 +762,11 @@ def _input_options(options: InputOptions | None) -> InputOptions:
 
 
 def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{name} is called with an InputContext and returns a dataset; {dataset_fn!r} cannot be called. To "
-            "split a dataset that you have, use experimental_distribute_dataset."
-        )
     try:
         with suppress(ValueError):  # some callables written in C have no signature to be seen
             inspect.signature(dataset_fn).bind(InputContext())
     except TypeError as error:
         raise TypeError(
-            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. "
-            f"Write `def {name}(context): ...`, also if it has no use for it."
+            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. Write "
+            f"`def {name}(context): ...`; to split a dataset that you have, use experimental_distribute_dataset."
         ) from None

@@ -191,7 +191,9 @@ def test_a_function_that_does_not_take_a_context_is_refused_before_it_is_called(
 
 @pytest.mark.parametrize("junk", [None, 5, elements(2), DataLoader(Squares(), 2)], ids=lambda j: type(j).__name__)
 def test_what_is_no_function_is_refused_with_what_to_call(strategy: Strategy, junk: Any) -> None:
-    with pytest.raises(TypeError, match=r"cannot be called\. To split a dataset .* experimental_distribute_dataset\.$"):
+    with pytest.raises(
+        TypeError, match=r"not a callable object\..*; to split a dataset .*experimental_distribute_dataset\.$"
+    ):
         strategy.distribute_datasets_from_function(junk)
 
 
