@@ -397,7 +397,7 @@ class ReductionToOneDevice(_ByRoutes):
         return totals
 
 
-_by_one_device = ReductionToOneDevice()
+ON_ONE_DEVICE = ReductionToOneDevice()
 
 
 class _AllReduce(_ByRoutes):
@@ -419,7 +419,7 @@ class _AllReduce(_ByRoutes):
         options: CommunicationOptions,
     ) -> Tree:
         """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
-        ops = _by_one_device if any(device.type == "cpu" for device in devices_of(destinations)) else self
+        ops = ON_ONE_DEVICE if any(device.type == "cpu" for device in devices_of(destinations)) else self
         return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def _route(self, tensors: Column, devices: list[Device]) -> _Route:

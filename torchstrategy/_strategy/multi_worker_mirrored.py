@@ -175,8 +175,7 @@ class PreemptionCheckpointHandler:
     def __init__(self, strategy: StrategyBase, *, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> None:
         require_type(strategy, StrategyBase, "PreemptionCheckpointHandler takes a torchstrategy.Strategy")
         if threading.current_thread() is not threading.main_thread():
-            told = "A PreemptionCheckpointHandler gets signals in the main thread only. Make it in the main thread."
-            raise RuntimeError(told)
+            raise RuntimeError("A PreemptionCheckpointHandler gets signals in the main thread only: make it there.")
         self._workers = strategy.extended._workers
         self._is_asked = False
         self._before = {one: signal.signal(one, self._note) for one in signals}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, delivered, devices_of
+from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
 from torchstrategy._core import distributed_values
@@ -36,8 +36,6 @@ from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
 
-_ON_ONE_DEVICE = ReductionToOneDevice()
-
 
 class ReplicatedExtended(StrategyExtended):
     """Several replicas, or a single one. Each gets its part of a batch, and their results are put together.
@@ -51,7 +49,7 @@ class ReplicatedExtended(StrategyExtended):
     _makes_containers = True  # whether a lone replica gets lists and dicts of its own, as several replicas do
 
     def __init__(
-        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = _ON_ONE_DEVICE
+        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = ON_ONE_DEVICE
     ) -> None:
         super().__init__()
         self._storage = storage
