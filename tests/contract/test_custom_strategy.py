@@ -189,7 +189,7 @@ def test_an_extended_is_of_the_strategy_that_it_was_made_for_before_that_has_it(
 
 def test_an_extended_is_of_one_strategy() -> None:
     one = Strategy(Alone())
-    said = r"^This `extended` belongs to Strategy\(1 replica\)\. Two strategies cannot share one\."
+    said = r"^The `extended` belongs to Strategy\(1 replica\)\. Two cannot share one: "
     with pytest.raises(ValueError, match=said):
         Strategy(one.extended)
     assert one.run(torchstrategy.get_strategy) is one

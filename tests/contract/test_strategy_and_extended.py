@@ -120,7 +120,7 @@ def test_logical_devices_can_be_named_in_the_step(several: Strategy) -> None:
 
 @pytest.mark.parametrize("number", [-1, 1, 7])
 def test_there_is_no_other_logical_device(kind: Strategy, number: int) -> None:
-    sentence = rf"^There is no logical device {number}: each replica has 1 logical device, number 0\."
+    sentence = rf"^Each replica has 1 logical device, number 0; there is no {number}\."
     with pytest.raises(ValueError, match=sentence):
         kind.experimental_assign_to_logical_device(torch.ones(1), number)
 

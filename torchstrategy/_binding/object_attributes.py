@@ -20,7 +20,7 @@ import torch
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._binding.changes import MISSING, Edit, edits
 from torchstrategy._binding.proxies import plain_class
-from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, component
+from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._core.tree import tree_flatten
 
 
@@ -157,9 +157,12 @@ def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
     """What one of some replicas has in the place of a value; `MISSING` if it has none."""
     if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
         return value  # it is a value of another strategy
-    own = component(value, replica)
-    # If it is absent, this process may be an understudy again, which goes on from what it had.
-    return MISSING if own is ABSENT and (own := getattr(value, "understudy", None)) is None else own
+    own = value._in_replica(replica)
+    if own is ABSENT:
+        # This process may be an understudy again, which goes on from what it had.
+        own = getattr(value, "understudy", None)
+        return MISSING if own is None else own
+    return own
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -388,16 +388,16 @@ class ReductionToOneDevice(_ByRoutes):
                 f"CommunicationOptions(bytes_per_pack={limit}) and an accumulation_fn, which is given each value as it "
                 "is, do not go together. Leave one of them out."
             )
-        return [[self._combined(self._accumulation_fn, [tensor.to(route) for tensor in column])] for column in columns]
+        totals = []
+        for column in columns:
+            tensors = [tensor.to(route) for tensor in column]
+            total = self._accumulation_fn(list(tensors))
+            require_type(total, torch.Tensor, "accumulation_fn has to return a tensor")
+            totals.append([total.clone() if any(total is tensor for tensor in tensors) else total])
+        return totals
 
-    def _combined(self, fn: AccumulationFn, tensors: list[torch.Tensor]) -> torch.Tensor:
-        total = fn(list(tensors))
-        if not isinstance(total, torch.Tensor):
-            raise TypeError(f"accumulation_fn returned {total!r}, and has to return a tensor.")
-        return total.clone() if any(total is tensor for tensor in tensors) else total
 
-
-_by_one_device = ReductionToOneDevice()
+ON_ONE_DEVICE = ReductionToOneDevice()
 
 
 class _AllReduce(_ByRoutes):
@@ -419,7 +419,7 @@ class _AllReduce(_ByRoutes):
         options: CommunicationOptions,
     ) -> Tree:
         """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
-        ops = _by_one_device if any(device.type == "cpu" for device in devices_of(destinations)) else self
+        ops = ON_ONE_DEVICE if any(device.type == "cpu" for device in devices_of(destinations)) else self
         return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def _route(self, tensors: Column, devices: list[Device]) -> _Route:
@@ -472,9 +472,7 @@ class NcclAllReduce(_AllReduce):
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
         if why := why_not_nccl(devices):
-            raise ValueError(
-                f"NcclAllReduce cannot reduce here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
-            )
+            raise ValueError(f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice.")
 
     def _sums(self, tensors: Column, turn: int) -> Column:
         return nccl_sums(tensors)

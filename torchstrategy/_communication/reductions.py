@@ -22,13 +22,12 @@ def as_tensor(value: Tree) -> torch.Tensor:
         ValueError: If it is None.
     """
     if isinstance(value, torch.Tensor):
-        return value.read_value() if isinstance(value, VariableBase) else value
-    if value is None:
-        raise ValueError("Only tensors, arrays and numbers can be combined across replicas; got None.")
+        return value.clone() if isinstance(value, VariableBase) else value
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"Only tensors, arrays and numbers can be combined across replicas; got {value!r}.") from None
+        kind = ValueError if value is None else TypeError
+        raise kind(f"Only tensors, arrays and numbers can be combined across replicas; got {value!r}.") from None
 
 
 def check_addable(tensors: Sequence[torch.Tensor]) -> None:

@@ -263,7 +263,7 @@ class CallerState:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.worn = _worn()
-        self.default_device = torch_internals.default_device_mode()
+        self.default_device = getattr(torch_internals.default_device, "device_context", None)
         self.streams = {d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)}
         self.variables = contextvars.copy_context()
 
@@ -286,7 +286,7 @@ class CallerState:
                     torch.accelerator.set_device_index(index)
             if _worn() != self.worn:
                 _take_off(self.worn.autocast_nesting)
-                torch_internals.set_default_device_mode(self.default_device)
+                torch_internals.default_device.device_context = self.default_device
                 self._put_on()
 
     def _run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:

@@ -107,9 +107,8 @@ def _not_here(name: DeviceLike, device_type: str) -> str:
     others = [str(device) for device in local_accelerators() if device.type != device_type]
     here = ", ".join([*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
     return (
-        f"The device {str(name)!r} is not on this machine, which has {here}. To test the same "
-        'program here, write ["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with '
-        "memory of their own."
+        f"The device {str(name)!r} is not on this machine, which has {here}. To test the same program here, write "
+        '["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with their own memory.'
     )
 
 

@@ -329,11 +329,6 @@ def distributed_within(tree: Tree) -> list[DistributedValues]:
     return [leaf for leaf in leaves if type(leaf) not in PLAIN_LEAVES and isinstance(leaf, DistributedValues)]
 
 
-def component(value: Tree, replica: int) -> Tree:
-    """The component of replica `replica` if a leaf is a distributed value; else the leaf itself."""
-    return value._in_replica(replica) if isinstance(value, DistributedValues) else value
-
-
 def select(tree: Tree, replica: int) -> Tree:
     """`tree` as replica `replica` sees it: new containers, with its component in place of every distributed value."""
     kind = type(tree)  # lists, tuples and dicts, as most arguments are, are quicker to walk than to flatten
@@ -370,8 +365,7 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
         if isinstance(leaf, DistributedValues) and len(leaf._components) != num_replicas:
             raise ValueError(
                 f"A value with {plural(len(leaf._components), 'component')} was given to a strategy with "
-                f"{plural(num_replicas, 'replica')}: there must be one for each. It was probably made by another "
-                "strategy."
+                f"{plural(num_replicas, 'replica')}: there must be one for each. Did another strategy make it?"
             )
 
 

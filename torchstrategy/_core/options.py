@@ -183,7 +183,5 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
     def __str__(self) -> str:
-        return (
-            f"torchstrategy.ValueContext(replica id {self.replica_id_in_sync_group}, "
-            f"total replicas in sync: {self.num_replicas_in_sync})"
-        )
+        replica, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
+        return f"torchstrategy.ValueContext(replica id {replica}, total replicas in sync: {count})"

@@ -21,7 +21,6 @@ from torch.autograd import profiler as _profiler
 from torch.utils import _python_dispatch, _pytree
 
 T = TypeVar("T")
-P = TypeVar("P", bound=torch.nn.Parameter)
 
 # A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
 # mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero), and there is no public way to
@@ -96,6 +95,7 @@ raw_grads: Callable[[_Tensors], list[torch.Tensor | None]] = functools.partial(_
 sizes: Callable[[_Tensors], list[int]] = functools.partial(_of_each, _of_tensor.nbytes.__get__)
 shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(_of_each, _of_tensor.shape.__get__)
 dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(_of_each, _of_tensor.dtype.__get__)
+are_on_cpu: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_cpu.__get__)
 requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.requires_grad.__get__)
 
 
@@ -138,16 +138,9 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int], lis
     return versions(tensors), pointers(tensors), how
 
 
-def are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all of some tensors are in the memory of the CPU."""
-    return all(_of_each(_of_tensor.is_cpu.__get__, tensors))
-
-
-def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The parts of a tensor that lie one after the other, in the shapes of other tensors."""
-    # In Python it would be two calls for each part, which for small tensors take longer than to add them up.
-    parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
-    return parts
+# The parts of a flat tensor that lie one after the other, in the shapes of other tensors. In Python it would be two
+# calls for each part, which for small tensors take longer than to add them up.
+unflattened: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
 
 
 def _stride_or_layout(tensor: torch.Tensor) -> object:
@@ -180,24 +173,14 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
 
 
-def default_device_mode() -> Any:
-    """The function mode by which `torch.set_default_device` acts on this thread; None if there is none."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+# Its `device_context` is the function mode by which `torch.set_default_device` acts on this thread, and which the next
+# `torch.set_default_device` ends; a thread that has set no default device has no such attribute.
+default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
-def set_default_device_mode(mode: Any) -> None:
-    """Says which mode the next `torch.set_default_device` is to end. The caller has put the mode in force."""
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = mode
-
-
-def make_parameter(cls: type[P], data: torch.Tensor, requires_grad: bool) -> P:
-    """A leaf of the class `cls` that shares the memory of `data`.
-
-    `torch.nn.Parameter.__new__` behaves differently for different classes of `data`; this is the constructor that it
-    calls in the end.
-    """
-    return torch.Tensor._make_subclass(cls, data, requires_grad)
-
+# Makes a leaf of a class that shares the memory of some data. `torch.nn.Parameter.__new__` behaves differently for
+# different classes of data; this is the constructor that it calls in the end.
+make_parameter = torch.Tensor._make_subclass
 
 # A block in which writes on a tensor do not change its version, as some writes of torch's own kernels do not.
 _autograd: Any = torch.autograd

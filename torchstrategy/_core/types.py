@@ -28,10 +28,6 @@ class VariableBase:
 
     # It is no Protocol, since `isinstance` with one takes twenty times as long.
 
-    def read_value(self) -> torch.Tensor:
-        """The value in the caller's replica, as a plain tensor."""
-        raise NotImplementedError
-
 
 class ExtendedLike(Protocol):
     """The part of `Strategy.extended` that the lower rooms call."""

@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import Literal, NamedTuple, final
 
 import torch.distributed as dist
 
-from torchstrategy._communication.options import CommunicationImplementation, CommunicationOptions, as_options
+from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.process_group import ProcessGroup, has_group, join
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.devices import local_accelerators
@@ -54,7 +55,12 @@ class MultiWorkerMirroredBase(StrategyBase):
     ) -> None:
         require_type(cluster_resolver, ClusterResolver | None, "cluster_resolver is a ClusterResolver or None")
         said = as_options(_NAME, communication_options)
-        _check(said)
+        if said.bytes_per_pack:
+            raise ValueError(
+                f"{_NAME}(options=CommunicationOptions(bytes_per_pack={said.bytes_per_pack})): workers send all "
+                "gradients of a step together. Leave it out."
+            )
+        check_usable(_NAME, replace(said, timeout_seconds=None), lambda: [])
         if timeout is None and said.timeout_seconds:
             timeout = timedelta(seconds=said.timeout_seconds)
         place = _place(cluster_resolver)
@@ -169,8 +175,7 @@ class PreemptionCheckpointHandler:
     def __init__(self, strategy: StrategyBase, *, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> None:
         require_type(strategy, StrategyBase, "PreemptionCheckpointHandler takes a torchstrategy.Strategy")
         if threading.current_thread() is not threading.main_thread():
-            told = "A PreemptionCheckpointHandler gets signals in the main thread only. Make it in the main thread."
-            raise RuntimeError(told)
+            raise RuntimeError("A PreemptionCheckpointHandler gets signals in the main thread only: make it there.")
         self._workers = strategy.extended._workers
         self._is_asked = False
         self._before = {one: signal.signal(one, self._note) for one in signals}
@@ -195,18 +200,6 @@ class PreemptionCheckpointHandler:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = self._workers.is_asked_to_leave = True
-
-
-def _check(options: CommunicationOptions) -> None:
-    refused = None
-    if options.bytes_per_pack:
-        refused = f"bytes_per_pack={options.bytes_per_pack}): workers send all gradients of a step together."
-    elif options.implementation is CommunicationImplementation.RING:
-        refused = "implementation=RING): TensorFlow's rings are not here; torch takes NCCL or gloo."
-    elif options.implementation is CommunicationImplementation.NCCL and not dist.is_nccl_available():
-        refused = "implementation=NCCL): this torch has no NCCL."
-    if refused is not None:
-        raise ValueError(f"CommunicationOptions({refused} Leave it out.")
 
 
 def _place(resolver: ClusterResolver | None) -> Place:

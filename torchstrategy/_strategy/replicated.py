@@ -12,21 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from torchstrategy._communication.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, delivered, devices_of
+from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
+from torchstrategy._core import distributed_values
 from torchstrategy._core.context import Frame, in_use, needs_device_context, this_thread
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.distributed_values import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    check_component_counts,
-    distributed_within,
-    for_understudy,
-    local_results,
-    select,
-)
+from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.trace import traced
@@ -44,8 +36,6 @@ from torchstrategy._strategy.strategy_extended import StrategyExtended
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
 
-_ON_ONE_DEVICE = ReductionToOneDevice()
-
 
 class ReplicatedExtended(StrategyExtended):
     """Several replicas, or a single one. Each gets its part of a batch, and their results are put together.
@@ -59,7 +49,7 @@ class ReplicatedExtended(StrategyExtended):
     _makes_containers = True  # whether a lone replica gets lists and dicts of its own, as several replicas do
 
     def __init__(
-        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = _ON_ONE_DEVICE
+        self, storage: Storage, gradient_reduction: ReduceOp = ReduceOp.MEAN, ops: CrossDeviceOps = ON_ONE_DEVICE
     ) -> None:
         super().__init__()
         self._storage = storage
@@ -152,8 +142,8 @@ class ReplicatedExtended(StrategyExtended):
         with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted:
 
             def call(replica: Replica) -> Tree:
-                given = for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
-                own_args, own_kwargs = select(given, replica.index)
+                given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
+                own_args, own_kwargs = distributed_values.select(given, replica.index)
                 group = ReplicaGroup(replica, weights, storage.devices, self._workers)
                 context = running_context(strategy, group, run_state.published)
                 with (
@@ -202,11 +192,11 @@ class ReplicatedExtended(StrategyExtended):
         if options.examples is not None:
             ReplicaWeights.of((), 1, options, ReduceOp.MEAN)  # refuses counts that do not fit
         if args or kwargs:
-            distributed = distributed_within((*args, *kwargs.values()))
-            if distributed:
-                check_component_counts(distributed, 1)
-            if distributed or self._makes_containers:
-                args, kwargs = select(args, 0), select(kwargs, 0)
+            found = distributed_values.distributed_within((*args, *kwargs.values()))
+            if found:
+                check_component_counts(found, 1)
+            if found or self._makes_containers:
+                args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
         try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
@@ -248,19 +238,12 @@ class ReplicatedExtended(StrategyExtended):
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
 
     def _batch_reduce_to(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[Tree, Any]],
-        options: CommunicationOptions,
-        method: str = "batch_reduce_to",
+        self, op: ReduceOp, pairs: Sequence[Any], options: CommunicationOptions, method: str = "batch_reduce_to"
     ) -> list[Tree]:
         check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
-        leaves, spec = tree_flatten([value for value, _ in value_destination_pairs])
-        reduced = spec.unflatten(self._reduce_all(reduce_op, leaves, options))
-        return [
-            map_leaves(partial(_sent, destinations=where), value)
-            for value, (_, where) in zip(reduced, value_destination_pairs, strict=True)
-        ]
+        leaves, spec = tree_flatten([value for value, _ in pairs])
+        reduced = zip(spec.unflatten(self._reduce_all(op, leaves, options)), pairs, strict=True)
+        return [map_leaves(partial(_sent, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
@@ -315,7 +298,7 @@ class ReplicatedExtended(StrategyExtended):
         return _sent(tensor, destinations)
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
-        return local_results(distributed_value, self._num_local)
+        return distributed_values.local_results(distributed_value, self._num_local)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         return distributed(dataset, self._storage.devices, options, self._workers)

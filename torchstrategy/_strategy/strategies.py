@@ -6,7 +6,7 @@ A base class holds the constructor of those that TensorFlow 1 has, too: `compat.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
@@ -25,9 +25,7 @@ from torchstrategy._input.options import DatasetFn, InputContext, InputOptions, 
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.storage import ReplicatedStorage, Storage, is_nobodys
 from torchstrategy._strategy.replicated import ReplicatedExtended, gathered_alone
-from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase
-
-T = TypeVar("T")
+from torchstrategy._strategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 
 
 class OneDeviceExtended(ReplicatedExtended):
@@ -51,9 +49,7 @@ class OneDeviceExtended(ReplicatedExtended):
 
     def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            raise NotImplementedError(
-                "OneDeviceStrategy has one replica: leave out InputOptions(experimental_replication_mode=PER_REPLICA)."
-            )
+            raise NotImplementedError("OneDeviceStrategy has one replica: leave out InputReplicationMode.PER_REPLICA.")
         return super()._distribute_from_function(dataset_fn, options)
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:

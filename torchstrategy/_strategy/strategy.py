@@ -227,9 +227,7 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
         """
         if not isinstance(args, (list, tuple)):
-            raise ValueError(
-                f"positional args must be a list or tuple, as in args=(batch,); got a {type(args).__name__}."
-            )
+            raise ValueError(f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}.")
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
         if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -703,9 +701,7 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_assign_to_logical_device
         """
         if logical_device_id != 0:
-            raise ValueError(
-                f"There is no logical device {logical_device_id}: each replica has 1 logical device, number 0."
-            )
+            raise ValueError(f"Each replica has 1 logical device, number 0; there is no {logical_device_id!r}.")
         return tensor
 
     def experimental_split_to_logical_devices(
@@ -766,16 +762,11 @@ def _input_options(options: InputOptions | None) -> InputOptions:
 
 
 def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{name} is called with an InputContext and returns a dataset; {dataset_fn!r} cannot be called. To "
-            "split a dataset that you have, use experimental_distribute_dataset."
-        )
     try:
         with suppress(ValueError):  # some callables written in C have no signature to be seen
             inspect.signature(dataset_fn).bind(InputContext())
     except TypeError as error:
         raise TypeError(
-            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. "
-            f"Write `def {name}(context): ...`, also if it has no use for it."
+            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. Write "
+            f"`def {name}(context): ...`; to split a dataset that you have, use experimental_distribute_dataset."
         ) from None

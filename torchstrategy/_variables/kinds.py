@@ -404,9 +404,7 @@ class VariablesOfExtended:
     def _bind(self, strategy: StrategyLike) -> None:
         owner = self._strategy_reference and self._strategy_reference()
         if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
-            raise ValueError(
-                f"This `extended` belongs to {owner!r}. Two strategies cannot share one. Try copy.deepcopy(strategy)."
-            )
+            raise ValueError(f"The `extended` belongs to {owner!r}. Two cannot share one: try copy.deepcopy(strategy).")
         self._strategy_reference = weakref.ref(strategy)
 
     def _missing(self, name: str) -> NotImplementedError:

@@ -332,13 +332,9 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
     with undisturbed():
         given = as_tensor(value.values[0] if type(value) is Mirrored else value)
         if given.shape != memory.shape:
-            raise ValueError(
-                f"{variable.name} has the shape {tuple(memory.shape)}; a value of {tuple(given.shape)} does not fit."
-            )
+            raise ValueError(f"{variable.name} has shape {tuple(memory.shape)}; {tuple(given.shape)} does not fit.")
         if not torch.can_cast(given.dtype, memory.dtype):
-            raise ValueError(
-                f"{variable.name} holds {memory.dtype}: a value of {given.dtype} cannot be converted without loss."
-            )
+            raise ValueError(f"{variable.name} holds {memory.dtype}: {given.dtype} cannot be converted without loss.")
         with _writing:
             _plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
 
@@ -438,17 +434,12 @@ def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tre
             f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "
             "replica makes the same assignments in the same order."
         )
-    write(variable, variable, operation, _aggregated(strategy, variable.aggregation, value))
-
-
-def _aggregated(strategy: StrategyLike, aggregation: VariableAggregation, value: Tree) -> Tree:
-    """Aggregates the values that the replicas assign to one value."""
-    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return strategy.extended._first_of(value)
-    if aggregation is VariableAggregation.NONE:  # there is only one replica
-        return value
-    with undisturbed():
-        return strategy.extended._reduce(ReduceOp.from_variable_aggregation(aggregation), value)
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        value = strategy.extended._first_of(value)
+    elif variable.aggregation is not VariableAggregation.NONE:  # with NONE there is only one replica
+        with undisturbed():
+            value = strategy.extended._reduce(ReduceOp.from_variable_aggregation(variable.aggregation), value)
+    write(variable, variable, operation, value)
 
 
 def make_data(kind: type[V], value: torch.Tensor, device: Device | None, is_trained: bool) -> V:

@@ -165,7 +165,7 @@ def _tasks(job: object, tasks: Any) -> dict[int, str]:
 
 
 class _Task(NamedTuple):
-    """What a resolver has found out about this process."""
+    """What a resolver was told, or has found out, about this process."""
 
     type: str | None = None
     id: int | None = None
@@ -197,9 +197,7 @@ class ClusterResolver(ABC):
     """
 
     # What was said of this process. On the class, since a subclass may not call our constructor.
-    _task_type: str | None = None
-    _task_id: int | None = None
-    _rpc_layer: str | None = None
+    _told = _Task()
     _environment: str | None = ""
     _accelerators: Counter[str] | None = None  # how many each task has, if that was said
 
@@ -253,29 +251,29 @@ class ClusterResolver(ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process, such as `"worker"`; None if that is not known."""
-        return self._found().type if self._task_type is None else self._task_type
+        return self._found().type if self._told.type is None else self._told.type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+        self._told = self._told._replace(type=task_type)
 
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job; None if that is not known."""
-        return self._found().id if self._task_id is None else self._task_id
+        return self._found().id if self._told.id is None else self._told.id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        self._task_id = None if task_id is None else _as_index(task_id)
+        self._told = self._told._replace(id=None if task_id is None else _as_index(task_id))
 
     @property
     def rpc_layer(self) -> str | None:
         """The protocol of the cluster, such as `"grpc"`; None if there is none."""
-        return self._found().rpc_layer if self._rpc_layer is None else self._rpc_layer
+        return self._found().rpc_layer if self._told.rpc_layer is None else self._told.rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        self._told = self._told._replace(rpc_layer=rpc_layer)
 
     def _found(self) -> _Task:
         """What holds where nothing was said."""

@@ -76,7 +76,10 @@ def compute_average_loss(
     weight = None if sample_weight is None else _weights(sample_weight, loss)
     given = None if global_batch_size is None else _count(global_batch_size)
     group = _group("compute_average_loss", refuse_cross_replica=given is None)
-    counted = _counted(loss, weight) if given is None else loss.new_full((), given)
+    if given is None and weight is not None and weight.dim():
+        counted = weight.expand(loss.shape[0], *weight.shape[1:]).sum()
+    else:  # how much the rows of this replica count together
+        counted = loss.new_full((), loss.shape[0] if given is None else given)
     if given is None and group.run.num_present > 1:
         # The rows of a replica whose gradient is dropped do not count.
         counted = counted if group.weight else torch.zeros_like(counted)
@@ -179,14 +182,6 @@ def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
             f"{tuple(loss.shape)}. Give one weight for each row, or one for each loss."
         )
     return weight.reshape(shape).to(loss.dtype)
-
-
-def _counted(loss: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """How much the rows of this replica count together."""
-    rows = loss.shape[0]
-    if weight is None or not weight.dim():
-        return loss.new_full((), rows)
-    return weight.expand(rows, *weight.shape[1:]).sum()
 
 
 def _count(global_batch_size: Any) -> int:

@@ -221,9 +221,7 @@ def _is_to_convert(module: object) -> bool:
 def _refuse_own_ways(path: str, layer: nn.Module) -> None:
     """Refuses a layer with attributes or methods of its own, which a `SyncBatchNorm` would not have."""
     if getattr(layer, "process_group", None) is not None:
-        raise TypeError(
-            f"{path} is a torch.nn.SyncBatchNorm with a process_group, and replicas are not processes. Make it without."
-        )
+        raise TypeError(f"{path} is a SyncBatchNorm with a process_group, and replicas are no processes: leave it out.")
     classes = type(layer).__mro__
     base = next((cls for cls in _TORCHS_OWN if cls in classes), None)
     added = classes[: classes.index(base)] if base else classes[:1]
