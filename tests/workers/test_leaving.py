@@ -49,4 +49,4 @@ def test_what_cannot_be_asked_is_refused() -> None:
     thread = threading.Thread(target=in_a_thread)
     thread.start()
     thread.join()
-    assert "Make it in the main thread" in str(refused[0])
+    assert "in the main thread only: make it there" in str(refused[0])
