@@ -299,7 +299,7 @@ class ReplicatedModules:
         for metric in self.metrics:
             metric.write_back()
         trained = requires_grad_of(lead.parameters)
-        if requires_grad_of(self.owners) != trained:
+        if not trained == self._trained == requires_grad_of(self.owners):
             _train(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
         replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
