@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import numpy
 import torch
@@ -27,7 +27,7 @@ from torchstrategy._binding.object_attributes import in_replica
 from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.torch_internals import compile_alike, make_parameter, requires_grad_of, versions
+from torchstrategy._core.torch_internals import compile_alike, make_parameter, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
@@ -125,7 +125,6 @@ class ModuleReplica:
         sent = iter(copies_of([o for o, aliased in zip(owners, self.aliased, strict=True) if not aliased], device))
         marked = zip(owners, self.aliased, strict=True)
         self.parameters = [_local(owner, owner.detach() if aliased else next(sent)) for owner, aliased in marked]
-        self.trained = requires_grad_of(self.parameters)
         # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
         # the memory from the beginning, both have one version counter.
         self._is_counted_by_users = all(self.aliased)
@@ -189,13 +188,12 @@ class ModuleReplica:
                 own[id(held)] = component
                 if is_new and is_function(component):
                     raise RuntimeError(_OUTDATED.format(path=path))
-                if is_new and isinstance(component, torch.Tensor) and _has_history(component):
+                if is_new and _has_history(component):
                     own[id(held)] = _without_history(component, self.device, path)
+            elif _has_history(held):
+                own[id(held)] = _without_history(held, self.device, path)
             elif isinstance(held, torch.Tensor):
-                if _has_history(held):
-                    own[id(held)] = _without_history(held, self.device, path)
-                else:
-                    others[id(held)] = held
+                others[id(held)] = held
         return own, list(others.values())
 
     def _close_over_own(self) -> None:
@@ -244,17 +242,6 @@ class ModuleReplica:
 
     def _counted(self) -> list[int]:
         return [] if self._is_counted_by_users else versions(self.parameters)
-
-    def bring_requires_grad(self, flags: Sequence[bool]) -> None:
-        """Brings the `requires_grad` of the user's parameters."""
-        if self.trained != flags:
-            self.trained = list(flags)
-            set_requires_grad(self.parameters, flags)
-
-    def noted_requires_grad(self) -> list[bool]:
-        """The `requires_grad` of this replica's parameters, which a step may have changed."""
-        self.trained = requires_grad_of(self.parameters)
-        return self.trained
 
     def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> None:
         """Brings the values of buffers."""
@@ -361,12 +348,6 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     return not equal(first, second.to(first.device))
 
 
-def set_requires_grad(parameters: Iterable[torch.Tensor], flags: Iterable[bool]) -> None:
-    """Says of each of some parameters whether it is trained."""
-    for parameter, flag in zip(parameters, flags, strict=True):
-        parameter.requires_grad_(flag)
-
-
 def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     """The copy of a parameter or variable over the memory of `data`."""
     if not isinstance(owner, Variable):
@@ -392,8 +373,8 @@ def _is_trainable(thing: object) -> bool:
     return isinstance(thing, torch.Tensor) and thing.is_leaf and thing.requires_grad
 
 
-def _has_history(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and not tensor.is_leaf
+def _has_history(thing: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(thing, torch.Tensor) and thing.requires_grad and not thing.is_leaf
 
 
 def _without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:

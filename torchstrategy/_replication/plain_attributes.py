@@ -32,6 +32,7 @@ from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
+from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_trainable
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
@@ -113,7 +114,14 @@ class PlainAttributes:
             return False
         written = self.tensors.take_changes()[0] if self._leaves else []
         edits, changed = list(self._known_modules.edits()), sorted(self._unbrought.union(self._known.differing()))
-        if not self._bring_tensors(written) or not self._bring_changed(edits, changed):
+        leaves = list(self._leaves.values())
+        for _, original, local in map(leaves.__getitem__, written):
+            # A tensor of another shape, or with a history, is not written: a step may have other references to it.
+            if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
+                return False
+            for one in local:
+                write_value(one, original, False)
+        if not self._bring_changed(edits, changed):
             return False
         if edits or changed:
             self._collect()
@@ -123,16 +131,6 @@ class PlainAttributes:
         # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
         constant = (own for own in kept if isinstance(own, torch.Tensor) and not own.requires_grad)
         self._backups = [(own, own.clone()) for own in constant]
-        return True
-
-    def _bring_tensors(self, written: Iterable[int]) -> bool:
-        leaves = list(self._leaves.values())
-        for _, original, local in map(leaves.__getitem__, written):
-            # A tensor of another shape, or with a history, is not written: a step may have other references to it.
-            if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
-                return False
-            for one in local:
-                write_value(one, original, False)
         return True
 
     def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
@@ -163,21 +161,18 @@ class PlainAttributes:
             self._known_modules.take()
         return True
 
-    def put_together(
-        self, present: Sequence[int], originals: Callable[[], Sequence[object]], look: Look, is_understudy: bool
-    ) -> None:
+    def put_together(self, weights: ReplicaWeights, originals: Callable[[], Sequence[object]], look: Look) -> None:
         """After a run: makes one value of those of the replicas for each attribute that one of them wrote.
 
         Args:
-            present: The replicas that took part.
+            weights: How much the replicas of this process count.
             originals: Lists the user's modules, parameters and buffers.
             look: Compares what is kept with what other replicas wrote.
-            is_understudy: Whether what this process computes does not count.
 
         Raises:
             RuntimeError: If the step made a tensor to be trained.
         """
-        self._is_understudy = is_understudy
+        present, self._is_understudy = weights.present, weights.is_understudy
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
@@ -185,7 +180,7 @@ class PlainAttributes:
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
-            merger = Merger(present, len(self.replicas), users, memory, self.device, look, is_understudy)
+            merger = Merger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
             for path, (_, original, local) in self._containers.items():
                 if path in changed:
                     merger.is_quiet = self._is_quiet(path)
@@ -319,8 +314,7 @@ def _by_path(things: Iterable[Place]) -> dict[str, Place]:
     made = {}
     for thing in things:
         seen[thing.path] += 1
-        number = seen[thing.path]
-        path = thing.path if number == 1 else f"{thing.path} ({number})"
+        path = thing.path if seen[thing.path] == 1 else f"{thing.path} ({seen[thing.path]})"
         made[path] = thing._replace(path=path)
     return made
 

@@ -37,7 +37,7 @@ from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import is_running, refuse_uncopyable, tensors_in
 from torchstrategy._replication.metrics import metrics_of
-from torchstrategy._replication.module_replica import ModuleReplica, differ, set_requires_grad
+from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
@@ -103,6 +103,7 @@ class ReplicatedModules:
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
         originals = roots, modules, self._parameters, self._buffers, self._slots
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
+        self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
         self._buffers.watch()
@@ -143,8 +144,10 @@ class ReplicatedModules:
             return False
         written = self.refresh_parameters()
         trained = requires_grad_of(self.owners)
-        for replica in self.replicas:
-            replica.bring_requires_grad(trained)
+        if trained != self._trained:
+            for replica in self.replicas:
+                _train(replica.parameters, trained)
+            self._trained = trained
         # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
         buffers, first = self._buffers, self.replicas[0]
         uncounted = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
@@ -271,7 +274,7 @@ class ReplicatedModules:
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
-        self.attributes.put_together(weights.present, self._with_copies, self._look, weights.is_understudy)
+        self.attributes.put_together(weights, self._with_copies, self._look)
         self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
         if self._workers.count > 1:
             worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *trainers])
@@ -295,8 +298,10 @@ class ReplicatedModules:
             self._return_changes(lead, changes[0], new)
         for metric in self.metrics:
             metric.write_back()
-        if requires_grad_of(self.owners) != lead.trained:
-            set_requires_grad(self.owners, lead.trained)
+        trained = requires_grad_of(lead.parameters)
+        if not trained == self._trained == requires_grad_of(self.owners):
+            _train(self.owners, trained)
+            self._trained = []  # unknown: replicas without rows may have others
         replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
         for index, value in values.items():
             if index not in replaced:
@@ -380,7 +385,7 @@ class ReplicatedModules:
                     original[flags][edit.name] = True
 
     def _check_flags(self, weights: ReplicaWeights) -> None:
-        flags = [self.replicas[r].noted_requires_grad() for r in weights.present]
+        flags = [requires_grad_of(self.replicas[r].parameters) for r in weights.present]
         if self._workers.count > 1:
             self._workers.compare("which parameters are trained:", str(flags[0]))
             modes = ["train" if inside.get("training", True) else "eval" for inside in self._insides]
@@ -423,6 +428,11 @@ class ReplicatedModules:
         if self._workers.count > 1:
             worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
         return combined
+
+
+def _train(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    for parameter, flag in zip(parameters, flags, strict=True):
+        parameter.requires_grad_(flag)
 
 
 _UNSAVED = "_non_persistent_buffers_set"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from torchstrategy._binding.object_attributes import KEPT, NOTHING, Told
+from torchstrategy._binding.object_attributes import KEPT, NOTHING, Trainer
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.merged_values import Look
+from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import Variable
 
@@ -67,17 +67,8 @@ def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
     return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}"
 
 
-class Writes(Protocol):
-    """What the replicas of this worker wrote on plain attributes of the user's objects, before the user sees it."""
-
-    def told(self) -> dict[Any, Told]:
-        """What the other workers may have to know of it, by where it stands."""
-
-    def put(self, key: Any, value: Any) -> None:
-        """Replaces a value; `ABSENT`: by the one before the run."""
-
-    def keep(self, key: Any) -> None:
-        """Says that other workers keep other values."""
+# What the replicas of this worker wrote on plain attributes of the user's objects, before the user sees it.
+Writes = PlainAttributes | Trainer
 
 
 def mention_writes(workers: Workers, indices: set[int], writes: Sequence[Writes]) -> None:
