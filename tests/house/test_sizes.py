@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = [path for path in FILES if "testing" not in path.relative_to(PACKAGE).parts]
 MAX_LINES = 350
 MAX_LINES_OF_FUNCTION = 50
-MAX_LINES_OF_CORE = 12784
+MAX_LINES_OF_CORE = 11700
 EXPLAINED = ["_execution", "_replication", "_training"]  # the rooms in which threads, copies and gradients meet
 COMMENTS_IN_100_LINES = 5
 

@@ -11,7 +11,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_hour.ipynb"
 
 
 def printed_by(notebook: Any) -> list[str]:
-    """What each cell prints, in order, of those that print. A kernel sends what a slow cell prints in several pieces."""
+    """What each cell prints, of those that print. A kernel sends what a slow cell prints in several pieces."""
     of_cells = (cell.get("outputs", ()) for cell in notebook.cells)
     texts = ("".join(one.text for one in outputs if one.get("name") == "stdout") for outputs in of_cells)
     return [text for text in texts if text]
