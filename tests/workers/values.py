@@ -51,7 +51,8 @@ def of_values(replicas: int) -> dict[str, Any]:
 def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
     """Losses that are scalars, of uneven batches, and which replica printed. The last has rows for one replica only."""
     found: list[Any] = []
-    everything = [torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)]
+    numbers = [torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)]
+    everything = [row.reshape(-1, 1).repeat(1, 3) for row in numbers]  # a worker without rows is lent several numbers
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         context = torchstrategy.get_replica_context()

@@ -17,13 +17,11 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """
     found: dict[int, nn.Module] = {}
     waiting = list(modules)
-    while waiting:
-        module = waiting.pop(0)
-        if id(module) in found:
-            continue
-        found[id(module)] = module
-        waiting.extend(module.children())
-        waiting.extend(value for _, value in held_plainly(module) if isinstance(value, nn.Module))
+    for module in waiting:  # the loop appends to this list
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module.children())
+            waiting.extend(value for _, value in held_plainly(module) if isinstance(value, nn.Module))
     return list(found.values())
 
 

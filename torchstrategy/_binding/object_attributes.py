@@ -144,12 +144,11 @@ class SharedTrainer:
             return
         write_items(self._thing, self._known)
         shown, key = written.name
-        what = self._name + shown.format(key)
         kind = plain_class(type(self._thing)).__name__
         raise RuntimeError(
-            f"The step wrote {what} in a replica. All replicas share this {kind}, which holds models or optimizers: "
-            "one would read what another wrote. Return the value from the step; or keep it on an object of a class of "
-            "your own, as in self.loss = loss, of which each replica has its own attributes."
+            f"The step wrote {self._name}{shown.format(key)} in a replica. All replicas share this {kind}, which holds "
+            "models or optimizers: one would read what another wrote. Return the value from the step; or keep it on an "
+            "object of a class of your own, as in self.loss = loss, of which each replica has its own attributes."
         )
 
 
@@ -157,12 +156,8 @@ def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
     """What one of some replicas has in the place of a value; `MISSING` if it has none."""
     if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
         return value  # it is a value of another strategy
-    own = value._in_replica(replica)
-    if own is ABSENT:
-        # This process may be an understudy again, which goes on from what it had.
-        own = getattr(value, "understudy", None)
-        return MISSING if own is None else own
-    return own
+    own = value._in_replica(replica)  # of an understudy, which goes on from what it had, that
+    return MISSING if own is ABSENT else own
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

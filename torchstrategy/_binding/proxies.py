@@ -160,10 +160,10 @@ def _called_once(name: str) -> Any:
 
 def _only_outside(optimizer: Any, what: str) -> None:
     if local_object(optimizer) is not optimizer:
-        name = plain_class(type(optimizer)).__name__
         raise RuntimeError(
-            f"{name}.{what} was called in a replica, which shares the optimizer with the others. Call it outside of "
-            "strategy.run, or from a merge function: get_replica_context().merge_call(...)."
+            f"{plain_class(type(optimizer)).__name__}.{what} was called in a replica, which shares the optimizer with "
+            "the others. Call it outside of strategy.run, or from a merge function: "
+            "get_replica_context().merge_call(...)."
         )
 
 

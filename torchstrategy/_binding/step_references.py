@@ -20,7 +20,7 @@ import functools
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, final
 
 import torch
@@ -169,12 +169,10 @@ def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
             yield attribute, item
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> list[str]:
     """The global names of a function, and of the functions and comprehensions inside it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names_in(inner)
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *chain.from_iterable(inner)]
 
 
 def _package(thing: Any) -> str:

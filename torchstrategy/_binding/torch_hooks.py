@@ -86,17 +86,16 @@ def watched(storage: Any) -> Iterator[None]:
         if threading.get_ident() == thread and isinstance(value, nn.Parameter):
             storage.claim_parameter(module, value)
 
-    watcher = thread, storage
     with _lock:
         _constructors.begin()
-        _watchers.append(watcher)
+        _watchers.append((thread, storage))
     hook = torch_module.register_module_parameter_registration_hook(tell)
     try:
         yield
     finally:
         hook.remove()
         with _lock:
-            _watchers.remove(watcher)
+            _watchers.remove((thread, storage))
             if not _watchers:
                 _constructors.end()
 

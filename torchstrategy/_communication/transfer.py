@@ -332,7 +332,9 @@ def bucketed(
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
         rows = zip(*(columns[index] for index in group), strict=True)
         buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
-        arrived = [torch.cat(parts) for parts in zip(*map(combine, buckets), strict=True)]
+        arrived = [
+            parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*map(combine, buckets), strict=True)
+        ]
         results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
         found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
     return [found[index] for index in range(len(columns))]

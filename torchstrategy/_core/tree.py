@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -165,7 +165,8 @@ def _opened(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
     if kind in (dict, OrderedDict, defaultdict):
         return dict, tree
     children, context = torch_internals.kinds_of_nodes[kind].flatten_fn(tree)
-    return (kind, context), dict(enumerate(children))
+    # What torch has of a deque besides is its `maxlen`, which may depend on the rows.
+    return (kind, None if kind is deque else context), dict(enumerate(children))
 
 
 def _difference(first: Tree, other: Tree) -> str:

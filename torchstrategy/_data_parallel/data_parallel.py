@@ -163,12 +163,11 @@ class DataParallel(nn.Module):
             self._strategy = _strategy_for(self.module, self._devices)
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
-        owners = list(self.module.parameters())
         # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device. With a
         # default device of the replicas' type, it is on the replica's device, as in a step.
         default = torch.get_default_device()
         callers_device = None if default.type == self._devices[0].type else default
-        outputs = self._strategy.run(forward, args=(self.module, owners, pieces, callers_device))
+        outputs = self._strategy.run(forward, (self.module, list(self.module.parameters()), pieces, callers_device))
         present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
         return put_together([select(outputs, r) for r in present], present, self.dim, self._output)

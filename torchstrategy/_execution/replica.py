@@ -230,12 +230,15 @@ class ReplicaGroup:
         # With equal weights, this is a plain sum in one worker. Several know no weight that is the greatest of all.
         unit = max(self.run.weights) if self.workers.count == 1 else 1.0
         factor = self.weight / unit
+        # A half gradient times a small factor has few bits left: in all replicas, halves are sent as float32.
+        is_plain = self.workers.count == 1 and all(weight == unit for weight in self.run.weights)
+        wide = [g if is_plain or g.dtype is not torch.float16 else g.float() for g in grads]
         # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out, and it gets none.
         # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
-        scaled = ((g * factor).to(g.dtype) if factor else torch.zeros_like(g) for g in grads)
-        brought = grads if factor == 1 else list(scaled)
+        brought = [w if factor == 1 else (w * factor).to(w.dtype) if factor else torch.zeros_like(w) for w in wide]
         totals = self._exchange("the backward of a collective", brought, self._sums, self._added_over_workers)[0]
-        return totals if factor == 1 else [t / factor if factor else torch.zeros_like(t) for t in totals]
+        scaled = (t if factor == 1 else t / factor if factor else torch.zeros_like(t) for t in totals)
+        return [total.to(gradient.dtype) for total, gradient in zip(scaled, grads, strict=True)]
 
     def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]

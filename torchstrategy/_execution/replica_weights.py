@@ -114,9 +114,8 @@ class ReplicaWeights:
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             of_all = workers.all_gather_object(of_all[0], "the beginning of a run")
-        of_replicas, marks, have_news, are_asked = zip(*of_all, strict=True)
-        workers.all_leave = any(are_asked)
-        everyone = list(chain.from_iterable(of_replicas))
+        of_workers, marks, have_news, are_asked = zip(*of_all, strict=True)
+        workers.all_leave, everyone = any(are_asked), list(chain.from_iterable(of_workers))
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]

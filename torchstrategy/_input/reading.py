@@ -281,9 +281,8 @@ def in_step(reading: Reading) -> Callable[[], Tree]:
     last: list[Tree] = []  # the last batch, once there was one
 
     def next_of_all() -> Tree:
-        has = True
         try:
-            last[:] = [reading.next()]
+            last[:], has = [reading.next()], True
         except StopIteration:
             has = False
         of_all = workers.all_gather_object((has, bool(last)), "the next batch of a dataset")
@@ -291,23 +290,19 @@ def in_step(reading: Reading) -> Callable[[], Tree]:
             raise StopIteration
         if not all(had for _, had in of_all):
             lender = next(w for w, (others_have, _) in enumerate(of_all) if others_have)
-            mine = _copied(last[0], host) if workers.index == lender else None
+            mine = map_leaves(partial(_copied, device=host), last[0]) if workers.index == lender else None
             lent = workers.all_gather_object(mine, "the first batch of a dataset")[lender]
-            last[:] = last or [_copied(lent, reading.routes[0].device or host)]
+            last[:] = last or [map_leaves(partial(_copied, device=reading.routes[0].device or host), lent)]
         return last[0] if has else map_leaves(_unseen, last[0])
 
     return next_of_all
 
 
-def _copied(batch: Tree, device: Device) -> Tree:
-    """A batch that can be pickled, in which all replicas have what the first one had, on `device`."""
-
-    def copied(leaf: Tree) -> Tree:
-        if not isinstance(leaf, PerReplica):
-            return leaf
-        return PerReplica([moved(leaf.values[0], device)] * len(leaf._components), is_kept=True)
-
-    return map_leaves(copied, batch)
+def _copied(leaf: Tree, device: Device) -> Tree:
+    """A leaf of a batch that can be pickled, where all replicas have what the first one had, on `device`."""
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    return PerReplica([moved(leaf.values[0], device)] * len(leaf._components), is_kept=True)
 
 
 def _unseen(leaf: Tree) -> Tree:

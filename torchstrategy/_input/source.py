@@ -385,8 +385,7 @@ class Source:
                     return iterator  # it has begun to iterate over the sampler, too
             indices = iter(sampler)
             _set(generators, asked or [])
-            for _ in islice(indices, position.count):
-                pass  # the sampler draws these indices now
+            deque(islice(indices, position.count), maxlen=0)  # the sampler draws these indices now
             # A seed is drawn, but not from the loader's generator.
             return iter(_alike(loader, indices, persistent_workers=False, generator=None))
 

@@ -57,12 +57,9 @@ class SplitBatch(NamedTuple):
             return arrived[0][0]
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
-        spare = iter(arrived[0][count:])
-        leaves = [
-            PerReplica(next(columns), self.rows, next(spare, None)) if type(leaf) is Parts else leaf
-            for leaf in self.leaves
-        ]
-        return self.spec.unflatten(leaves)
+        with_spare = itertools.zip_longest(columns, arrived[0][count:])
+        values = iter([PerReplica(column, self.rows, spare) for column, spare in with_spare])
+        return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
 
 
 def in_equal_parts(replicas: int, rows: int) -> list[slice]:

@@ -17,15 +17,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import (
-    ATTRIBUTE,
-    PLAIN,
-    Place,
-    named_items,
-    places_and_leaves,
-    things_in,
-    write_items,
-)
+from torchstrategy._binding import attribute_contents as contents
+from torchstrategy._binding.attribute_contents import ATTRIBUTE, PLAIN, Place
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
@@ -80,7 +73,7 @@ class PlainAttributes:
 
     def _collect(self) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
-        places, leaves, self._others = places_and_leaves(self._named())
+        places, leaves, self._others = contents.places_and_leaves(self._named())
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
         self._places = _by_path(chain(self._modules.values(), places.values()))
@@ -141,7 +134,7 @@ class PlainAttributes:
         for edit in brought:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
-        new.update(((path, ""), named_items(self._containers[path].original)) for path in changed)
+        new.update(((path, ""), contents.named_items(self._containers[path].original)) for path in changed)
         if self.replicas[0].lacks_parts_in(new.values()):
             return False
         known = [*self._leaves.values(), *self._containers.values()]
@@ -154,7 +147,7 @@ class PlainAttributes:
                 local = self._modules[edit.place].local[r]
                 edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
             for path in changed:
-                write_items(self._containers[path].local[r], copies[path, ""])
+                contents.write_items(self._containers[path].local[r], copies[path, ""])
             if brought:
                 self._known_insides[r].take()
         if edits:
@@ -184,8 +177,8 @@ class PlainAttributes:
             for path, (_, original, local) in self._containers.items():
                 if path in changed:
                     merger.is_quiet = self._is_quiet(path)
-                    items = [named_items(local[r]) for r in present]
-                    self._merged[path] = merger.items(f"attribute {path}", items, named_items(original))
+                    items = [contents.named_items(local[r]) for r in present]
+                    self._merged[path] = merger.items(f"attribute {path}", items, contents.named_items(original))
             self._merge_attributes(present, edits, merger)
         written = {index for r in present for index in self._writes[r].written()} if self._leaves else set()
         self._written: dict[str, torch.Tensor] = {}  # by path: what tensors become on which a step wrote in place
@@ -224,7 +217,11 @@ class PlainAttributes:
         """What a container of the user's holds, or the attributes of a module."""
         original = self._places[path].original
         is_module = path in self._modules
-        return {(ATTRIBUTE, name): value for name, value in original.items()} if is_module else named_items(original)
+        return (
+            {(ATTRIBUTE, name): value for name, value in original.items()}
+            if is_module
+            else contents.named_items(original)
+        )
 
     def told(self) -> dict[Any, Told]:
         """What other workers may have to know: numbers, texts, tensors and plain containers of them, by their places.
@@ -268,7 +265,7 @@ class PlainAttributes:
         for path, items in self._merged.items():
             if path in self._containers:
                 items = {name: value for name, value in items.items() if value is not ABSENT}
-                write_items(self._containers[path].original, items)
+                contents.write_items(self._containers[path].original, items)
                 self._unbrought.add(path)
                 continue
             _, inside, local = self._modules[path]
@@ -291,7 +288,9 @@ class PlainAttributes:
 
     def _memory(self, written: Sequence[object]) -> set[int]:
         of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
-        found = (held for _, held in things_in("", written) if isinstance(held, torch.Tensor) and held.requires_grad)
+        found = (
+            held for _, held in contents.things_in("", written) if isinstance(held, torch.Tensor) and held.requires_grad
+        )
         return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
 
     def restore(self) -> None:

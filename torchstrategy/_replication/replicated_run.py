@@ -51,11 +51,7 @@ class ReplicaSet:
     generation = thread = 0
 
     def __init__(
-        self,
-        roots: Sequence[nn.Module],
-        variables: Sequence[Variable],
-        optimizers: Sequence[Optimizer],
-        layout: Placement,
+        self, roots: list[nn.Module], variables: Sequence[Variable], optimizers: list[Optimizer], layout: Placement
     ) -> None:
         self.layout = layout
         self.replicated = ReplicatedModules(roots, layout, variables)

@@ -312,7 +312,7 @@ class ReplicatedStorage(Storage):
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
         with self._lock, undisturbed():
             optimizers = _alive(self._optimizers.values())
-            if any(key not in self._on_read for key in list(self._new)):
+            if any(key in self._modules or key in self._variables for key in list(self._new)):
                 self._generation += 1
             self._new.clear()
             # The last set that was returned comes first. One that does not fit any more is dropped.
@@ -339,7 +339,7 @@ class ReplicatedStorage(Storage):
             newest = [copies for copies in list(self._in_use)[-1:] if copies.thread == threading.get_ident()]
             return newest if self._in_use else self._idle[-1:]
 
-    def _copied(self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]) -> ReplicaSet:
+    def _copied(self, variables: Sequence[Variable], optimizers: list[Optimizer]) -> ReplicaSet:
         parts = parts_of(_alive(self._modules.values()))
         for part in parts:
             self.claim(part)
@@ -445,14 +445,17 @@ def _owner_of(thing: nn.Module | torch.Tensor, is_anywhere: bool = False) -> Sto
     if not isinstance(thing, torch.Tensor) or is_variable(thing):
         known: weakref.ref[Storage] | None = _owners.get(thing)
         return None if known is None else known()
-    holders: list[tuple[Any, weakref.ref[Storage]]] = [(held(), owner) for held, owner in _holders.get(id(thing), [])]
-    holders += _owners.items() if is_anywhere else ()
-    owners = (
-        owner()
-        for holder, owner in holders
-        if isinstance(holder, nn.Module) and any(part is thing for part in holder._parameters.values())
-    )
-    return next(filter(None, owners), None)
+
+    def found(holders: Iterable[tuple[Any, weakref.ref[Storage]]]) -> Storage | None:
+        owners = (
+            owner()
+            for holder, owner in holders
+            if isinstance(holder, nn.Module) and any(part is thing for part in holder._parameters.values())
+        )
+        return next(filter(None, owners), None)
+
+    told = found((held(), owner) for held, owner in _holders.get(id(thing), []))
+    return found(list(_owners.items())) if told is None and is_anywhere else told
 
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:

@@ -266,7 +266,10 @@ class ReplicatedExtended(StrategyExtended):
             # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
             values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
             pairs = [(value, self._storage.parameter_device) for value in values]
-            totals = self._ops.batch_reduce(op, pairs, options)
+            if len(pairs) == 1:
+                totals = [self._ops.reduce(op, *pairs[0], options)]
+            else:
+                totals = self._ops.batch_reduce(op, pairs, options)
             if op is ReduceOp.MEAN:  # that of integers is of torch's default dtype, also if one replica was present
                 totals = [t / 1 if len(v.values) == 1 else t for t, v in zip(totals, values, strict=True)]
         sent = iter(totals)

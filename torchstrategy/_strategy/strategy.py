@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from threading import get_ident
 from typing import Any, Generic, TypeAlias, TypeVar, final, overload
 
 import torch
@@ -51,7 +52,7 @@ class StrategyScope(Generic[S]):
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._entries: list[tuple[Frame | None, ExitStack]] = []  # the frames of a thread are its own
+        self._entries: list[tuple[int, Frame | None, ExitStack]] = []  # the first is the thread
 
     def __enter__(self) -> S:
         strategy, current = self._strategy, current_frame()
@@ -65,18 +66,18 @@ class StrategyScope(Generic[S]):
                     f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
                     "scope: outside of scopes the default strategy is the current one."
                 )
-            self._entries.append((current_frame(), stack.pop_all()))
+            self._entries.append((get_ident(), current_frame(), stack.pop_all()))
         return strategy
 
     def __exit__(self, *exception: Any) -> None:
-        here = [entry for entry in self._entries if entry[0] is current_frame()]
+        here = [entry for entry in self._entries if entry[0] == get_ident() and entry[1] is current_frame()]
         if not here:
             raise RuntimeError(
                 f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
                 "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
             )
         self._entries.remove(here[-1])
-        here[-1][1].__exit__(*exception)
+        here[-1][2].__exit__(*exception)
 
 
 class StrategyBase:

@@ -304,7 +304,7 @@ class StrategyExtended(VariablesOfExtended):
             raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
         devices = [canonical_device(one.device if isinstance(one, torch.Tensor) else one) for one in places]
 
-        def on_device(device: Device, *args: Tree, **kwargs: Tree) -> Tree:
+        def on_device(device: Device, /, *args: Tree, **kwargs: Tree) -> Tree:
             with in_use(device):
                 return fn(*args, **kwargs)
 
@@ -468,7 +468,7 @@ def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica
     components, found = value._components, _weights(weights, len(value._components))
     pairs = [(ABSENT, ABSENT) if v is ABSENT else _pair(v, w) for v, w in zip(components, found, strict=True)]
     spare = getattr(value, "understudy", None)  # of a worker without rows: what it would bring does not count
-    product, size = (None, None) if spare is None else _pair(spare, getattr(weights, "understudy", None) or 0)
+    product, size = (None, None) if spare is None else _pair(spare, 0)
     return PerReplica([p for p, _ in pairs], understudy=product), PerReplica([w for _, w in pairs], understudy=size)
 
 
