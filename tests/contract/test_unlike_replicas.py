@@ -1,4 +1,4 @@
-"""What replicas that differ in weight, in results or in number of calls get is what one device would have given them."""
+"""What replicas that differ in weight or in results get is what one device would have given them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_gradient_of_a_gradient_goes_through_an_all_reduce(weights: list[int])
         return torch.autograd.grad(first, x)[0]
 
     found = strategy.experimental_local_results(strategy.run(step, options=torchstrategy.RunOptions(examples=weights)))
-    # With n replicas of the weights w, backward of the total adds up (w_j / w_i) times what replica j asks for: the first
-    # gradient of replica i is 2 * total * sum(w) / w_i, and its own gradient is n times 2 * sum(w) / w_i.
+    # With n replicas of the weights w, backward of the total adds up (w_j / w_i) times what replica j asks for. So the
+    # first gradient of replica i is 2 * total * sum(w) / w_i, and its own gradient is n times 2 * sum(w) / w_i.
     expected = [2 * 3 * sum(weights) / weight for weight in weights]
     assert [gradient.item() for gradient in found] == pytest.approx(expected, rel=1e-12)
 
