@@ -473,7 +473,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tensor": (
         lambda: compute_average_loss([1.0]),
         TypeError,
-        r"^per_example_loss is a tensor of losses; got a list",
+        r"^per_example_loss is a tensor of losses; got \[1\.0\], a list",
     ),
     "complex losses": (lambda: compute_average_loss(torch.ones(2) * 1j), TypeError, r"a loss is a real number"),
     "complex weights": (lambda: compute_average_loss(torch.ones(2), 1j), TypeError, r"a weight is a real number"),

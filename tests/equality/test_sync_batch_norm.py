@@ -635,7 +635,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "in a list": (Kept, r"^Kept\.layers\[0\] is a BatchNorm1d in a plain attribute, .* torch\.nn\.ModuleList"),
     "processes": (lambda: nn.Sequential(nn.BatchNorm1d(2), grouped()), r"^Sequential\.1 is .* with a process_group"),
-    "no module": (lambda: [nn.BatchNorm1d(2)], r"^convert_sync_batchnorm takes a module; got a list\."),
+    "no module": (
+        lambda: [nn.BatchNorm1d(2)],
+        r"^convert_sync_batchnorm takes a module; got \[BatchNorm1d.*, a list\.",
+    ),
 }
 
 

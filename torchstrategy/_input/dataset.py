@@ -483,8 +483,9 @@ def _can_be_sharded(dataset: Any) -> bool:
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
                 "The loader has a DistributedSampler, which gives each process rows of its own, and so does the "
-                "strategy. Leave the sampler out, give the loader the global batch size, and say shuffle=True if it "
-                "shuffles; or let a function return the loader: distribute_datasets_from_function splits nothing."
+                "strategy: most rows would be left out. Leave the sampler out, give the loader the global batch size, "
+                "and say shuffle=True if the sampler shuffles; or return the loader from the function that you give to "
+                "distribute_datasets_from_function, which splits nothing."
             )
     is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(dataset, "in_order", True)
     return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)

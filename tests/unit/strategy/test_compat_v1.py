@@ -318,8 +318,18 @@ def test_a_function_that_raises_stop_iteration_ends_the_data(old: v1.Strategy) -
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "a number": (lambda context: 3, {}, ValueError, r"input_fn returns a dataset, or a function that is called for "),
-    "none": (lambda context: None, {}, ValueError, r"input_fn returns a dataset, or a function .* returned a NoneType"),
+    "a number": (
+        lambda context: 3,
+        {},
+        ValueError,
+        r"input_fn returns a dataset, or a function that makes an element; got an int",
+    ),
+    "none": (
+        lambda context: None,
+        {},
+        ValueError,
+        r"input_fn returns a dataset, or a function that makes an element; got a NoneType",
+    ),
     "no function": ([1], {}, TypeError, r"input_fn is called with .*, an InputContext, and \[1\] does not take it: "),
     "no context": (lambda: [1], {}, TypeError, r"input_fn is called with one argument, an InputContext, and "),
     "a pipeline for each replica": (
