@@ -420,8 +420,8 @@ def _made_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     for other in wishes[1:]:
         if other != wishes[0]:
             raise RuntimeError(
-                "A variable that a replica creates is one for all of them; these created different ones: mismatching name "
-                f"or settings {wishes[0]} and {other}. Create the same ones in the same order, or before strategy.run."
+                "A variable that a replica creates is one for all; these created different ones: mismatching name or "
+                f"settings {wishes[0]} and {other}. Create the same ones in the same order, or before strategy.run."
             )
     return _made(wishes[0], strategy)
 
