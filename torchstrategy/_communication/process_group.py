@@ -20,6 +20,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from torchstrategy._communication.transfer import bits
 from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import shared_store, unflattened
@@ -184,7 +185,7 @@ class ProcessGroup(Workers):
         # Bytes, since the backends do not take every dtype.
         padded = front.new_zeros(max(sizes), *front.shape[1:])
         padded[: front.shape[0]] = front
-        mine = self._sendable(padded.reshape(-1).view(torch.uint8))
+        mine = self._sendable(bits(padded))
         all_bytes = [torch.empty_like(mine) for _ in sizes]
         if mine.numel():
             data = self._groups[_DATA]
@@ -201,7 +202,8 @@ class ProcessGroup(Workers):
         where = self._at(name)
         self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = [[tensors[i] for i in pack] for pack in packs_of(tensors)]
-        flat = [self._sendable(_bytes_of(pack)) for pack in packs]  # the tensors of a pack have one dtype
+        # The tensors of a pack have one dtype.
+        flat = [self._sendable(torch.cat(list(map(bits, pack)))) for pack in packs]
         data = self._groups[_DATA]
         self._wait(where, lambda: [dist.broadcast(one, group=data, group_src=source, async_op=True) for one in flat])
         if self.index == source:
@@ -339,10 +341,6 @@ def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work |
 _ADDED_AS = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Writes on a tensor, which may be an expanded one: torch refuses to write on each number several times."""
     for dim, stride in enumerate(tensor.stride()):
@@ -364,7 +362,7 @@ def _printed(value: object) -> str:
     if isinstance(value, torch.Tensor):
         if value.numel() < _FEW:
             return _printed(value.tolist())
-        return f"{tuple(value.shape)} {digest(_bytes_of([value]).cpu().numpy().tobytes()).hex()}"
+        return f"{tuple(value.shape)} {digest(bits(value).cpu().numpy().tobytes()).hex()}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_printed, value))}]"
     if isinstance(value, dict):

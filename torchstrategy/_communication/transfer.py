@@ -245,6 +245,11 @@ def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     return torch.equal(first, second)
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor as bytes, one after the other."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The sum of tensors, each multiplied by its weight, as a new tensor."""
     return functools.reduce(torch.add, map(torch.mul, tensors, weights))
@@ -332,9 +337,8 @@ def bucketed(
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
         rows = zip(*(columns[index] for index in group), strict=True)
         buckets = zip(*(torch.cat([tensor.reshape(-1) for tensor in row]).split(sizes) for row in rows), strict=True)
-        arrived = [
-            parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*map(combine, buckets), strict=True)
-        ]
+        of_replicas = zip(*map(combine, buckets), strict=True)
+        arrived = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_replicas]
         results = [[part.clone() for part in torch_internals.unflattened(flat, like)] for flat in arrived]
         found.update(zip(group, map(list, zip(*results, strict=True)), strict=True))
     return [found[index] for index in range(len(columns))]

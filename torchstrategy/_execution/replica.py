@@ -233,12 +233,16 @@ class ReplicaGroup:
         # A half gradient times a small factor has few bits left: in all replicas, halves are sent as float32.
         is_plain = self.workers.count == 1 and all(weight == unit for weight in self.run.weights)
         wide = [g if is_plain or g.dtype is not torch.float16 else g.float() for g in grads]
-        # A replica of weight 0 may bring NaN, and 0 * NaN is NaN. So its gradient is left out, and it gets none.
-        # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
-        brought = [w if factor == 1 else (w * factor).to(w.dtype) if factor else torch.zeros_like(w) for w in wide]
+
+        def scaled(tensors: Sequence[torch.Tensor], by: Callable[..., torch.Tensor]) -> Sequence[torch.Tensor]:
+            if not factor:  # the replica may bring NaN, and 0 * NaN is NaN: its gradient is left out, and it gets none
+                return [torch.zeros_like(tensor) for tensor in tensors]
+            # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
+            return tensors if factor == 1 else [by(tensor, factor).to(tensor.dtype) for tensor in tensors]
+
+        brought = scaled(wide, torch.mul)
         totals = self._exchange("the backward of a collective", brought, self._sums, self._added_over_workers)[0]
-        scaled = (t if factor == 1 else t / factor if factor else torch.zeros_like(t) for t in totals)
-        return [total.to(gradient.dtype) for total, gradient in zip(scaled, grads, strict=True)]
+        return [total.to(own.dtype) for total, own in zip(scaled(totals, torch.div), grads, strict=True)]
 
     def _sums(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]

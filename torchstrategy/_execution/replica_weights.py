@@ -99,14 +99,7 @@ class ReplicaWeights:
         reduction = options.gradient_reduction or default
         assert isinstance(reduction, ReduceOp)  # `RunOptions` has made one of a name
         rows = _rows(leaves, options, reduction)
-        examples: Sequence[float] = [1.0] * num_replicas if rows is None else rows
-        if options.examples is not None:
-            examples = options.examples
-            if len(examples) != num_replicas:
-                raise ValueError(
-                    f"RunOptions(examples={tuple(examples)}) has {plural(len(examples), 'number')}; the strategy has "
-                    f"{plural(num_replicas, 'replica')}."
-                )
+        examples = _examples(rows, options, num_replicas)
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
         own = [_Told(float(examples[r]), r in absent, rows is None or rows[r] > 0) for r in range(num_replicas)]
@@ -115,7 +108,8 @@ class ReplicaWeights:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             of_all = workers.all_gather_object(of_all[0], "the beginning of a run")
         of_workers, marks, have_news, are_asked = zip(*of_all, strict=True)
-        workers.all_leave, everyone = any(are_asked), list(chain.from_iterable(of_workers))
+        workers.all_leave = any(are_asked)
+        everyone = list(chain.from_iterable(of_workers))
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
@@ -138,6 +132,18 @@ class ReplicaWeights:
             streams_agree=len(set(marks)) == 1,
             has_news=any(have_news),
         )
+
+
+def _examples(rows: Sequence[float] | None, options: RunOptions, num_replicas: int) -> Sequence[float]:
+    """How much each replica of this worker counts, if it takes part: as the user has said, or as it has rows."""
+    if options.examples is None:
+        return [1.0] * num_replicas if rows is None else rows
+    if len(options.examples) != num_replicas:
+        raise ValueError(
+            f"RunOptions(examples={tuple(options.examples)}) has {plural(len(options.examples), 'number')}; the "
+            f"strategy has {plural(num_replicas, 'replica')}."
+        )
+    return options.examples
 
 
 class _Told(NamedTuple):

@@ -27,6 +27,7 @@ import torch
 from torchstrategy._binding.attribute_contents import PLAIN, is_container, named_items, write_items
 from torchstrategy._binding.copies import ClosureRebinder, are_alike, is_function
 from torchstrategy._binding.object_attributes import Told
+from torchstrategy._communication.transfer import bits
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._replication.tensor_copies import storage_of
@@ -193,7 +194,7 @@ def _is_data(value: Any) -> bool:
 def _text(value: Any) -> str:
     """A text that differs where two values do."""
     if type(value) in _ARRAYS:
-        data = value if isinstance(value, np.ndarray) else _bits(value).numpy()
+        data = value if isinstance(value, np.ndarray) else bits(value).numpy()
         return f"{zlib.crc32(data.tobytes())} {value.dtype} {tuple(value.shape)}"
     return str(sorted(map(repr, value))) if type(value) is set else repr(value)
 
@@ -224,11 +225,7 @@ def _differ(one: Any, other: Any) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested or one.is_meta:
         return True  # `torch.equal` takes none of these
     # Bits are compared: a NaN is no other value than the same NaN.
-    return not torch.equal(_bits(one), _bits(other.to(one.device)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten().contiguous().view(torch.uint8)
+    return not torch.equal(bits(one), bits(other.to(one.device)))
 
 
 _TRAINABLE = (

@@ -216,12 +216,9 @@ class PlainAttributes:
     def _before(self, path: str) -> Items:
         """What a container of the user's holds, or the attributes of a module."""
         original = self._places[path].original
-        is_module = path in self._modules
-        return (
-            {(ATTRIBUTE, name): value for name, value in original.items()}
-            if is_module
-            else contents.named_items(original)
-        )
+        if path in self._modules:
+            return {(ATTRIBUTE, name): value for name, value in original.items()}
+        return contents.named_items(original)
 
     def told(self) -> dict[Any, Told]:
         """What other workers may have to know: numbers, texts, tensors and plain containers of them, by their places.
@@ -288,9 +285,8 @@ class PlainAttributes:
 
     def _memory(self, written: Sequence[object]) -> set[int]:
         of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
-        found = (
-            held for _, held in contents.things_in("", written) if isinstance(held, torch.Tensor) and held.requires_grad
-        )
+        tensors = (held for _, held in contents.things_in("", written) if isinstance(held, torch.Tensor))
+        found = (tensor for tensor in tensors if tensor.requires_grad)
         return set(map(storage_of, chain(of_leaves, found, *(replica.tensors() for replica in self.replicas))))
 
     def restore(self) -> None:

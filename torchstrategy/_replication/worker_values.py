@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.object_attributes import KEPT, NOTHING, Trainer
+from torchstrategy._communication.transfer import bits
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.merged_values import Look
@@ -51,7 +52,7 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    marks = [digest(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()) for t in tensors]
+    marks = [digest(bits(t).cpu().numpy().tobytes()) for t in tensors]
     of_all = workers.all_gather_object(marks, "the values that a worker has written")
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
