@@ -1,6 +1,6 @@
-"""The house stays small enough to be read: limits for a function, a file and the core, and how much is explained.
+"""Functions and files stay small enough to be read, and the rooms where most happens say why.
 
-A limit is what the house should have, or what was counted when it was last lowered. Whoever makes it less lowers it.
+There is no limit on the lines of the package: one was met by denser lines, not by simpler code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = [path for path in FILES if "testing" not in path.relative_to(PACKAGE).parts]
 MAX_LINES = 350
 MAX_LINES_OF_FUNCTION = 50
-MAX_LINES_OF_CORE = 11700
 EXPLAINED = ["_execution", "_replication", "_training"]  # the rooms in which threads, copies and gradients meet
 COMMENTS_IN_100_LINES = 5
 
@@ -73,10 +72,6 @@ def test_a_function_fits_on_a_screen(path: Path) -> None:
         if (count := code_lines(path, node.lineno, node.end_lineno)) > MAX_LINES_OF_FUNCTION
     }
     assert not long
-
-
-def test_the_core_does_not_grow() -> None:
-    assert sum(map(code_lines, CORE)) <= MAX_LINES_OF_CORE
 
 
 @pytest.mark.parametrize("room", EXPLAINED)
