@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import _guards, overrides
 # The frame evaluator, which decides whether `torch.compile` compiles a function that is called.
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler as _profiler
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree
 
 T = TypeVar("T")
@@ -248,6 +249,30 @@ def is_compiling() -> bool:
 
 
 hide_from_compiler(is_compiling)  # else the answer while a step is compiled would be a part of the compiled step
+
+
+@contextmanager
+def parametrizations_computed_anew() -> Iterator[None]:
+    """A block in which `torch.nn.utils.parametrize.cached()`, which may be around it, caches nothing.
+
+    Its one cache knows a module and all copies of it by one key, so a replica would get the tensor of another.
+    """
+    depth = parametrize._cache_enabled
+    parametrize._cache_enabled -= depth
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += depth
+
+
+def are_parametrizations_cached() -> bool:
+    """Whether a block of `torch.nn.utils.parametrize.cached()` is open, on any thread."""
+    return bool(parametrize._cache_enabled)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is under way on this thread: `grad`, `vmap`, `jvp` and so on."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # Whether a profiler is on, on any thread. `record_function` does not check this, and costs as much without a profiler

@@ -32,9 +32,10 @@ from torchstrategy._core.devices import canonical_device, local_accelerators, me
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
 from torchstrategy._core.errors import an, as_int, hide_frames, require_type
 from torchstrategy._core.options import ReduceOp
-from torchstrategy._core.torch_internals import hide_from_compiler
+from torchstrategy._core.torch_internals import hide_from_compiler, is_transforming
 from torchstrategy._core.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
 from torchstrategy._core.types import Device, DeviceLike, Tree
+from torchstrategy._data_parallel.given_weights import call_with, own_weights_in_place
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._strategy.strategies import CentralStorageStrategy, devices_of_replicas
@@ -117,7 +118,8 @@ class DataParallel(nn.Module):
         if isinstance(module, DataParallel):
             raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
         if len(self._devices) > 1:
-            refuse_uncopyable([module], are_all=False)
+            with own_weights_in_place(module):
+                refuse_uncopyable([module], are_all=False)
         output = self._devices[0] if output_device is None and self._devices else output_device
         self._output = None if output is None else canonical_device(output)
         self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
@@ -157,7 +159,13 @@ class DataParallel(nn.Module):
         return output if self._output is None or self._output in devices else moved(output, self._output)
 
     def _in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_transforming():
+            raise RuntimeError(_TRANSFORMED)
         _require_place(self.module, self._devices[0])
+        with own_weights_in_place(self.module) as given:
+            return self._with_weights(given, inputs, kwargs)
+
+    def _with_weights(self, given: dict[str, torch.Tensor], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # `self.module` may have been replaced since the last forward, by one that the strategy does not have.
         if self._strategy is None or not self._strategy.extended.variable_created_in_scope(self.module):
             self._strategy = _strategy_for(self.module, self._devices)
@@ -167,7 +175,9 @@ class DataParallel(nn.Module):
         # default device of the replicas' type, it is on the replica's device, as in a step.
         default = torch.get_default_device()
         callers_device = None if default.type == self._devices[0].type else default
-        outputs = self._strategy.run(forward, (self.module, list(self.module.parameters()), pieces, callers_device))
+        weights = PerReplica([moved(given, device) for device in self._devices]) if given else None
+        owners = list(self.module.parameters())
+        outputs = self._strategy.run(forward, (self.module, owners, pieces, callers_device, weights))
         present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
         assert self._output is not None
         return put_together([select(outputs, r) for r in present], present, self.dim, self._output)
@@ -246,11 +256,19 @@ def _strategy_for(module: nn.Module, devices: tuple[Device, ...]) -> CentralStor
         return strategy
 
 
-def forward(module: nn.Module, owners: Sequence[torch.Tensor], arguments: Any, callers_device: Device | None) -> Any:
-    """Calls the module. Runs in each replica."""
+def forward(
+    module: nn.Module,
+    owners: Sequence[torch.Tensor],
+    arguments: Any,
+    callers_device: Device | None,
+    weights: dict[str, torch.Tensor] | None,
+) -> Any:
+    """Calls the module, with given weights if there are any. Runs in each replica."""
     inputs, kwargs = arguments
     pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
     with in_use(callers_device), attach_to_graph(pairs):
+        if weights:
+            return call_with(module, weights, inputs, kwargs)
         return module(*inputs, **kwargs)
 
 
@@ -265,12 +283,24 @@ def _refuse_in_replica() -> None:
         )
 
 
+_TRANSFORMED = (
+    "A DataParallel with several devices was called in a transform of torch.func: grad, vmap, jvp, jacrev, hessian and "
+    "so on. Its replicas run on threads of their own, which no transform sees. Transform the module that it wraps, "
+    "which runs on one device: torch.func.functional_call(model.module, weights, inputs). Or let each replica "
+    "transform it, in a step that strategy.run runs. Derivatives by torch.autograd.grad(..., create_graph=True) work "
+    "as they are."
+)
+
+
 def _as_torch_has_it(device: Device) -> int | Device:
     return device.index if is_accelerator(device) else device
 
 
 def _require_place(module: nn.Module, device: Device) -> None:
     kind, place = type(module).__name__, memory_device(device)
+    tables = (table for part in module.modules() for table in (part._parameters, part._buffers))
+    if all(tensor is None or tensor.device == place for table in tables for tensor in table.values()):
+        return  # without the names, which take longer than the devices
     for name, tensor in chain(module.named_parameters(kind), module.named_buffers(kind)):
         if tensor.device != place:
             raise RuntimeError(

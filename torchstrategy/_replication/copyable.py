@@ -100,6 +100,12 @@ def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
         kind = type(parameter).__name__
+        if plain_class(type(parameter)) is torch.Tensor:
+            raise TypeError(
+                f"{name} is a plain tensor and no torch.nn.Parameter, as torch.func.functional_call puts it there for "
+                "the length of a call. Replicas have copies of parameters only: call functional_call in the step that "
+                "strategy.run runs, and not around it."
+            )
         raise TypeError(f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not of its subclasses.")
 
 

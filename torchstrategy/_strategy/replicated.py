@@ -21,6 +21,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.torch_internals import are_parametrizations_cached, parametrizations_computed_anew
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
@@ -139,7 +140,8 @@ class ReplicatedExtended(StrategyExtended):
         check_component_counts(leaves, self._num_local)
         weights = self._weights(storage, leaves, options)
         uncounted = storage.as_before() if weights.is_understudy else nullcontext()
-        with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted:
+        caching = parametrizations_computed_anew() if are_parametrizations_cached() else nullcontext()
+        with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted, caching:
 
             def call(replica: Replica) -> Tree:
                 given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
