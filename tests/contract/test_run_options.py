@@ -122,7 +122,7 @@ def test_a_replica_with_rows_of_one_argument_only_is_not_left_out() -> None:
     strategy = central(2)
     batches = dealt(strategy, 2), dealt(strategy, 1)
     for said in (RunOptions(examples=[2, 1]), RunOptions(gradient_reduction="sum")):
-        with pytest.raises(ValueError, match=r"replica 1 has rows of one and none of another.*run_empty_replicas=True"):
+        with pytest.raises(ValueError, match=r"Replica 1 has rows of one and none of another.*run_empty_replicas=True"):
             strategy.run(lambda a, b: None, args=batches, options=said)
     options = RunOptions(examples=[2, 1], run_empty_replicas=True)
     result = strategy.run(lambda a, b: (len(a), len(b)), args=batches, options=options)

@@ -155,21 +155,36 @@ class _Told(NamedTuple):
 
 
 def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:
-    records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    records = list(
+        dict.fromkeys(leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None)
+    )
     if len(records) < 2:
-        return next(iter(records), None)
-    first, second = sorted(records)[:2]
-    told = f"The arguments of this run were split with different numbers of rows, {first} and {second} by replica, "
-    if options.examples is None and reduction is ReduceOp.MEAN:
-        raise ValueError(
-            f"{told}so the share of each replica in the gradient is not known. Say it: RunOptions(examples=[...])."
-        )
+        return records[0] if records else None
+    has_shares = options.examples is not None or reduction is ReduceOp.SUM
     for r, rows in enumerate(zip(*records, strict=True)):
-        if any(rows) and not all(rows) and not options.run_empty_replicas:
-            raise ValueError(
-                f"{told}and replica {r} has rows of one and none of another: it cannot sit the step out without "
-                "losing them. Call the step there, too: RunOptions(run_empty_replicas=True)."
-            )
-    # Only where `options.examples` or a sum makes the weights independent of these numbers: a replica takes part if any
-    # of the arguments has rows for it.
+        has_some = any(rows) and not all(rows)
+        if has_some and not options.run_empty_replicas:
+            told = f" Replica {r} has rows of one and none of another, and would lose them if it sat the step out."
+            raise ValueError(_UNEQUAL.format(records=_shown(records), told=told))
+        if any(rows) and options.examples is not None and options.examples[r : r + 1] == (0,):
+            told = f" RunOptions(examples={options.examples}) drops the gradient of replica {r}, and so its rows."
+            raise ValueError(_UNEQUAL.format(records=_shown(records), told=told))
+    if not has_shares:
+        raise ValueError(_UNEQUAL.format(records=_shown(records), told=""))
+    # The weights do not depend on these numbers: a replica takes part if any of the arguments has rows for it.
     return tuple(map(max, zip(*records, strict=True)))
+
+
+def _shown(records: Sequence[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, records))
+
+
+_UNEQUAL = (
+    "The arguments of this run were split with different numbers of rows, {records} by replica, as a labelled batch "
+    "and a larger unlabelled one are. No share of a replica in the gradient fits both, so a mean over a replica's own "
+    "rows cannot be right.{told} Let the step make each mean by torchstrategy.nn.compute_average_loss(losses), where "
+    "losses has one number for each row, as by reduction='none'; and give the run "
+    "options=torchstrategy.RunOptions(gradient_reduction='sum', run_empty_replicas=True). If the means are right as "
+    "they are, and you know the shares: RunOptions(examples=[...], run_empty_replicas=True), with a number above 0 for "
+    "each replica that has rows."
+)
