@@ -242,9 +242,11 @@ def rows_of(batch: Tree) -> int | None:
         raise ValueError(
             f"The leaves of a batch have different numbers of rows: {name_of(first)} has {rows} and {name_of(other)} "
             f"has {count}. Cut into pieces they would no longer belong together. Give each as many rows; or make what "
-            "is not per row a tensor without dimensions, or, of a list, a dict. Where each item of a list is a row, as "
-            "with the boxes of images, say InputOptions(lists_are_rows=True); or make the batch an object of a class "
-            "of your own, and say how it is cut: torchstrategy.register_batch_type(...)."
+            "is not per row a tensor without dimensions, or, of a list, a dict. Where time comes first, put the rows "
+            "first: pad_sequence(..., batch_first=True). Where each item of a list is a row, as with images of other "
+            "sizes and their boxes, say InputOptions(lists_are_rows=True); of a tuple, make a list, as "
+            "collate_fn=lambda batch: tuple(map(list, zip(*batch))) does. Or make the batch an object of a class of "
+            "your own, and say how it is cut: torchstrategy.register_batch_type(...)."
         )
     return next(iter(counts), None)
 

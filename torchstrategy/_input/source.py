@@ -178,6 +178,16 @@ class Source:
         return getattr(sampler, "batch_size", None) if getattr(sampler, "drop_last", False) else None
 
     @property
+    def samples(self) -> int | None:
+        """Of how many samples the first batch is made, if that is known: a `DataLoader` makes it of its batch size."""
+        loader, size = self._given, self._batch_size
+        if not isinstance(loader, DataLoader) or size is None:
+            return None
+        with suppress(TypeError, NotImplementedError):
+            size = min(size, len(loader.sampler))  # type: ignore[arg-type]  # that of a stream has no length
+        return size
+
+    @property
     def asks_sampler_at_once(self) -> bool:
         """Whether the loader iterates over its sampler when an epoch begins, and not when the first element is read."""
         return self.has_workers and _is_plain(self._dataset)

@@ -19,11 +19,12 @@ import torch
 from torchstrategy._communication.workers import Workers
 from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
-from torchstrategy._core.errors import described, plural, warn
+from torchstrategy._core.errors import described, plural
 from torchstrategy._core.torch_internals import TreeSpec
 from torchstrategy._core.tree import PLAIN_LEAVES, Unlike, map_leaves, tree_flatten, zip_leaves
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
+from torchstrategy._input.layouts import refuse_samples, warn_of_layout
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
 from torchstrategy._input.source import Shard, Source
 
@@ -234,6 +235,7 @@ class Splitter(ABC):
         self.reads_its_own = workers.count > 1
         self.workers = workers
         self._lists_are_rows = lists_are_rows
+        self._has_seen_layout = False
         self._spec: Tree = None
         self.is_to_be_seen = any(source.shows_each_once for source in sources)
 
@@ -245,16 +247,33 @@ class Splitter(ABC):
         if self._spec is None:
             with self.sources[0].reading():
                 elements = [source.first() for source in self.sources]
-                self.see(self.split_batch(elements * (self.elements_of_step // len(elements))))
+                self.see(self.split_batch(elements * (self.elements_of_step // len(elements)), are_read=False))
         return self._spec
 
-    def split_batch(self, elements: Sequence[Tree]) -> SplitBatch:
-        """Splits the elements of one step among the replicas, with lists as rows if the user has said so."""
+    def split_batch(self, elements: Sequence[Tree], are_read: bool = True) -> SplitBatch:
+        """Splits the elements of one step among the replicas, with lists as rows if the user has said so.
+
+        Args:
+            elements: The elements.
+            are_read: Whether they were read for a step, and not only to be looked at: then they have fewer samples.
+        """
         if self.is_alone:
             return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
         if self._lists_are_rows:
             elements = [batch_types.exchanged(element, list, batch_types.Rows) for element in elements]
-        return self.split(elements)
+        if are_read and self.may_look:
+            # A worker that loads only samples of its own compares their number with the rows of each batch.
+            for element in elements:
+                if element is not ABSENT and type(element) is not Shard:
+                    refuse_samples(element, self.sources[0].samples)
+        split_batch = self.split(elements)
+        self._has_seen_layout |= are_read
+        return split_batch
+
+    @property
+    def may_look(self) -> bool:
+        """Whether to look if the first dimension of tensors has rows: in the first batch, if the user has not said."""
+        return not self._has_seen_layout and self._lists_are_rows is not False and not self.sources[0].makes_columns
 
     def see(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element."""
@@ -339,14 +358,8 @@ class SplitSteps(Splitter):
         (element,), total = elements, None
         if type(element) is Shard:
             element, total = element
-        if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
-            self._lists_are_rows = False  # the default; it is set so that the warning comes only once
-            warn(
-                f"A batch is a list of {len(element)} tensors of shape {tuple(element[0].shape)}, which are cut along "
-                "their first dimension, as the columns of a table are. If each of them is a row, as collate_fn=list "
-                "makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False.",
-                UserWarning,
-            )
+        if self.may_look and warn_of_layout(element, self.sources[0].samples):
+            self._has_seen_layout = True  # so that the warning comes only once
         rows = batch_types.rows_of(element)
         if rows is None:
             raise ValueError(
@@ -376,16 +389,6 @@ class SplitSteps(Splitter):
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
         return SplitBatch(list(map(parts, leaves)), spec, counts)
-
-
-def _may_be_rows(batch: Tree) -> bool:
-    """Whether a batch looks like a list of rows, and not like a list of columns."""
-    if type(batch) is not list or len(batch) < _A_FEW or not all(isinstance(item, torch.Tensor) for item in batch):
-        return False
-    return len({(item.shape, item.dtype) for item in batch}) == 1 and batch[0].dim() > 0
-
-
-_A_FEW = 3  # a list of two tensors probably has inputs and targets
 
 
 @final
