@@ -11,6 +11,7 @@ has changed.
     module_replica           the copies of the user's modules and variables that one replica has
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     run_warnings             warnings of a run: of batches, of lost numbers and of writes on shared tensors
+    device_errors            which of the step's tensors a device error of torch is about
     plain_attributes         what plain attributes hold, in the user's modules and in the replicas' copies
     worker_values            the values that all workers have alike, where the replicas are in several processes
     replicated_modules       the copies of all replicas, kept in step with the user's modules

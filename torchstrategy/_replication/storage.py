@@ -32,6 +32,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_uncopyable
+from torchstrategy._replication.device_errors import explain_devices
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, trained
@@ -216,8 +217,9 @@ class ReplicatedStorage(Storage):
             yield run_state
             uninstall(originals, copies)
             run_state.end()  # 7
-        except BaseException:
+        except BaseException as error:
             leave_replicas()
+            explain_devices(error, named, self._modules, copies.known, self.devices)
             # A step that failed may have written anything on the copies.
             copies.generation = -1
             uninstall(originals, copies)
