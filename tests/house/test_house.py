@@ -381,6 +381,34 @@ def test_a_file_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
 
 
+CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
+
+
+def asserted_times(tree: ast.AST) -> list[int]:
+    """The lines of assertions that ask a clock."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+        for call in ast.walk(node.test)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).removesuffix("_ns") in {f"time.{c}" for c in CLOCKS}
+    ]
+
+
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+# The clock of virtual time is computed.
+@pytest.mark.parametrize("path", [p for p in TESTS if p.stem != "test_virtual_time"], ids=lambda path: path.stem)
+def test_no_test_asserts_how_long_something_took(path: Path) -> None:
+    """One gave a page's program 20 seconds, and failed on a machine that was busy with something else."""
+    assert asserted_times(ast.parse(path.read_text())) == []
+
+
+def test_an_assertion_of_a_time_is_found() -> None:
+    assert asserted_times(ast.parse("x = time.time()\nassert time.monotonic() - x < 20")) == [2]
+
+
 # What an import does not do
 
 REPORT = """
@@ -423,7 +451,7 @@ print(json.dumps({"before": before, "after": after, "strangers": sorted(stranger
 def report() -> dict[str, Any]:
     """What a fresh interpreter says of itself before and after the import, in which a warning is an error."""
     command = [sys.executable, "-W", "error::UserWarning:torchstrategy", "-c", REPORT]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
