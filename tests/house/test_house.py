@@ -39,7 +39,7 @@ OTHER_NAMES = {"CollectiveCommunication": "CommunicationImplementation"}  # of o
 # Inside of public folders, whose docstrings are for users: a file imports only from floors below its own. Inside of the
 # other rooms, the room's docstring has the order of its files.
 FLOORS: dict[tuple[str, ...], list[set[str]]] = {
-    ("cluster_resolver",): [{"_cluster_resolver"}],
+    ("cluster_resolver",): [{"_slurm_lists"}, {"_cluster_resolver"}],
     ("compat",): [{"v1"}],
     ("compat", "v1"): [
         {"_strategies"},
