@@ -7,6 +7,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -22,7 +23,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 # A machine that is busy with something else is no failure.
-hypothesis.settings.register_profile("no_deadline", deadline=None)
+too_slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("no_deadline", deadline=None, suppress_health_check=too_slow)
 hypothesis.settings.load_profile("no_deadline")
 
 collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
@@ -47,6 +49,7 @@ if simulated_devices():
 
 
 VARIANTS = 2  # of each test that has parameters, where CI is not set
+HOUSE = Path(__file__).parent / "house"  # its parameters are files and names: all of them are checked, in half a minute
 # With CI set, all variants run on the CPU. On simulated devices the long tables, such as every option with every
 # strategy, run in part, since they are about values and not about devices.
 VARIANTS_ON_SIMULATED_DEVICES = 12
@@ -63,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     most = VARIANTS_ON_SIMULATED_DEVICES if "CI" in os.environ else VARIANTS
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if HOUSE in item.path.parents:
+            continue
         variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for name, of_one in variants.items():

@@ -55,6 +55,10 @@ file imports only files that stand before it in its room's docstring.
     compat            the names of TensorFlow 1
 """
 
+import sys as _sys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 from torchstrategy import cluster_resolver, compat, experimental, nn
 from torchstrategy._communication.cross_device_ops import (
     CrossDeviceOps,
@@ -142,3 +146,19 @@ for _name in __all__:
     if getattr(globals()[_name], "__module__", "").startswith("torchstrategy."):
         globals()[_name].__module__ = "torchstrategy"
 del _name, DefaultStrategy, LoneFrame, set_default
+
+if TYPE_CHECKING:
+    from torchstrategy import testing as testing
+else:
+    # Programs that do not test start sooner without `testing`. It comes when somebody says `torchstrategy.testing`.
+
+    def __getattr__(name: str) -> object:
+        if name == "testing":
+            return _import_module("torchstrategy.testing")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "testing"})
+
+
+del TYPE_CHECKING

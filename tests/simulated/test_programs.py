@@ -55,7 +55,7 @@ def test_a_program_runs_where_devices_are_simulated(what: str, tmp_path: Path) -
     beginning = "import torch\nfrom torchstrategy.testing import simulate_devices\nsimulate_devices(4)\n"
     (tmp_path / "program.py").write_text(beginning + textwrap.dedent(PROGRAMS[what]))
     command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

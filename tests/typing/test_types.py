@@ -78,6 +78,6 @@ def test_the_programs_run(path: Path) -> None:
     runpy.run_path(str(path))
 
 
-def test_there_are_six_programs() -> None:
-    assert len(PROGRAMS) == 6
-    assert len({name for name, _ in written()}) == 6
+def test_there_are_seven_programs() -> None:
+    assert len(PROGRAMS) == 7
+    assert len({name for name, _ in written()}) == 7

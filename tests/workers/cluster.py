@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-LIMIT_S = 100.0  # how long a call may take before the processes are ended: they wait for each other for ever
+LIMIT_S = 300.0  # how long a call may take before the processes are ended: they wait for each other for ever
 
 
 class Outcome(NamedTuple):

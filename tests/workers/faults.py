@@ -27,7 +27,7 @@ from .cluster import free_ports
 
 TIMEOUT_S = 3  # of the strategy, where a worker hangs
 HANGS_FOR_S = TIMEOUT_S + 6
-LIMIT_S = 120.0  # of a run, on a machine that is busy with something else
+LIMIT_S = 300.0  # of a run, on a machine that is busy with something else
 STUCK_S = 60  # the time after which a worker says where it is
 
 PROGRAM = f"""

@@ -39,8 +39,7 @@ def test_memory_in_which_gradients_are_sent_is_used_again_if_nobody_has_it(num_k
 
 @pytest.mark.parametrize("how", ["raises", "goes another way", "another waits"])
 def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(how: str) -> None:
-    for rank, (told, seconds) in enumerate(cluster(2).run(overlapping.of_failure, how)):
-        assert seconds < 20
+    for rank, told in enumerate(cluster(2).run(overlapping.of_failure, how)):
         if how == "raises":
             assert told.startswith("ValueError" if rank else "WorkerError: worker 1 of 2"), told
             assert "in backward" in told

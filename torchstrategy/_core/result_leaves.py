@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, regroup_in_worker
-from torchstrategy._core.tree import is_container, is_record, leaves_with_names, parts_of, tree_flatten, with_parts
+from torchstrategy._core.tree import (
+    check_depth,
+    is_container,
+    is_record,
+    leaves_with_names,
+    parts_of,
+    tree_flatten,
+    with_parts,
+)
 from torchstrategy._core.types import Tree
 
 
@@ -13,8 +21,17 @@ def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "") -> Tree
     """What `run` returned, with `fn(leaf)` in place of each leaf. An error of `fn` names one leaf of several.
 
     Raises:
-        ValueError: If the records of two replicas have different parts.
+        ValueError: If the records of two replicas have different parts, or hold themselves.
     """
+    try:
+        return _map_results(fn, value, path)
+    except RecursionError:
+        for component in value._components if type(value) is PerReplica else [value]:
+            check_depth(component)
+        raise
+
+
+def _map_results(fn: Callable[[Tree], Tree], value: Tree, path: str) -> Tree:
     if type(value) is PerReplica:
         components, spare = value._components, value.understudy
         there = [component for component in components if component is not ABSENT] or [spare]
@@ -27,11 +44,11 @@ def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "") -> Tree
                 if is_understudy := there[0] is spare and not value.values:
                     of_each[0] = parts_of(spare)[name]
                 found = regroup_in_worker(of_each, is_understudy=is_understudy, are_results=True)
-                return map_results(fn, found, path + name)
+                return _map_results(fn, found, path + name)
 
             return with_parts(there[0], part)
     elif is_container(value):
-        found = [map_results(fn, leaf, path + name) for name, leaf in leaves_with_names(value)]
+        found = [_map_results(fn, leaf, path + name) for name, leaf in leaves_with_names(value)]
         return tree_flatten(value)[1].unflatten(found)
     try:
         return fn(value)

@@ -40,7 +40,11 @@ def tree_flatten(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> tuple[list[Tree]
     cycle is freed only by the garbage collector.
     """
     leaves: list[Tree] = []
-    return leaves, _flatten(tree, is_leaf, leaves)
+    try:
+        return leaves, _flatten(tree, is_leaf, leaves)
+    except RecursionError:
+        check_depth(tree)
+        raise
 
 
 def tree_leaves(tree: Tree) -> list[Tree]:
@@ -51,11 +55,15 @@ def tree_leaves(tree: Tree) -> list[Tree]:
     elif kind is not list and kind is not tuple:
         return [tree] if kind in PLAIN_LEAVES else tree_flatten(tree)[0]
     leaves: list[Tree] = []
-    for item in tree:
-        if type(item) in PLAIN_LEAVES:
-            leaves.append(item)
-        else:
-            leaves += tree_leaves(item)
+    try:
+        for item in tree:
+            if type(item) in PLAIN_LEAVES:
+                leaves.append(item)
+            else:
+                leaves += tree_leaves(item)
+    except RecursionError:
+        check_depth(tree)
+        raise
     return leaves
 
 
@@ -69,15 +77,19 @@ def is_container(value: Tree) -> bool:
 
 def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
-    if is_leaf(tree):
-        return fn(tree)
-    kind = type(tree)  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
-    if kind is list or kind is tuple:
-        return kind([map_leaves(fn, item, is_leaf) for item in tree])
-    if kind is dict:
-        return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
-    leaves, spec = tree_flatten(tree, is_leaf)
-    return spec.unflatten([fn(leaf) for leaf in leaves])
+    try:
+        if is_leaf(tree):
+            return fn(tree)
+        kind = type(tree)  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
+        if kind is list or kind is tuple:
+            return kind([map_leaves(fn, item, is_leaf) for item in tree])
+        if kind is dict:
+            return {key: map_leaves(fn, item, is_leaf) for key, item in tree.items()}
+        leaves, spec = tree_flatten(tree, is_leaf)
+        return spec.unflatten([fn(leaf) for leaf in leaves])
+    except RecursionError:
+        check_depth(tree)
+        raise
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
@@ -100,7 +112,11 @@ def leaves_with_names(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> list[tuple[
         tree: Any tree.
         is_leaf: Which containers not to look into.
     """
-    named = torch_internals.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    try:
+        named = torch_internals.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    except RecursionError:
+        check_depth(tree)
+        raise
     return [("".join(str(key) for key in path), leaf) for path, leaf in named]
 
 
@@ -135,7 +151,12 @@ def zip_leaves(
         Unlike: If the trees differ in structure.
     """
     columns: list[list[Tree]] = []
-    return columns, _zip((), trees, is_leaf, are_results, columns)
+    try:
+        return columns, _zip((), trees, is_leaf, are_results, columns)
+    except RecursionError:
+        for tree in trees:
+            check_depth(tree)
+        raise
 
 
 def _zip(
@@ -225,12 +246,16 @@ def leaves_within(
         is_leaf: Which containers not to look into.
         is_record: Which of the leaves are records to look into.
     """
-    for path, leaf in leaves_with_names(tree, is_leaf):
-        if not is_record(leaf):
-            yield f"{name}{path}", leaf
-            continue
-        for part, held in parts_of(leaf).items():
-            yield from leaves_within(held, f"{name}{path}{part}", is_leaf, is_record)
+    try:
+        for path, leaf in leaves_with_names(tree, is_leaf):
+            if not is_record(leaf):
+                yield f"{name}{path}", leaf
+                continue
+            for part, held in parts_of(leaf).items():
+                yield from leaves_within(held, f"{name}{path}{part}", is_leaf, is_record)
+    except RecursionError:
+        check_depth(tree)
+        raise
 
 
 def map_within(
@@ -268,6 +293,52 @@ def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
         if isinstance(getattr(type(record), name, None), functools.cached_property):
             del changed.__dict__[name]
     return changed
+
+
+MOST_LEVELS = 100  # Python walks through several times as many, with some calls for each
+
+
+def check_depth(tree: Tree) -> None:
+    """Says that a value has no end, or too many levels, where a walk through it came to Python's limit of calls.
+
+    A walk of its own: it needs no further calls for further levels.
+
+    Raises:
+        ValueError: If a container holds itself, or is nested in more than `MOST_LEVELS` levels.
+    """
+    levels = [(tree, iter(_held_by(tree).items()))]  # the containers on the way down, each with its parts to come
+    path: list[str] = []
+    while levels:
+        name, part = next(levels[-1][1], (None, None))
+        if name is None:
+            levels.pop()
+            path = path[: max(0, len(levels) - 1)]
+            continue
+        held = _held_by(part)
+        path = [*path[: len(levels) - 1], name]
+        above = [depth for depth, (container, _) in enumerate(levels) if held and container is part]
+        if above:
+            kind = type(part).__name__
+            raise ValueError(
+                f"This {kind} holds itself: value{''.join(path)} is value{''.join(path[: above[0]])} again, so it "
+                "has no last level. Make a container without this item, or an object of a plain class of "
+                "your own, which is not looked into."
+            ) from None
+        if len(levels) > MOST_LEVELS:
+            raise ValueError(
+                f"Containers are nested in more than {MOST_LEVELS} levels, at value{''.join(path[:3])}...: that is "
+                "more than Python can walk through. Make a flat list of what they hold, or an object of a plain class "
+                "of your own, which is not looked into."
+            ) from None
+        levels.append((part, iter(held.items())))
+
+
+def _held_by(value: Tree) -> dict[str, Tree]:
+    """The parts of a container or record, by the code that reads them; of anything else, none."""
+    if is_record(value):
+        return parts_of(value)
+    kind, parts = _opened(value, is_one_thing)
+    return {f"[{key!r}]": part for key, part in parts.items()} if kind else {}
 
 
 def _has_fields(value: Any) -> bool:

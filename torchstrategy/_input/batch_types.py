@@ -304,7 +304,11 @@ def _parts(leaf: Any) -> list[Any]:
     """The leaves in the parts of a leaf that is a record; of any other leaf, only the leaf itself."""
     if not _is_record(leaf):
         return [leaf]
-    return [part for held in tree.tree_flatten(tree.parts_of(leaf), is_leaf)[0] for part in _parts(held)]
+    try:
+        return [part for held in tree.tree_flatten(tree.parts_of(leaf), is_leaf)[0] for part in _parts(held)]
+    except RecursionError:
+        tree.check_depth(leaf)
+        raise
 
 
 def _is_record(leaf: Any) -> bool:

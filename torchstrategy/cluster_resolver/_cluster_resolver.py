@@ -12,11 +12,12 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._core.devices import local_accelerators
-from torchstrategy._core.errors import an, require_type
+from torchstrategy._core.errors import an, plural, require_type
+from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shortened
 
 
 @final
@@ -402,8 +403,8 @@ class SlurmClusterResolver(_FixedResolver):
                 "SlurmClusterResolver(auto_set_gpu=True) sets CUDA_VISIBLE_DEVICES, which has no effect once torch has "
                 "looked for devices. Leave it out: srun --gpus-per-task=1 gives each task its own, as strategies do."
             )
-        count = int(_variable("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-        nodes = list(_expanded(_variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")))
+        count = _number(*_variable("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+        nodes = expand_nodes(*_variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
         of_nodes = _tasks_of_nodes(tasks_per_node, nodes)
         if sum(of_nodes) != count:
             raise ValueError(f"Slurm started {count} tasks, and {nodes} have {of_nodes}: say tasks_per_node=[...].")
@@ -419,7 +420,10 @@ class SlurmClusterResolver(_FixedResolver):
         if gpus_per_task is not None:
             self._accelerators = Counter(GPU=gpus_per_task)
         names = [(job, index) for job, n in jobs.items() for index in range(n)]
-        self.task_type, self.task_id = names[int(_variable("SLURM_PROCID"))]
+        process = _number(*_variable("SLURM_PROCID"))
+        if process >= count:
+            raise ValueError(f"SLURM_PROCID={process} is no number of a task: Slurm started {plural(count, 'task')}.")
+        self.task_type, self.task_id = names[process]
         self.rpc_layer = rpc_layer
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -430,15 +434,21 @@ class SlurmClusterResolver(_FixedResolver):
         return self.task_type, self.task_id
 
 
-def _variable(*names: str) -> str:
-    """The value of the first of these environment variables that is set."""
+def _variable(*names: str) -> tuple[str, str]:
+    """The first of these environment variables that is set, and its value."""
     for name in names:
         if (value := os.environ.get(name)) is not None:
-            return value
+            return name, value
     raise RuntimeError(
         f"The environment variable {names[0]} is not set, so this process was not started by Slurm. Start the script "
         "with srun; or, without Slurm, with torchrun, and leave the SlurmClusterResolver out."
     )
+
+
+def _number(name: str, value: str) -> int:
+    if re.fullmatch(r"\d{1,9}", value.strip()) is None:
+        raise ValueError(f"{name}={shortened(value)} is no number of tasks: Slurm sets it to one such as '4'.")
+    return int(value)
 
 
 def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int]:
@@ -447,36 +457,11 @@ def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int
     if given is not None:
         found = list(given)
     else:
-        text = _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # such as "2(x3),1"
-        parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()) for part in text.split(",")]
-        if None in parts:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list of numbers such as '2(x3),1'.")
-        found = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+        name, text = _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # such as "2(x3),1"
+        found = expand_counts(name, text)
     if len(found) != len(nodes):
         raise ValueError(f"There are {len(nodes)} nodes, {nodes}, and numbers of tasks for {len(found)}: {found}.")
     return found
-
-
-def _expanded(nodes: str) -> Iterator[str]:
-    """The names of nodes that Slurm writes in short: `"node[08-10,12],login"`.
-
-    Raises:
-        ValueError: If the text is not of this form.
-    """
-    # Commas within brackets part ranges, and others part nodes.
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes):
-        parts = re.split(r"\[([^\]]*)\]", entry.strip())
-        choices = [list(_numbers(part)) if i % 2 else [part] for i, part in enumerate(parts)]
-        yield from map("".join, itertools.product(*choices))
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    for part in ranges.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if found is None:
-            raise ValueError(f"{part!r} is no number and no range such as 08-10, in a list of Slurm's nodes.")
-        first, last = found[1], found[2] or found[1]
-        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
 
 
 @final

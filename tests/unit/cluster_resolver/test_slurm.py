@@ -88,3 +88,27 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(kind, match=told):
         slurm(environment, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"SLURM_STEP_NODELIST": "node[0-99999999999]"},
+            r"SLURM_STEP_NODELIST='node\[0-9+\]' lists more than",
+        ),
+        ({"SLURM_STEP_NODELIST": "a[0-9999]b[0-9999]"}, "SLURM_STEP_NODELIST=.* lists more than 1,000,000 nodes"),
+        ({"SLURM_STEP_NODELIST": f"node[0-{'9' * 5000}]"}, r"SLURM_STEP_NODELIST='node\[0-9+'\.\.\. lists more than"),
+        ({"SLURM_STEP_NODELIST": "node[1-x]"}, "'1-x' in SLURM_STEP_NODELIST is no number and no range"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, "SLURM_STEP_TASKS_PER_NODE=.* lists more than 1,000,000"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' is no list of numbers"),
+        ({"SLURM_STEP_NUM_TASKS": "9" * 5000}, r"SLURM_STEP_NUM_TASKS='9+'\.\.\. is no number of tasks"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is no number of tasks"),
+        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1' is no number"),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID=2 is no number of a task: Slurm started 2 tasks"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named_at_once(slurm: Any, changed: dict[str, str], message: str) -> None:
+    """A list of a hundred thousand million nodes was written out, until the memory was full."""
+    with pytest.raises(ValueError, match=message):
+        slurm(ONE_NODE | changed)

@@ -286,5 +286,5 @@ EXIT = """
 @pytest.mark.slow
 @without_simulated_devices
 def test_the_interpreter_exits_without_a_word_and_without_waiting() -> None:
-    done = python("-W", "error", "-c", textwrap.dedent(EXIT), timeout=40, PYTHONPATH=str(ROOT))
+    done = python("-W", "error", "-c", textwrap.dedent(EXIT), PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")

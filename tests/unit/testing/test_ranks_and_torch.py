@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import _random
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchstrategy.testing import run_ranks
 from torchstrategy.testing._ranks import torch_internals as internals
@@ -50,6 +57,141 @@ def test_there_are_no_other_variables_of_a_process() -> None:
         if name.startswith("_") and not name.startswith("__") and isinstance(value, kinds) and not callable(value)
     }
     assert found - constants - internals.variables_of_a_new_process().keys() == set()
+
+
+_FOLDER = Path(dist.__file__).parent
+# Not for ranks: what starts processes and watches them, and what run_ranks does not have.
+_ELSEWHERE = {"elastic", "rpc", "debug", "flight_recorder", "_tools", "_local_tensor"}
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    for file in sorted(_FOLDER.rglob("*.py")):
+        path = file.relative_to(_FOLDER)
+        if path.parts[0] not in _ELSEWHERE:
+            yield path.as_posix(), file.read_text()
+
+
+def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
+    """What functions of `torch.distributed` set: each is in the table, or the same in all ranks."""
+    same_in_all_ranks = {
+        "_c10d_logger",
+        "_dcp_logger",
+        "_rendezvous_handlers",
+        "_distributed_opaque_types_registered",
+        "_extensions",  # of FSDP, which a library registers
+        "_module_state_mapping",  # by module, and each rank has modules of its own
+        "_sharded_tensor_current_id",  # numbers of tensors, each of which is given once
+        "_sharded_tensor_map",
+    }
+    not_there = {
+        "_is_test_mode",  # symmetric memory of GPUs
+        "_mocked_group_names",
+        "_use_implicit_mempool",
+        "_CHECKPOINT_PROCESS",  # asynchronous checkpoints
+        "_cp_strategy_contexts",  # `context_parallel`, which knows no CPU
+        "_original_strategies",
+        "_replaced_functions",
+        "_compiled_create_block_mask",
+        "_dispatch_mode",
+        "_cp_options",
+    }
+    found: set[str] = set()
+    for _, text in _files():
+        for names in re.findall(r"^ +global ((?:\w+, )*\w+)$", text, re.MULTILINE):
+            found |= set(names.split(", "))
+    separated = {variable.name for variable in internals._OF_A_PROCESS}
+    assert len(found & separated) >= 10
+    assert found - separated - same_in_all_ranks - not_there == set()
+
+
+def test_there_are_no_other_caches_of_a_process() -> None:
+    """Each cache has the mesh in its key, which tells the ranks apart, or belongs to a thread, or knows no rank."""
+    known = {
+        "fsdp/_flat_param.py",  # sizes of dtypes, and warnings that are given once
+        "pipelining/schedules.py",  # names
+        "tensor/_collective_utils.py",  # by mesh: `MeshTopoInfo.build_from_mesh`
+        "tensor/_ops/single_dim_strategy.py",  # by the specifications of operands, which have a mesh
+        "tensor/_redistribute.py",  # by specifications: `_gen_transform_infos`
+        "tensor/_sharding_prop.py",  # of a thread: `LocalLRUCache`
+    }
+    found = {path for path, text in _files() if re.search(r"(@|= |\()(functools\.)?(lru_)?cache\b(?!_)", text)}
+    assert found - known == set()
+
+
+def test_caches_by_mesh_are_emptied_after_a_run() -> None:
+    def main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        _collective_utils.MeshTopoInfo.build_from_mesh(mesh)
+        distributed = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+        distributed.full_tensor()
+        assert _redistribute._gen_transform_infos.cache_info().currsize > 0
+
+    run_ranks(main, 2)
+    assert _redistribute._gen_transform_infos.cache_info().currsize == 0
+    assert _collective_utils.MeshTopoInfo.build_from_mesh.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("variable", internals._OF_A_PROCESS, ids=lambda variable: variable.path)
+def test_torch_has_each_variable_and_it_is_that_of_a_rank(variable: internals._Variable) -> None:
+    """What one rank puts there, the next one does not see, and the caller has what was there before."""
+    importlib.import_module(variable.module)
+    owner = variable.find_owner()
+    assert owner is not None
+    before = internals.take_variables()
+    value = getattr(owner, variable.name)
+    new = internals.variables_of_a_new_process()
+    assert type(new[variable.path]) is type(value) or value is None or new[variable.path] is None
+    try:
+        internals.put_variables({name: content for name, content in before.items() if name != variable.path})
+        assert getattr(owner, variable.name) is not value or isinstance(value, (bool, int, type(None)))
+    finally:
+        internals.put_variables(before)
+    assert getattr(owner, variable.name) is value
+
+
+def test_the_operators_that_a_library_has_taken_over_are_there_in_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    operator: Any = torch.ops.aten.frac.default
+    monkeypatch.setitem(handlers, operator, lambda *args: None)
+
+    def main(rank: int) -> None:
+        mine = DTensor._op_dispatcher._custom_op_handlers
+        assert mine == handlers and mine is not handlers
+
+    run_ranks(main, 2)
+    assert DTensor._op_dispatcher._custom_op_handlers is handlers
+
+
+def test_the_forward_that_runs_is_that_of_the_rank() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            active = DistributedDataParallel._active_ddp_module
+            dist.barrier()
+            assert DistributedDataParallel._active_ddp_module is active is not None
+            return x * self.weight
+
+    def main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        DistributedDataParallel(Layer())(torch.ones(1))
+
+    run_ranks(main, 2)
+
+
+def test_meshes_are_marked_and_torch_compares_the_marks() -> None:
+    def main(rank: int) -> DeviceMesh:
+        dist.init_process_group("gloo")
+        return init_device_mesh("cpu", (2,))
+
+    first, second = run_ranks(main, 2)[0]
+    assert first._thread_id is not None and first._thread_id != second._thread_id
+    assert first != second and hash(first) != hash(second)
+    second._thread_id, second._hash = first._thread_id, None
+    assert first == second and hash(first) == hash(second)
 
 
 def test_the_generator_of_distributed_tensors_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
         assert process.stdout.readline() == "now\n"
         process.send_signal(signal.SIGINT)
         try:
-            _, printed = process.communicate(timeout=50)
+            _, printed = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 130

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, TypeVar, final
 
 import torch
@@ -18,7 +19,12 @@ from torchstrategy.testing._ranks.groups import RankGroup
 from torchstrategy.testing._ranks.moments import as_a_process, ranks_end
 from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.store import RankStore
-from torchstrategy.testing._ranks.torch_internals import groups_made_by, isolate_threads
+from torchstrategy.testing._ranks.torch_internals import (
+    forget_meshes,
+    groups_made_by,
+    isolate_threads,
+    meshes_marked_by,
+)
 from torchstrategy.testing._ranks.turns import RanksStopped, Turns
 from torchstrategy.testing._ranks.world import World, current_rank, current_world, settle_here
 from torchstrategy.testing._simulation.ordinals import device_count, set_device
@@ -120,6 +126,7 @@ class _Run:
         # torch's C++ does not keep a store of Python alive.
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
         self._belongings = [Belongings(_environment(rank, n)) for rank in range(n)]
+        self._marks = [next(_marks) for _ in range(n)]  # of the device meshes of each rank
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
         self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
@@ -131,7 +138,10 @@ class _Run:
         threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(self._n)]
         isolate_threads(True)
         try:
-            with groups_made_by(self._make_group, self._make_store, self._rank_and_size):
+            with (
+                groups_made_by(self._make_group, self._make_store, self._rank_and_size),
+                meshes_marked_by(lambda: self._marks[self._turns.running]),
+            ):
                 for thread in threads:
                     thread.start()
                 self._turns.start()
@@ -148,6 +158,7 @@ class _Run:
             isolate_threads(False)
             ranks_end()
             mine.put_on()
+            forget_meshes()
             sys.excepthook = hook  # `init_process_group` sets one that prints the rank
         self._raise()
 
@@ -234,6 +245,7 @@ class _Run:
         return mine, self._n
 
 
+_marks = count(1)
 _raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 

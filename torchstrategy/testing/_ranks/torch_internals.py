@@ -7,15 +7,18 @@ test for each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 _c10d: Any = torch._C._distributed_c10d
 # C++ keeps a table of process groups by name. With isolation, each thread has a table of its own.
@@ -25,43 +28,162 @@ Store: Any = _dist.Store  # type checkers do not know it
 
 _TIMEOUT = timedelta(minutes=30)  # torch asks for one; nothing here waits for a clock
 
-# What a process has once, and ranks on threads must not share: the variables of `torch.distributed`, with what each
-# holds in a process that has just imported it.
-_OF_A_PROCESS: dict[str, Callable[[], Any]] = {
-    "_pg_map": dict,
-    "_pg_names": dict,
-    "_pg_group_ranks": dict,
-    "_pg_backend_config": dict,
-    "_group_count": int,
-    "_tags_to_pg": dict,
-    "_pg_to_tag": dict,
-    "_backend": lambda: None,
-    "_world": c10d._World,
-    "_default_pg_init_method": lambda: None,
-}
-# The generator that DTensor draws from. The module is imported with the first DTensor, perhaps in the middle of a run.
-_DTENSOR_RANDOM, _TRACKER = "torch.distributed.tensor._random", "_rng_tracker"
+
+@dataclass(frozen=True)
+class _Variable:
+    """What a process has once, and ranks on threads must not share.
+
+    Attributes:
+        module: The module that has it. It may be imported in the middle of a run.
+        path: Where it is there: `name`, or `Class.name`.
+        make: What it holds in a process that has just imported the module.
+        is_extended: Whether libraries add to it when they are imported. Then a rank begins with a copy of it.
+    """
+
+    module: str
+    path: str
+    make: Callable[[], Any]
+    is_extended: bool = False
+
+    def find_owner(self) -> Any:
+        """The module, class or object that has it; None if there is none yet, or this version of torch has none."""
+        owner: Any = sys.modules.get(self.module)
+        if owner is None:
+            return None
+        for name in self.path.split(".")[:-1]:
+            owner = getattr(owner, name, None)
+        return owner if hasattr(owner, self.name) else None
+
+    @property
+    def name(self) -> str:
+        return self.path.split(".")[-1]
+
+
+@final
+class _Variables:
+    """Those of the variables of a process that there are. It looks for each until it is there: ranks often ask."""
+
+    def __init__(self, variables: Sequence[_Variable]) -> None:
+        self._missing = list(variables)
+        self._present: list[tuple[Any, str, _Variable]] = []
+
+    def present(self) -> list[tuple[Any, str, _Variable]]:
+        """The owner of each that there is, its name there, and the variable."""
+        for variable in [variable for variable in self._missing if variable.module in sys.modules]:
+            if (owner := variable.find_owner()) is not None:
+                self._missing.remove(variable)
+                self._present.append((owner, variable.name, variable))
+        return self._present
+
+
+def _nothing() -> None:
+    return None
+
+
+def _make_handlers() -> Any:
+    dispatcher: Any = sys.modules["torch.distributed.tensor._api"].DTensor._op_dispatcher
+    return type(dispatcher)()._custom_op_handlers
+
+
+# `tests/unit/testing/test_ranks_and_torch.py` looks for others: for caches and variables in all of `torch.distributed`.
+_OF_A_PROCESS = [
+    # The process groups.
+    _Variable(c10d.__name__, "_pg_map", dict),
+    _Variable(c10d.__name__, "_pg_names", dict),
+    _Variable(c10d.__name__, "_pg_group_ranks", dict),
+    _Variable(c10d.__name__, "_pg_backend_config", dict),
+    _Variable(c10d.__name__, "_group_count", int),
+    _Variable(c10d.__name__, "_tags_to_pg", dict),
+    _Variable(c10d.__name__, "_pg_to_tag", dict),
+    _Variable(c10d.__name__, "_backend", _nothing),
+    _Variable(c10d.__name__, "_world", c10d._World),
+    _Variable(c10d.__name__, "_default_pg_init_method", _nothing),
+    # The group that `load_with_process_group` sets.
+    _Variable("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", _nothing),
+    # Tables by the name of a group, and the groups of ranks have the same names.
+    _Variable("torch.distributed._symmetric_memory", "_group_name_to_store", dict),
+    _Variable("torch.distributed._symmetric_memory", "_group_name_to_workspace_tensor", dict),
+    # The generator that DTensor draws from.
+    _Variable("torch.distributed.tensor._random", "_rng_tracker", _nothing),
+    # The operators that `loss_parallel` takes over, from its beginning to its end.
+    _Variable("torch.distributed.tensor._api", "DTensor._op_dispatcher._custom_op_handlers", _make_handlers, True),
+    # How DTensors change their places: plans by mesh, each with the place of its rank; and what blocks switch.
+    _Variable("torch.distributed.tensor._redistribute", "_planner_cache", dict),
+    _Variable("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", _nothing),
+    _Variable("torch.distributed.tensor._redistribute", "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION", bool),
+    _Variable("torch.distributed.tensor._redistribute", "_warned_flatten_issues", set),
+    # The plans of checkpoints, by the class of the planner.
+    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_save_plan", dict),
+    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_final_save_plan", dict),
+    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_all_plans", dict),
+    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_global_plan", dict),
+    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_metadata", dict),
+    # The numbers of parameters, and whose forward runs.
+    _Variable("torch.distributed.fsdp._fully_shard._fsdp_param", "_orig_param_uid_counter", count),
+    _Variable("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", lambda: True),
+    _Variable("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _nothing),
+]
+_variables = _Variables(_OF_A_PROCESS)
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
+_REDISTRIBUTE, _COLLECTIVES = "torch.distributed.tensor._redistribute", "torch.distributed.tensor._collective_utils"
 
 
 def variables_of_a_new_process() -> dict[str, Any]:
     """What `put_variables` gives `torch.distributed` for a rank that has not run yet."""
-    return {name: make() for name, make in _OF_A_PROCESS.items()} | {_TRACKER: None}
+    new: dict[str, Any] = {}
+    for owner, name, variable in _variables.present():
+        new[variable.path] = dict(getattr(owner, name)) if variable.is_extended else variable.make()
+    return new
 
 
 def take_variables() -> dict[str, Any]:
     """What the variables of `torch.distributed` hold now."""
-    taken = {name: getattr(c10d, name) for name in _OF_A_PROCESS}
-    random = sys.modules.get(_DTENSOR_RANDOM)
-    return taken | {_TRACKER: getattr(random, _TRACKER, None)}
+    return {variable.path: getattr(owner, name) for owner, name, variable in _variables.present()}
 
 
 def put_variables(values: dict[str, Any]) -> None:
-    """Sets the variables of `torch.distributed` to what `take_variables` returned."""
-    for name in _OF_A_PROCESS:
-        setattr(c10d, name, values[name])
-    if (random := sys.modules.get(_DTENSOR_RANDOM)) is not None:
-        setattr(random, _TRACKER, values[_TRACKER])
+    """Sets the variables of `torch.distributed` to what `take_variables` returned.
+
+    A variable whose module another rank has imported since then gets what a new process has.
+    """
+    for owner, name, variable in _variables.present():
+        setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
+
+
+@contextmanager
+def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
+    """A block in which a `DeviceMesh` gets a mark when it is made, and equals only meshes with the same mark.
+
+    torch keeps results by mesh, and many depend on the rank: how large its shard is, what it sends to whom. Meshes of
+    two ranks are equal otherwise, as they never meet in processes. torch marks meshes in this way for threads, too,
+    with `_thread_id`, but only for a backend of its own. A thread's number would not do here: one of a later run may
+    have it again.
+    """
+    real_init, real_setstate = DeviceMesh.__init__, DeviceMesh.__setstate__
+
+    def init(mesh: Any, *args: Any, **options: Any) -> None:
+        real_init(mesh, *args, **options)
+        mesh._thread_id = mark()
+
+    def setstate(mesh: Any, state: dict[str, Any]) -> None:
+        real_setstate(mesh, state | {"_thread_id": mark(), "_hash": None})  # it may come from another rank
+
+    names: Any = DeviceMesh
+    names.__init__, names.__setstate__ = init, setstate
+    try:
+        yield
+    finally:
+        names.__init__, names.__setstate__ = real_init, real_setstate
+
+
+def forget_meshes() -> None:
+    """Empties torch's caches by mesh: no mesh of a later run is in them, and the old ones hold all of their run."""
+    redistribute: Any = sys.modules.get(_REDISTRIBUTE)
+    if redistribute is not None:
+        redistribute._gen_transform_infos.cache_clear()
+    collectives: Any = sys.modules.get(_COLLECTIVES)
+    if collectives is not None:
+        collectives.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def forget_fake_results() -> None:
@@ -121,6 +243,8 @@ def groups_made_by(
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+        plugins: Any = dist.Backend._plugins
+        del plugins[_BACKEND.upper()]  # it holds all of the run
 
 
 _BACKEND = "torchstrategy_ranks"
