@@ -24,6 +24,7 @@ from torch.nn.parallel import comm
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import is_accelerator
 from torchstrategy._core.devices import memory_device
+from torchstrategy._core.streams import on_stream
 from torchstrategy._core.types import Device
 
 _KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
@@ -103,7 +104,7 @@ def leaving(tensor: torch.Tensor) -> torch.Tensor:
     """
     stream = copy_stream(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-    with stream:
+    with on_stream(stream):
         return tensor.to("cpu", non_blocking=True)
 
 
@@ -222,7 +223,7 @@ def _copying_to(device: Device) -> Iterator[None]:
         return
     stream, current = copy_stream(device), torch.accelerator.current_stream(device)
     stream.wait_stream(current)
-    with stream:
+    with on_stream(stream):
         yield
     current.wait_stream(stream)
 
