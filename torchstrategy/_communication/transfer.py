@@ -30,7 +30,7 @@ from torchstrategy._communication.native_dtypes import (
 )
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import is_accelerator
-from torchstrategy._core.devices import memory_device
+from torchstrategy._core.devices import copies_by_itself, memory_device
 from torchstrategy._core.streams import on_stream
 from torchstrategy._core.types import Device
 
@@ -76,7 +76,7 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
                 if len(group) > 1:
                     torch_internals.foreach_copy_(there, brought([sources[index] for index in group], device))
                 else:  # a large tensor is copied without a temporary tensor on the target device
-                    there[0].copy_(sources[group[0]], non_blocking=is_accelerator(device))
+                    there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
     places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
     return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
 
@@ -99,7 +99,7 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
     for indices in _groups(tensors):
         if len(indices) == 1:
             # To the CPU, a copy that does not block makes a tensor in pinned memory.
-            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device) or pinned)
+            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
             continue
         like = [tensors[index] for index in indices]
         together = torch.cat([tensor.reshape(-1) for tensor in like])
@@ -131,7 +131,10 @@ def copy_stream(device: Device) -> torch.Stream:
 
 @functools.cache
 def _new_stream(device: Device) -> torch.Stream:
-    return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
+    try:
+        return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
+    except (RuntimeError, NotImplementedError):  # the backend has one stream
+        return torch.accelerator.current_stream(device)
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
@@ -239,6 +242,9 @@ def _copying_to(device: Device) -> Iterator[None]:
         yield
         return
     stream, current = copy_stream(device), torch.accelerator.current_stream(device)
+    if stream == current:  # such as on MPS, which has one stream
+        yield
+        return
     stream.wait_stream(current)
     with on_stream(stream):
         yield

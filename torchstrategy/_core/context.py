@@ -341,7 +341,7 @@ def _autocast_nesting() -> int:
 
 
 def _types_with_autocast() -> tuple[str, ...]:
-    return ("cpu", "cuda", "xpu", "mps", "mtia", torch_internals.privateuse1_name())
+    return ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", torch_internals.privateuse1_name())
 
 
 def _take_off(autocast_nesting: int) -> None:

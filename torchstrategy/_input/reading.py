@@ -39,7 +39,7 @@ import torch
 
 from torchstrategy._communication.transfer import copy_stream
 from torchstrategy._core.context import CallerState, is_accelerator
-from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
+from torchstrategy._core.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.streams import current_streams, keep_until_used, make_current, on_stream
 from torchstrategy._core.trace import traced
@@ -100,7 +100,7 @@ class Route:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if self.device is None or tensor.is_cpu is not are_in_host_memory:
                 return tensor
-            if stream is None:
+            if stream is None or not copies_by_itself(self.device):  # MPS has one stream, so nobody has to wait
                 return tensor.to(self.device)
             moved.append((_pinned(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
             return moved[-1]
