@@ -300,6 +300,31 @@ def test_an_optimizer_with_a_closure_may_be_called_on_a_side_stream(make: Make) 
 
 
 @every_kind
+def test_the_state_of_an_optimizer_may_be_read_on_a_side_stream(make: Make) -> None:
+    """The first replica that asks for it brings it to all replicas."""
+    sides, strategy = Sides(is_for_each_replica=True), make()
+    with strategy.scope():
+        model = mlp(torch.float32)
+        optimizer = torch.optim.Adagrad(model.parameters())
+
+    def step(batch: Any, writes: bool) -> float:
+        with sides.block(*batch):
+            mse(model, batch).backward()
+            total = sum(float(state["sum"].sum()) for state in optimizer.state.values())
+            if writes:
+                optimizer.step()
+        return total
+
+    batch = deal(strategy, data(6, torch.float32))
+    with record_streams():
+        for writes in (False, True, False):
+            strategy.run(step, args=(batch, writes))
+            with torch.no_grad():
+                for state in optimizer.state.values():
+                    state["sum"].add_(1)
+
+
+@every_kind
 def test_a_caller_may_be_on_a_side_stream_and_the_step_on_another(make: Make) -> None:
     sides, step_of = Sides(), whole
     torch.manual_seed(0)
