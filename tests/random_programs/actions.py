@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import torchstrategy
 
 from .training import Batch, Hands
 
@@ -335,3 +338,30 @@ class Penalty(Action):
         loss = slopes.square().sum(1).mean() + outputs.square().mean()
         if loss.requires_grad:
             loss.backward()
+
+
+@dataclass(frozen=True)
+class OnSideStream(Action):
+    """Some lines on a stream of their own, where there are streams; `each`: one for each replica, not each device."""
+
+    actions: tuple[Action, ...] = ()
+    each: bool = False
+
+    def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
+        assert batch is not None
+        device = batch[0].device
+        if device.type == "cpu":
+            return [action.do(hands, batch, k) for action in self.actions]
+        context = torchstrategy.get_replica_context()
+        side = _side_stream(device, context.replica_id_in_sync_group if self.each and context is not None else 0)
+        main = torch.accelerator.current_stream(device)
+        side.wait_stream(main)
+        with torch.get_device_module(device.type).stream(side):
+            found = [action.do(hands, batch, k) for action in self.actions]
+        main.wait_stream(side)
+        return found
+
+
+@functools.cache
+def _side_stream(device: torch.device, replica: int) -> torch.Stream:
+    return torch.Stream(device=device)

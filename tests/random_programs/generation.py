@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
 from . import actions, events, layers, modules, optimizers, writing
@@ -88,7 +89,7 @@ class _Draw:
         self._repeats = backwards > 1 or any(word in repr(line) for word in ("twice", "micro=2", "assign", "add"))
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
-        return Program(
+        program = Program(
             topology,
             tuple(chosen),
             tuple(made),
@@ -104,6 +105,19 @@ class _Draw:
             draw.random() < 0.2,
             scaler,
         )
+        return self._with_side_stream(program) if draw.random() < 0.15 else program
+
+    def _with_side_stream(self, program: Program) -> Program:
+        """The same program, with a part of its step on a stream of its own."""
+        draw, step = self._draw, program.step
+        if not step or not self._simulated:
+            return program
+        first = draw.choice([0, 0, draw.randint(0, len(step) - 1)])
+        last = draw.choice([len(step), draw.randint(first + 1, len(step))])
+        aside = actions.OnSideStream(step[first:last], draw.random() < 0.5)
+        if self._without is not None and self._without.search(repr(aside)):
+            return program
+        return replace(program, step=(*step[:first], aside, *step[last:]))
 
     def _parts(self, one: Callable[[], T], count: int) -> list[T]:
         """So many parts, of those that are wanted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .actions import OnSideStream
 from .layers import Hooked, Layer, Linear, Nested, Wrapped
 from .optimizers import Optimizer
 from .programs import Program
@@ -66,6 +67,12 @@ def _with_simpler_parts(program: Program) -> Iterator[Program]:
         for other in (Optimizer(), replace(optimizer, scheduler=None, groups=1, foreach=None), _whole(optimizer)):
             if other != optimizer:
                 yield replace(program, optimizers=(*program.optimizers[:i], other, *program.optimizers[i + 1 :]))
+    for i, action in enumerate(program.step):
+        if isinstance(action, OnSideStream):
+            yield replace(program, step=(*program.step[:i], *action.actions, *program.step[i + 1 :]))
+            for j in range(len(action.actions)):
+                fewer = replace(action, actions=action.actions[:j] + action.actions[j + 1 :])
+                yield replace(program, step=(*program.step[:i], fewer, *program.step[i + 1 :]))
     if program.then:
         yield replace(program, step=program.step + program.then, then=())
     if program.after:

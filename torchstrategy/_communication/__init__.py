@@ -3,6 +3,7 @@
 Tensors of several replicas come in; copies of them on other devices, or their sums, go out. `transfer` alone calls
 `torch.nn.parallel` and NCCL.
 
+    native_dtypes       tensors as NCCL and gloo take them, which know fewer dtypes than torch
     transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
     options             what a person says about how values travel, and whether this machine can do it
     workers             the processes that train together, as one of them sees the others

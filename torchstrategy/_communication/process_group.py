@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy._communication.transfer import bits
+from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
 from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import shared_store, unflattened
@@ -317,16 +317,11 @@ class ProcessGroup(Workers):
     def _flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        if flat.is_complex():
-            flat = torch.view_as_real(flat)
-        return self._sendable(flat.to(_ADDED_AS.get(flat.dtype, flat.dtype)))
+        return self._sendable(as_addable(flat))
 
     def _parts(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The reverse of `_flat`."""
-        flat = flat.to(like[0].device)
-        if like[0].is_complex():
-            flat = torch.view_as_complex(flat)
-        return unflattened(flat.to(like[0].dtype), like)
+        return unflattened(from_addable(flat.to(like[0].device), like[0].dtype), like)
 
 
 def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work | None]:
@@ -335,10 +330,6 @@ def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work |
     Several pieces are under way at once: gloo has two threads, which add up and send by turns.
     """
     return [dist.all_reduce(piece, group=group, async_op=True) for piece in flat.split(PACK // flat.element_size())]
-
-
-# Dtypes that gloo does not add up, and the dtype in which they are added up.
-_ADDED_AS = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -21,12 +21,20 @@ import torch
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
+from torchstrategy._communication.native_dtypes import (
+    as_addable,
+    as_sendable,
+    can_be_added,
+    from_addable,
+    from_sendable,
+)
 from torchstrategy._core import torch_internals
 from torchstrategy._core.context import is_accelerator
-from torchstrategy._core.devices import memory_device
+from torchstrategy._core.devices import copies_by_itself, memory_device
+from torchstrategy._core.streams import on_stream
 from torchstrategy._core.types import Device
 
-_KNOWN = frozenset({"cuda"})  # the types of devices that the primitives support
+_KNOWN = frozenset({"cuda"})  # the types of devices that NCCL and the primitives support
 _SMALL = 1 << 18  # bytes: tensors up to this size are sent together, since larger ones fill the bus alone
 _TOGETHER = 1 << 24  # bytes that are sent together: for a while, both devices need as much extra memory
 
@@ -54,10 +62,8 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
-        originals = [source.detach() for source in writes[0].sources]
-        devices = [originals[0].device, *(write.targets[0].device for write in writes)]
-        _, *copies = comm.broadcast_coalesced(originals, devices)
-        writes = [Write(write.targets, list(copy)) for write, copy in zip(writes, copies, strict=True)]
+        copies = _broadcast(writes[0].sources, [write.targets[0].device for write in writes])
+        writes = [Write(write.targets, copy) for write, copy in zip(writes, copies, strict=True)]
     for targets, sources in writes:
         device = targets[0].device
         if sources[0].device == device:
@@ -70,9 +76,16 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
                 if len(group) > 1:
                     torch_internals.foreach_copy_(there, brought([sources[index] for index in group], device))
                 else:  # a large tensor is copied without a temporary tensor on the target device
-                    there[0].copy_(sources[group[0]], non_blocking=is_accelerator(device))
+                    there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
     places = [write.targets[0].device for write in writes if write.sources[0].is_cpu]
     return [copy_stream(device).record_event() for device in places if is_accelerator(device)]
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+    """Copies of tensors of one CUDA device on each of several others."""
+    sendable = [as_sendable(tensor) for tensor in tensors]
+    _, *copies = comm.broadcast_coalesced(sendable, [tensors[0].device, *devices])
+    return [[from_sendable(*pair) for pair in zip(copy, tensors, strict=True)] for copy in copies]
 
 
 def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = False) -> list[torch.Tensor]:
@@ -86,7 +99,7 @@ def brought(tensors: Sequence[torch.Tensor], device: Device, pinned: bool = Fals
     for indices in _groups(tensors):
         if len(indices) == 1:
             # To the CPU, a copy that does not block makes a tensor in pinned memory.
-            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=is_accelerator(device) or pinned)
+            arrived[indices[0]] = tensors[indices[0]].to(device, non_blocking=copies_by_itself(device) or pinned)
             continue
         like = [tensors[index] for index in indices]
         together = torch.cat([tensor.reshape(-1) for tensor in like])
@@ -103,7 +116,7 @@ def leaving(tensor: torch.Tensor) -> torch.Tensor:
     """
     stream = copy_stream(tensor.device)
     stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-    with stream:
+    with on_stream(stream):
         return tensor.to("cpu", non_blocking=True)
 
 
@@ -118,17 +131,23 @@ def copy_stream(device: Device) -> torch.Stream:
 
 @functools.cache
 def _new_stream(device: Device) -> torch.Stream:
-    return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
+    try:
+        return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
+    except (RuntimeError, NotImplementedError):  # the backend has one stream
+        return torch.accelerator.current_stream(device)
 
 
 def added(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
     target = memory_device(device)
-    if len(tensors) > 1 and _have_primitives([t.device for t in tensors]) and not _any_requires_grad(tensors):
+    if _are_added_by_primitives(tensors) and not _any_requires_grad(tensors):
         # `reduce_add` can only sum on a device that has one of the tensors.
         root = target if target in [t.device for t in tensors] else tensors[0].device
-        total: torch.Tensor = comm.reduce_add(list(tensors), root.index)
-        return total.to(target)
+        if not torch_internals.are_dense(tensors):
+            summed: torch.Tensor = comm.reduce_add(list(tensors), root.index)
+            return summed.to(target)
+        numbers: torch.Tensor = comm.reduce_add([as_addable(tensor) for tensor in tensors], root.index)
+        return from_addable(numbers, tensors[0].dtype).to(target)
     total = tensors[0].to(target)
     if len(tensors) == 1:
         return total.clone() if total is tensors[0] else total
@@ -168,7 +187,7 @@ def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Seque
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
     """Why NCCL cannot sum tensors on these devices; None if it can."""
-    if not all(device.type == "cuda" for device in devices):
+    if not all(device.type in _KNOWN for device in devices):
         return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
     if len(set(devices)) < len(devices):
         return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
@@ -179,12 +198,14 @@ def nccl_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The sum of tensors of one shape, on the device of each of them. No gradient flows.
 
     Args:
-        tensors: Tensors on devices between which NCCL can send.
+        tensors: Dense tensors on devices between which NCCL can send.
     """
-    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    if not can_be_added(tensors[0].dtype):  # torch itself says so
+        return [added(tensors, tensor.device) for tensor in tensors]
+    inputs = [as_addable(tensor).contiguous() for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
     nccl.all_reduce(inputs, outputs)
-    return outputs
+    return [from_addable(output, tensors[0].dtype) for output in outputs]
 
 
 def concatenated(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
@@ -221,10 +242,18 @@ def _copying_to(device: Device) -> Iterator[None]:
         yield
         return
     stream, current = copy_stream(device), torch.accelerator.current_stream(device)
+    if stream == current:  # such as on MPS, which has one stream
+        yield
+        return
     stream.wait_stream(current)
-    with stream:
+    with on_stream(stream):
         yield
     current.wait_stream(stream)
+
+
+def _are_added_by_primitives(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the primitives can add up tensors of one dtype."""
+    return len(tensors) > 1 and can_be_added(tensors[0].dtype) and _have_primitives([t.device for t in tensors])
 
 
 def _have_primitives(devices: Sequence[Device]) -> bool:
@@ -243,11 +272,6 @@ def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
         one, other = first.coalesce(), second.coalesce()
         return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
     return torch.equal(first, second)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as bytes, one after the other."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

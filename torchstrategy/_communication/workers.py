@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 
 from torchstrategy._communication.transfer import grouped
+from torchstrategy._core.types import GeneratorLike
 
 
 class WorkerError(RuntimeError):
@@ -113,7 +114,7 @@ class Workers:
         """Tells the other workers that this one leaves a run by an exception."""
 
     @final
-    def draw_as_first(self, generators: Sequence[torch.Generator], name: str) -> None:
+    def draw_as_first(self, generators: Sequence[GeneratorLike], name: str) -> None:
         """Gives random generators the states that they have in worker 0."""
         states = [generator.get_state() for generator in generators]
         self.broadcast(states, 0, name)

@@ -10,6 +10,7 @@ which replica a thread is.
     torch_internals       the only imports of private names of torch, each with its reason
     types                 type aliases, and what the lower rooms know of a strategy, a replica's context and variables
     devices               which device a name means, and whether it is there
+    streams               which streams of accelerators are current on a thread
     trace                 the ranges that torch's profilers show of a run
     tree                  nested containers and dataclasses: taking them apart, and putting them together again
     context               of each thread: in which strategy and replica it is, on which device, and torch's own state

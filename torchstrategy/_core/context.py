@@ -22,6 +22,7 @@ import torch
 
 from torchstrategy._core import torch_internals
 from torchstrategy._core.devices import memory_device
+from torchstrategy._core.streams import Streams, current_streams, make_current
 from torchstrategy._core.trace import warn_of_unseen_threads
 from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, Tree
 
@@ -255,16 +256,16 @@ class CallerState:
     """The state of the caller's thread, which makes this object. `run_in` takes it over on the thread of a replica.
 
     Args:
-        devices: The devices of the replicas.
+        streams: The caller's current streams of the devices that replicas use.
     """
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
+    def __init__(self, streams: Streams) -> None:
         warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.worn = _worn()
         self.default_device = getattr(torch_internals.default_device, "device_context", None)
-        self.streams = {d: torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if is_accelerator(d)}
+        self.streams = streams
         self.variables = contextvars.copy_context()
 
     def run_in(self, device: Device, fn: Callable[[], Tree]) -> Tree:
@@ -279,11 +280,8 @@ class CallerState:
         try:
             return self.variables.copy().run(self._run_on, device, fn)
         finally:
-            for one, stream in self.streams.items():
-                if torch.accelerator.current_stream(one) != stream:
-                    index = torch.accelerator.current_device_index()
-                    torch.accelerator.set_stream(stream)  # which also makes its device the current one
-                    torch.accelerator.set_device_index(index)
+            if self.streams and current_streams(self.streams) != self.streams:
+                make_current(self.streams.values())
             if _worn() != self.worn:
                 _take_off(self.worn.autocast_nesting)
                 torch_internals.default_device.device_context = self.default_device
@@ -293,7 +291,8 @@ class CallerState:
         try:
             if device in self.streams:
                 torch.accelerator.set_device_index(device)
-                torch.accelerator.set_stream(self.streams[device])
+            if self.streams:
+                make_current(self.streams.values())
             torch.autocast_increment_nesting()
             self._put_on()
             return self._run_on(device, fn)
@@ -342,7 +341,7 @@ def _autocast_nesting() -> int:
 
 
 def _types_with_autocast() -> tuple[str, ...]:
-    return ("cpu", "cuda", "xpu", "mps", "mtia", torch_internals.privateuse1_name())
+    return ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", torch_internals.privateuse1_name())
 
 
 def _take_off(autocast_nesting: int) -> None:

@@ -35,8 +35,7 @@ def canonical_device(name: DeviceLike) -> Device:
         _refuse(name, "meta tensors hold no numbers to compute with")
     count = device_count(device.type)
     if device.index is None:
-        index = torch.get_device_module(device.type).current_device() if count else 0
-        device = torch.device(device.type, int(index))
+        device = torch.device(device.type, _current_index(device.type) if count else 0)
     if count is not None and device.index >= count:
         raise ValueError(_not_here(name, device.type))
     return device
@@ -52,9 +51,37 @@ def device_count(device_type: str) -> int | None:
     if device_type == "cpu":
         return None
     try:
-        return int(torch.get_device_module(device_type).device_count())
-    except (RuntimeError, AttributeError):  # torch knows the type, but this build of torch cannot use it
+        module = torch.get_device_module(device_type)
+    except RuntimeError:  # torch knows the type, but this build of torch cannot use it
         return 0
+    try:
+        if hasattr(module, "device_count"):
+            return int(module.device_count())
+    except (RuntimeError, AttributeError):
+        return 0
+    return torch.accelerator.device_count() if _is_accelerator_of_torch(device_type) else 0
+
+
+def _current_index(device_type: str) -> int:
+    """Which device of a type is the current one of this thread. Not every module says so: `torch.mps` does not."""
+    module = torch.get_device_module(device_type)
+    if hasattr(module, "current_device"):
+        return int(module.current_device())
+    return torch.accelerator.current_device_index() if _is_accelerator_of_torch(device_type) else 0
+
+
+def _is_accelerator_of_torch(device_type: str) -> bool:
+    """Whether `torch.accelerator` speaks of devices of this type."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device_type
+
+
+def copies_by_itself(device: Device) -> bool:
+    """Whether a device can copy pinned memory of the CPU while the program goes on.
+
+    Torch cannot pin memory for MPS, which would read other memory after the program has written there.
+    """
+    return device.type not in ("cpu", "mps")
 
 
 def local_accelerators() -> list[Device]:

@@ -29,6 +29,16 @@ class VariableBase:
     # It is no Protocol, since `isinstance` with one takes twenty times as long.
 
 
+class GeneratorLike(Protocol):
+    """What the library needs of a `torch.Generator`."""
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, new_state: torch.Tensor) -> object: ...
+
+    def manual_seed(self, seed: int) -> object: ...
+
+
 class ExtendedLike(Protocol):
     """The part of `Strategy.extended` that the lower rooms call."""
 

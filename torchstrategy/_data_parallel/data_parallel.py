@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
-from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
+from torchstrategy._core.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, select
 from torchstrategy._core.errors import an, as_int, hide_frames, require_type
 from torchstrategy._core.options import ReduceOp
@@ -391,7 +391,7 @@ def moved(tree: Tree, device: Device) -> Tree:
 
     def move(leaf: Tree) -> Tree:
         is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
-        return leaf.to(target, non_blocking=is_accelerator(target)) if is_movable else leaf
+        return leaf.to(target, non_blocking=copies_by_itself(target)) if is_movable else leaf
 
     return map_within(move, tree)
 

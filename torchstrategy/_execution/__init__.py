@@ -4,6 +4,7 @@ A run calls the step once in each replica, on the thread that called `run` or, w
 another, on threads of their own. When all replicas have come to a synchronization point, a function runs once on the
 thread that called `run`, and each replica gets its result.
 
+    device_streams     the streams of accelerators that replicas use, and who waits for whom
     instruments        the hooks for tests: they are told where replicas are, and may say which one goes next
     random_streams     the random numbers of each replica
     replica_weights    how much each replica of a run counts, and which replicas take part

@@ -12,12 +12,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, final
 
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.device_streams import keep_for
 from torchstrategy._execution.instruments import performed, reached
 from torchstrategy._execution.replica import Combine, Replica, ReplicaStopped
 
@@ -43,11 +45,17 @@ class OneOfSeveral(Replica):
         try:
             if self.is_cancelled:
                 raise ReplicaStopped
-            step = functools.partial(call, self)
-            return self._ended(Ended(self.index, run_in(self.device, lambda: performed(self.index, step))))
+            return self._ended(Ended(self.index, run_in(self.device, functools.partial(self._step, call))))
         except BaseException as error:
             # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends.
             return self._ended(Failed(self.index, error))
+
+    def _step(self, call: Callable[[Replica], Tree]) -> Tree:
+        try:
+            return performed(self.index, functools.partial(call, self))
+        finally:
+            if self.device_streams is not None:
+                self.device_streams.end_step()
 
     def _ended(self, outcome: Report) -> Report:
         if os.getpid() != self.process:
@@ -73,8 +81,12 @@ class OneOfSeveral(Replica):
             )
         if self.telling is not None:
             self.telling(name)
-        with traced("wait at {}", name):
-            return self._report(Synchronizing(self.index, name, combine, brought))
+        block = nullcontext() if self.device_streams is None else self.device_streams.standing_still()
+        with block as side, traced("wait at {}", name):
+            answer = self._report(Synchronizing(self.index, name, combine, brought))
+        if side:
+            keep_for(side, answer)
+        return answer
 
     def _report(self, report: Report) -> Tree:
         if os.getpid() != self.process:

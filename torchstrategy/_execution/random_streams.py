@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import final
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast, final
 
 import torch
 
 from torchstrategy._core.context import is_accelerator
-from torchstrategy._core.types import Device
+from torchstrategy._core.devices import device_count
+from torchstrategy._core.types import Device, GeneratorLike
 
 
 # Note [Random streams of replicas]
@@ -48,9 +51,9 @@ class RandomStreams:
         of_device = {device: generators_of(device, one_at_a_time) for device in set(devices)}
         self._first = first
         self._generators = [of_device[device] for device in devices]
-        self._holders: dict[torch.Generator, int] = {}  # the replica whose stream a generator has; 0 if not in here
-        self._begun: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream began
-        self._paused: dict[tuple[torch.Generator, int], torch.Tensor] = {}  # the state at which a stream was left
+        self._holders: dict[GeneratorLike, int] = {}  # the replica whose stream a generator has; 0 if not in here
+        self._begun: dict[tuple[GeneratorLike, int], torch.Tensor] = {}  # the state at which a stream began
+        self._paused: dict[tuple[GeneratorLike, int], torch.Tensor] = {}  # the state at which a stream was left
         self._callers = {generator: generator.get_state() for generator in generators_of(devices[0], with_cpu=True)}
         seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in self._callers.values())]
         self._origin = hashlib.blake2b(b"".join(seeds)).digest()
@@ -78,7 +81,7 @@ class RandomStreams:
         self._holders.clear()
         return has_drawn
 
-    def _lend(self, generator: torch.Generator, replica: int) -> None:
+    def _lend(self, generator: GeneratorLike, replica: int) -> None:
         holder = self._holders.get(generator, 0)
         if holder == replica:
             return
@@ -92,9 +95,44 @@ class RandomStreams:
         self._holders[generator] = replica
 
 
-def generators_of(device: Device, with_cpu: bool) -> list[torch.Generator]:
-    """The default generator of a device, if it is an accelerator; and before it, if asked, that of the CPU."""
-    generators = [torch.default_generator] if with_cpu else []
+def generators_of(device: Device, with_cpu: bool) -> list[GeneratorLike]:
+    """The default generator of a device, if it is an accelerator; and before it, if asked, that of the CPU.
+
+    If torch does not let anybody read the state of an accelerator's generator, replicas draw from it as they come.
+    """
+    generators: list[GeneratorLike] = [torch.default_generator] if with_cpu else []
     if is_accelerator(device):
-        generators.append(torch.get_device_module(device.type).default_generators[device.index])
+        module = torch.get_device_module(device.type)
+        of_devices = getattr(module, "default_generators", ())
+        if device.index < len(of_devices):
+            generators.append(of_devices[device.index])
+        elif hasattr(module, "get_rng_state"):
+            generators.append(_GeneratorOf(device))
     return generators
+
+
+@final
+@dataclass(frozen=True)
+class _GeneratorOf:
+    """The default generator of a device whose module only has functions for it, as `torch.mps` has."""
+
+    device: Device
+
+    def get_state(self) -> torch.Tensor:
+        return cast(torch.Tensor, self._module.get_rng_state(*self._which))
+
+    def set_state(self, new_state: torch.Tensor) -> None:
+        self._module.set_rng_state(new_state, *self._which)
+
+    def manual_seed(self, seed: int) -> None:
+        with torch.accelerator.device_index(self.device.index) if self._which else nullcontext():
+            self._module.manual_seed(seed)  # that of the current device
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device.type)
+
+    @property
+    def _which(self) -> tuple[Device, ...]:
+        """What tells the functions which device is meant. Those for the only device of a type need not take it."""
+        return () if device_count(self.device.type) == 1 else (self.device,)

@@ -31,6 +31,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.device_streams import DeviceStreams, keep_for
 from torchstrategy._execution.instruments import held, reached
 from torchstrategy._execution.replica_weights import ReplicaWeights
 
@@ -69,10 +70,12 @@ class Replica(ABC):
     Args:
         index: The id of the replica.
         device: The device on which it runs.
+        device_streams: The caller's streams, and those on which replicas work besides. None: all is on CPUs.
     """
 
     index: int
     device: Device
+    device_streams: DeviceStreams | None = field(default=None, kw_only=True)
     was_asked = False  # whether the step asked which replica it is in
     # Told of each synchronization point to which the replica comes. None: there is nobody to tell, in other processes.
     telling: Callable[[str], None] | None = field(default=None, init=False)
@@ -120,8 +123,17 @@ class InlineReplica(Replica):
         # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
-        with nowhere(), in_use(self.callers_device), self.combining(), traced("synchronize at {}", name):
-            return combine([brought])[0]
+        with (
+            nullcontext() if self.device_streams is None else self.device_streams.standing_still() as side,
+            nowhere(),
+            in_use(self.callers_device),
+            self.combining(),
+            traced("synchronize at {}", name),
+        ):
+            answer = combine([brought])[0]
+        if side:
+            keep_for(side, answer)
+        return answer
 
 
 _Columns = list[tuple[torch.Tensor, ...]]  # for each tensor, the tensors of the replicas, in replica order

@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, final
 
@@ -32,6 +32,7 @@ from torchstrategy._core.errors import add_note, described
 from torchstrategy._core.torch_internals import keep_what_stands_in_for_gpus
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, Tree
+from torchstrategy._execution.device_streams import DeviceStreams
 from torchstrategy._execution.instruments import Turns, begins, held, performed_alone
 from torchstrategy._execution.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
 from torchstrategy._execution.random_streams import RandomStreams
@@ -148,10 +149,17 @@ class _Run:
     """One run of several replicas. Its methods are called only on the thread that called `run`."""
 
     def __init__(
-        self, replicas: Replicas, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None
+        self,
+        replicas: Replicas,
+        call: Callable[[Replica], Tree],
+        present: Sequence[int],
+        watch: Watch | None,
+        device_streams: DeviceStreams | None,
     ) -> None:
         turns, devices = begins(len(replicas.devices)), replicas.devices
-        self._state, self._callers_device = CallerState(devices), torch.get_default_device()
+        streams = {} if device_streams is None else device_streams.callers
+        self._state, self._callers_device = CallerState(streams), torch.get_default_device()
+        self._device_streams = device_streams
         # Calls what acts for the caller where a replica is on this thread: it sees the caller's context variables.
         self._outside: Callable[..., Tree] = self._state.variables.copy().run
         self._all, self._call = replicas, call
@@ -210,7 +218,7 @@ class _Run:
         for r in sorted(self._to_send):
             if self._to_send.get(r) is not _BEGIN or self._errors:
                 return
-            here = OneOfSeveral(r, self._all.devices[r], stand_still=functools.partial(self._outside, self._meet))
+            here = self._replica(r, functools.partial(self._outside, self._meet))
             self._take_turn(r)
             report = here.perform(self._state.run_here, self._call)
             del here.stand_still  # else the replica and this run would refer to each other
@@ -218,6 +226,9 @@ class _Run:
             del report  # its error may refer to this frame
             if self._interruption is not None:
                 raise self._interruption
+
+    def _replica(self, r: int, stand_still: Callable[[Report], Tree]) -> OneOfSeveral:
+        return OneOfSeveral(r, self._all.devices[r], stand_still=stand_still, device_streams=self._device_streams)
 
     def _meet(self, report: Report) -> Tree:
         """Lets the other replicas come to where the one on this thread stands still. Returns what this one gets.
@@ -280,7 +291,7 @@ class _Run:
         inbox = self._threads.inboxes[r]
         if message is _BEGIN:
             wait = functools.partial(await_turn, inbox, self._reports)
-            self._on_threads[r] = replica = OneOfSeveral(r, self._all.devices[r], stand_still=wait)
+            self._on_threads[r] = replica = self._replica(r, wait)
             message = functools.partial(replica.serve, self._state.run_in, self._call, self._reports)
         inbox.put(message)
 
@@ -384,7 +395,11 @@ class Replicas:
         self.idle: list[ReplicaThreads] = []
 
     def run(
-        self, call: Callable[[Replica], Tree], present: Sequence[int], watch: Watch | None = None
+        self,
+        call: Callable[[Replica], Tree],
+        present: Sequence[int],
+        watch: Watch | None = None,
+        device_streams: DeviceStreams | None = None,
     ) -> dict[int, Tree]:
         """Calls `call` for each of the replicas `present`, while `watch` observes, and returns the result of each.
 
@@ -393,11 +408,20 @@ class Replicas:
             RuntimeError: If the replicas came to different synchronization points.
         """
         # A single replica has nobody to take turns with, so it runs as a plain step would: on the caller's thread.
-        if len(self.devices) == 1:
-            replica = InlineReplica(0, self.devices[0], torch.get_default_device())
-            with in_use(replica.device):
-                return {0: performed_alone(call, (replica,), {})}
-        return _Run(self, call, present, watch).result()
+        with nullcontext() if device_streams is None else device_streams.steps():
+            if len(self.devices) == 1:
+                return {0: self._run_alone(call, device_streams)}
+            return _Run(self, call, present, watch, device_streams).result()
+
+    def _run_alone(self, call: Callable[[Replica], Tree], device_streams: DeviceStreams | None) -> Tree:
+        device = self.devices[0]
+        replica = InlineReplica(0, device, torch.get_default_device(), device_streams=device_streams)
+        with in_use(device):
+            try:
+                return performed_alone(call, (replica,), {})
+            finally:
+                if device_streams is not None:
+                    device_streams.end_step()
 
     def borrow(self) -> ReplicaThreads:
         """Threads that no other run has."""

@@ -28,7 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrategy._core import tree
 from torchstrategy._core.errors import an, plural, require_type
-from torchstrategy._core.torch_internals import sparse_indices, sparse_values
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.arrays import has_dtype, sharing
 
@@ -288,16 +287,6 @@ def tensors_within(leaf: Any) -> list[torch.Tensor]:
 def moved(batch: Tree, device: Device) -> Tree:
     """`batch` with each tensor on `device`. Arrays of numbers become tensors."""
     return applied_within(batch, lambda tensor: tensor.to(device))
-
-
-def memory_of(tensor: Any) -> list[torch.Tensor]:
-    """The dense tensors that hold the memory of a tensor: for a sparse or nested one, its parts."""
-    if tensor.is_nested:
-        parts = (tensor.values(), tensor.offsets(), tensor.lengths())
-        return [part for part in parts if part is not None]
-    if tensor.layout is torch.sparse_coo:
-        return [sparse_indices(tensor), sparse_values(tensor)]
-    return [tensor]
 
 
 def _parts(leaf: Any) -> list[Any]:

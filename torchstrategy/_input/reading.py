@@ -39,12 +39,13 @@ import torch
 
 from torchstrategy._communication.transfer import copy_stream
 from torchstrategy._core.context import CallerState, is_accelerator
-from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
+from torchstrategy._core.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
+from torchstrategy._core.streams import current_streams, keep_until_used, make_current, on_stream
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.batch_types import applied_within, memory_of, moved
+from torchstrategy._input.batch_types import applied_within, moved
 from torchstrategy._input.steps import SplitBatch, Splitter, are_in_host_memory
 
 
@@ -88,7 +89,7 @@ class Route:
         """Copies tensors of host memory. Runs on the replica's worker, if it has one. Called only if `has_copies`."""
         assert self.device is not None
         stream = copy_stream(self.device)
-        with stream:  # also makes its device the current one, for which torch pins memory
+        with on_stream(stream):  # also makes its device the current one, for which torch pins memory
             parts, moved, events = self._sent(staged.parts, stream, are_in_host_memory=True)
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 
@@ -99,7 +100,7 @@ class Route:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if self.device is None or tensor.is_cpu is not are_in_host_memory:
                 return tensor
-            if stream is None:
+            if stream is None or not copies_by_itself(self.device):  # MPS has one stream, so nobody has to wait
                 return tensor.to(self.device)
             moved.append((_pinned(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
             return moved[-1]
@@ -116,10 +117,8 @@ class Route:
             stream = torch.accelerator.current_stream(self.device)
             for event in staged.events:
                 stream.wait_event(event)
-            # `record_stream` is for the memory of dense tensors, so the parts of a sparse or nested one are recorded.
             for tensor in staged.moved:
-                for held in memory_of(tensor):
-                    held.record_stream(stream)
+                keep_until_used(tensor, stream)
         return staged.parts
 
 
@@ -395,7 +394,7 @@ class Prefetcher(Reading):
         default = torch.get_default_device()
         here = canonical_device("cpu" if default.type == "meta" else default)
         devices = {r: self.routes[r].device or here for r in self._inboxes}
-        state = CallerState((here, *devices.values()))
+        state = CallerState(current_streams((here, *devices.values())))
         index = torch.accelerator.current_device_index() if devices else None
         streams = [torch.accelerator.current_stream(device) for device in local_accelerators()] if devices else []
 
@@ -441,8 +440,8 @@ class Prefetcher(Reading):
         It does so with the caller's current accelerator and streams, so that a loader that creates tensors on an
         accelerator uses the same device and stream as on the caller's thread.
         """
-        for stream in streams:
-            torch.accelerator.set_stream(stream)
+        if streams:
+            make_current(streams)
         if device is not None:
             torch.accelerator.set_device_index(device)
         ahead, most, is_over = 0, self._depth, False

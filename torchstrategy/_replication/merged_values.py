@@ -27,7 +27,7 @@ import torch
 from torchstrategy._binding.attribute_contents import PLAIN, is_container, named_items, write_items
 from torchstrategy._binding.copies import ClosureRebinder, are_alike, is_function
 from torchstrategy._binding.object_attributes import Told
-from torchstrategy._communication.transfer import bits
+from torchstrategy._communication.native_dtypes import bits
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._replication.tensor_copies import storage_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.object_attributes import KEPT, NOTHING, Trainer
-from torchstrategy._communication.transfer import bits
+from torchstrategy._communication.native_dtypes import bits
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.merged_values import Look

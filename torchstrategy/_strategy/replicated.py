@@ -16,7 +16,7 @@ from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDe
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
 from torchstrategy._core import distributed_values
-from torchstrategy._core.context import Frame, in_use, needs_device_context, this_thread
+from torchstrategy._core.context import Frame, in_use, is_accelerator, needs_device_context, this_thread
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._core.errors import require_type
@@ -25,6 +25,7 @@ from torchstrategy._core.torch_internals import are_parametrizations_cached, par
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
+from torchstrategy._execution.device_streams import DeviceStreams
 from torchstrategy._execution.instruments import performed_alone
 from torchstrategy._execution.replica import Replica, ReplicaGroup
 from torchstrategy._execution.replica_threads import Replicas
@@ -61,6 +62,8 @@ class ReplicatedExtended(StrategyExtended):
         self._ops = ops
         self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
         self._owns = storage.owns
+        self._accelerators = list(filter(is_accelerator, (*storage.devices, storage.parameter_device)))
+        self._side_streams: tuple[torch.Stream, ...] = ()  # those that the steps of the last run have used
         self._is_running = False  # whether a run is under way, where there are several workers
 
     @property
@@ -141,7 +144,9 @@ class ReplicatedExtended(StrategyExtended):
         weights = self._weights(storage, leaves, options)
         uncounted = storage.as_before() if weights.is_understudy else nullcontext()
         caching = parametrizations_computed_anew() if are_parametrizations_cached() else nullcontext()
-        with storage.begin_run(weights, fn, leaves, lambda: Frame(strategy)) as run_state, uncounted, caching:
+        streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
+        run = storage.begin_run(weights, fn, leaves, lambda: Frame(strategy))
+        with streams or nullcontext(), run as run_state, uncounted, caching:
 
             def call(replica: Replica) -> Tree:
                 given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
@@ -164,7 +169,7 @@ class ReplicatedExtended(StrategyExtended):
 
             # With several workers, a replica draws random numbers from the stream of its number among all replicas.
             drawing = call if self._streams is None else self._streams.around(call)
-            results = self._replicas.run(drawing, weights.present, run_state.watch)
+            results = self._replicas.run(drawing, weights.present, run_state.watch, streams)
             if self._streams is not None:
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
@@ -172,6 +177,8 @@ class ReplicatedExtended(StrategyExtended):
             if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
                 run_state.copies.gradients.deliver_late_ones()
             result = weights.regrouped(results, self._workers, are_results=True)
+        if streams is not None:
+            self._side_streams = tuple(streams.side)
         run_state.warn()
         return result
 

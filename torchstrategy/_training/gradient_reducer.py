@@ -204,8 +204,14 @@ class GradientReducer:
                 self._num_added += 1
                 return
             # The user's modes, which are in force on this thread, must neither see these operations nor act on them.
-            with torch_internals.unseen_by_function_modes(), undisturbed(), traced("accumulate gradients"):
-                self.of_replicas[replica].added_early = self._add_up(replica)
+            of_replica = self.of_replicas[replica]
+            with (
+                torch_internals.unseen_by_function_modes(),
+                undisturbed(),
+                traced("accumulate gradients"),
+                of_replica.on_callers_streams(),
+            ):
+                of_replica.added_early = self._add_up(replica)
 
     def watch(self, owner: torch.Tensor, name: str) -> None:
         """Until the end of the run, backward may not reach one more tensor, of which the replicas have no copies."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, final
@@ -268,6 +269,12 @@ class ReplicaGradients:
         """The step begins: from here on `.grad` of this replica's parameters asks this object."""
         self.replica = replica
         self._run.gradients = self
+
+    def on_callers_streams(self) -> AbstractContextManager[Any]:
+        """A block in which this thread, that of the replica, works on the caller's streams."""
+        assert self.replica is not None
+        streams = self.replica.device_streams
+        return nullcontext() if streams is None else streams.standing_still()
 
     def read(self, index: int) -> torch.Tensor | None:
         """The gradient of one parameter, of the whole batch: a synchronization point if it may be incomplete.

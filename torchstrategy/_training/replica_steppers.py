@@ -111,7 +111,8 @@ class ReplicaOptimizer:
         """The optimizer's state for each of this replica's parameters. The step may read it, and not write on it."""
         name = plain_class(type(self.optimizer)).__name__
         if self.own_state is not None:
-            states = self.own_state()
+            with self.gradients.on_callers_streams():  # the first replica that asks brings the state to all of them
+                states = self.own_state()
         else:
             states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
         if not self._state:

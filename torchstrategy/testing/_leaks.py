@@ -198,7 +198,7 @@ def _settings() -> dict[str, object]:
 
 def _of_the_thread() -> dict[str, object]:
     """What a replica's thread would take over from this one."""
-    state = CallerState(devices=())  # to ask accelerators for their streams would start them
+    state = CallerState(streams={})  # to ask accelerators for their streams would start them
     worn: dict[str, object] = {"grad": state.grad, "inference": state.inference, **state.worn._asdict()}
     del worn["autocast"], worn["autocast_nesting"]
     worn |= {f"autocast on {device_type}": rest for device_type, *rest in state.worn.autocast}

@@ -46,7 +46,7 @@ from problems import assert_close, built, data, gradients, mlp, mse, parameters,
 from topologies import central, compute_devices
 from torchstrategy import InputOptions, register_batch_type
 from torchstrategy._core.devices import memory_device
-from torchstrategy._input.batch_types import memory_of
+from torchstrategy._core.streams import memory_of
 from torchstrategy._input.steps import in_proportion
 
 STRATEGIES = {replicas: central(replicas) for replicas in range(1, 4)}

@@ -129,7 +129,30 @@ def _gathered_to(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -
     return out
 
 
+# The dtypes that NCCL sends, as torch's C++ translates them. A broadcast among different devices goes by NCCL.
+_SENT = frozenset(
+    {
+        torch.bfloat16,
+        torch.bool,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    }
+)
+
+
+def _check_dtype(tensor: torch.Tensor, devices: Sequence[int]) -> None:
+    is_by_nccl = tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type == NAME
+    if is_by_nccl and tensor.dtype not in _SENT and any(index != tensor.get_device() for index in devices):
+        raise RuntimeError(f"Unconvertible NCCL type {str(tensor.dtype).removeprefix('torch.')}")
+
+
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    _check_dtype(tensor, devices)
     return [tensor.to(_device(index), non_blocking=True) for index in devices]
 
 
@@ -141,6 +164,7 @@ def _broadcast_to(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[tor
                 f"comm.broadcast(out=...), tensor {i}, has the size {tuple(one.size())}, and the tensor that is "
                 f"broadcast has {tuple(tensor.size())}. Give it a tensor of that size."
             )
+    _check_dtype(tensor, [one.get_device() for one in out])
     for one in out:
         one.copy_(tensor, non_blocking=True)
     return list(out)
@@ -149,6 +173,8 @@ def _broadcast_to(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[tor
 def _broadcast_each(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
+    for tensor in tensors:
+        _check_dtype(tensor, devices)
     return [[tensor.to(_device(index), non_blocking=True) for tensor in tensors] for index in devices]
 
 

@@ -120,14 +120,22 @@ class Recorder(Listener):
             memory = self._memory.pop(address, None)
             if memory is None or memory.home is None:
                 return
+            # The allocator waits for what the streams that `record_stream` named have been given until now, which may
+            # be work that waits for another stream.
+            waited_for = (memory.home, *memory.guarded)
             for work in (memory.written, *memory.read.values()):
-                if work.stream in memory.guarded or self._is_before(work, memory.home):
-                    continue
-                if self._clock(memory.home).get(work.stream):
-                    # It waits for that stream now and then: perhaps also before it uses the memory again.
+                is_guarded = work.stream in memory.guarded
+                if not is_guarded and not any(self._is_before(work, stream) for stream in waited_for):
+                    # The stream may still wait for that work before it uses the memory again.
                     self._returned.setdefault(memory.home, []).append(work)
-                else:
-                    self._reused(memory.home, work)
+
+    def end(self) -> None:
+        """The record is over: a stream that has never waited for another one was not about to do so."""
+        with self._lock:
+            for home, returned in self._returned.items():
+                for work in returned:
+                    if not self._is_before(work, home) and not self._clock(home).get(work.stream):
+                        self._reused(home, work)
 
     @override
     def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
@@ -346,6 +354,7 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     made = Recorder()
     with listening(made), watching_the_cpu():
         yield made
+        made.end()
     check_races(made, check)
 
 

@@ -28,14 +28,14 @@ from torchstrategy.testing._simulation.pinned import is_pinned
 from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
 _ids = itertools.count(1)
-_defaults: dict[int, Stream] = {}
+# The objects for the default streams, by thread and device. torch makes one at each call, which no two threads share.
+_defaults: dict[tuple[int, int], Stream] = {}
 
 
 @final
 class _Here(threading.local):
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}  # by device: its current stream
-        self.before: list[tuple[int, Stream]] = []  # the device and stream from before each open `with stream:` block
 
 
 _here = _Here()
@@ -43,6 +43,10 @@ _here = _Here()
 
 class Stream(torch.Stream):  # the original: `install` puts another one in its place
     """A stream of a simulated device. Work that is put on it is done when the call returns."""
+
+    # The device and stream from before each open `with stream:` block. As in torch, they are in the object, and not in
+    # the thread: if two threads enter one object at once, one of them gets the device and stream of the other.
+    _before: list[tuple[int, Stream]]
 
     def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Stream:
         """A new stream; `stream_id`, `device_index` and `device_type` name an existing one, as `torch.Stream` does."""
@@ -53,6 +57,7 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
             device_index=ordinal(device) if index is None else index,
             device_type=PRIVATEUSE1_ID,
         )
+        made._before = []
         return made
 
     def synchronize(self) -> None:
@@ -85,13 +90,12 @@ class Stream(torch.Stream):  # the original: `install` puts another one in its p
         return event
 
     def __enter__(self) -> Stream:
-        _here.before.append((current_device(), current_stream(self.device_index)))
-        set_device(self.device_index)
+        self._before.append((current_device(), current_stream(self.device_index)))
         set_stream(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        device, stream = _here.before.pop()
+        device, stream = self._before.pop()
         set_stream(stream)
         set_device(device)
 
@@ -164,22 +168,27 @@ class stream:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
+        # In this object, so that several threads may enter one stream, each with a block of its own.
+        self._before: list[tuple[int, Stream]] = []
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            self.stream.__enter__()
+            self._before.append((current_device(), current_stream(self.stream.device_index)))
+            set_stream(self.stream)
 
     def __exit__(self, *error: object) -> None:
         if self.stream is not None:
-            self.stream.__exit__()
+            device, before = self._before.pop()
+            set_stream(before)
+            set_device(device)
 
 
 def default_stream(device: torch.device | str | int | None = None) -> Stream:
     """The stream of a device that is current if no other was chosen."""
-    index = ordinal(device)
-    if index not in _defaults:
-        _defaults[index] = Stream(device_index=index, stream_id=0)
-    return _defaults[index]
+    here = threading.get_ident(), ordinal(device)
+    if here not in _defaults:
+        _defaults[here] = Stream(device_index=here[1], stream_id=0)
+    return _defaults[here]
 
 
 def current_stream(device: torch.device | str | int | None = None) -> Stream:
@@ -189,13 +198,13 @@ def current_stream(device: torch.device | str | int | None = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    """Makes a stream this thread's current one of its device."""
+    """Makes a stream this thread's current one of its device, and that device the current one."""
     _here.streams[stream.device_index] = stream
+    set_device(stream.device_index)
 
 
 def _key(stream: torch.Stream | None) -> tuple[int, int]:
-    stream = current_stream() if stream is None else stream
-    return stream.device_index, stream.stream_id
+    return identity_of_current_stream() if stream is None else (stream.device_index, stream.stream_id)
 
 
 # What listeners are told besides. These functions do nothing while nobody listens.
@@ -203,14 +212,14 @@ def _key(stream: torch.Stream | None) -> tuple[int, int]:
 
 def launched(name: str, device: int, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
     """Says that an operator is about to run on the current stream of a device."""
-    launch = Launch(_key(current_stream(device)), name, read, written)
+    launch = Launch(identity_of_current_stream(device), name, read, written)
     for listener in listeners_to_launches():
         listener.launched(launch)
 
 
 def computed(operator: Any, device: int, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
     """Says that an operator has run on the current stream of a device; its tensors are as the CPU sees them."""
-    kernel = Kernel(_key(current_stream(device)), operator, args, kwargs, results)
+    kernel = Kernel(identity_of_current_stream(device), operator, args, kwargs, results)
     for listener in listeners():
         listener.computed(kernel)
 
@@ -218,7 +227,7 @@ def computed(operator: Any, device: int, args: Sequence[Any], kwargs: Mapping[st
 def read_by_the_program(device: int, operator: str) -> None:
     """Says that the program has waited for the current stream of a device, to see a number."""
     for listener in listeners():
-        listener.synchronized_stream(_key(current_stream(device)), operator)
+        listener.synchronized_stream(identity_of_current_stream(device), operator)
 
 
 def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
@@ -234,8 +243,8 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
     from_or_to_cpu = here is None or there is None
     pinned = from_or_to_cpu and is_pinned(source if here is None else target)
     copy = Copy(
-        source=None if here is None else _key(current_stream(here)),
-        target=None if there is None else _key(current_stream(there)),
+        source=None if here is None else identity_of_current_stream(here),
+        target=None if there is None else identity_of_current_stream(there),
         tensors=(source, target),
         is_pinned=pinned,
         blocks=from_or_to_cpu and not (non_blocking and pinned),
@@ -246,7 +255,9 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
 
 def identity_of_current_stream(device: int | None = None) -> tuple[int, int]:
     """This thread's current stream of a device, or of the current one, as listeners know it."""
-    return _key(current_stream(device))
+    index = ordinal(device)
+    stream = _here.streams.get(index)
+    return index, 0 if stream is None else stream.stream_id
 
 
 def guarded(tensor: torch.Tensor, stream: torch.Stream) -> None:
@@ -258,7 +269,7 @@ def guarded(tensor: torch.Tensor, stream: torch.Stream) -> None:
 def made(index: int, address: int) -> None:
     """Says that memory was taken for the current stream of a device."""
     for listener in listeners():
-        listener.made(_key(current_stream(index)), address)
+        listener.made(identity_of_current_stream(index), address)
 
 
 def freed(address: int) -> None:
