@@ -27,11 +27,11 @@ from torchstrategy._binding.object_attributes import in_replica
 from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.torch_internals import compile_alike, make_parameter, versions
+from torchstrategy._core.torch_internals import compile_alike, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
-from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
+from torchstrategy._training.replica_gradients import ReplicaParameter, end_history, make_local
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
 
 # Note [What is aliased and what is copied]
@@ -67,7 +67,8 @@ class ReplicaVariable(ReplicaParameter):
     """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
 
     # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
-    variable: weakref.ref[Variable]
+    __slots__ = ("torchstrategy_variable",)
+    torchstrategy_variable: weakref.ref[Variable]
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class ReplicaVariable(ReplicaParameter):
 
     @property
     def _variable(self) -> Variable:
-        variable = self.variable()
+        variable = self.torchstrategy_variable()
         assert variable is not None, "the run holds the variables of its strategy"
         return variable
 
@@ -351,9 +352,9 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     """The copy of a parameter or variable over the memory of `data`."""
     if not isinstance(owner, Variable):
-        return ReplicaParameter.over(data, owner.requires_grad)
-    local = make_parameter(ReplicaVariable, data, owner.requires_grad)
-    local.variable = weakref.ref(owner)
+        return make_local(ReplicaParameter, data, owner.requires_grad)
+    local = make_local(ReplicaVariable, data, owner.requires_grad)
+    local.torchstrategy_variable = weakref.ref(owner)
     return local
 
 

@@ -30,7 +30,8 @@ from torchstrategy._variables.variable import Variable, Wanted, is_variable, mak
 class DistributedVariable(Variable):
     """A variable with a component for each replica."""
 
-    _held: tuple[Component, ...] = ()  # empty: they are made when somebody reads them
+    __slots__ = ("_held",)
+    _held: tuple[Component, ...]  # empty: they are made when somebody reads them
 
     @property
     def values(self) -> tuple[Component, ...]:  # type: ignore[override]
@@ -60,6 +61,7 @@ DistributedValues.register(DistributedVariable)
 class MirroredVariable(DistributedVariable):
     """A variable with equal copies on the devices of all replicas. The variable itself is that of the first replica."""
 
+    __slots__ = ("_devices",)
     _devices: tuple[Device, ...]
 
     def _memories(self) -> Sequence[torch.Tensor]:
@@ -87,10 +89,11 @@ class MirroredVariable(DistributedVariable):
 class SyncOnReadVariable(DistributedVariable):
     """A variable with a value in each replica. The values become one when it is read outside of replicas."""
 
+    __slots__ = ("_is_as_made", "_parts", "_workers")
     _watches = True
     _parts: list[torch.Tensor]
-    _is_as_made = True  # whether its values are still those with which it was made
-    _workers: Workers = LONE
+    _is_as_made: bool  # whether its values are still those with which it was made
+    _workers: Workers
 
     def _memories(self) -> Sequence[torch.Tensor]:
         return self._parts
@@ -210,10 +213,11 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
 class Component(Variable):
     """The component of a distributed variable in one replica, as the program has it outside of this replica."""
 
+    __slots__ = ("_memory", "container", "is_open", "known")
     _watches = True
     container: weakref.ref[DistributedVariable]
-    is_open = False  # whether the component may be written now
-    known = -1  # the version of the first component when this one was last copied from it
+    is_open: bool  # whether the component may be written now
+    known: int  # the version of the first component when this one was last copied from it
     _memory: torch.Tensor
 
     @staticmethod
@@ -222,6 +226,7 @@ class Component(Variable):
         component = make_parameter(Component, memory, False)
         component.container, component._memory = weakref.ref(container), memory
         component._wanted, component._strategy = container._wanted, container._strategy
+        component.is_open, component.known = False, -1
         return component
 
     def _stand_in(self) -> torch.Tensor:
@@ -436,10 +441,10 @@ class VariablesOfExtended:
             raise ValueError(f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float.")
         if wanted.synchronization is not VariableSynchronization.ON_READ:
             mirrored = make_data(MirroredVariable, value, first, is_trained)
-            mirrored._devices = tuple(devices)
+            mirrored._devices, mirrored._held = tuple(devices), ()
             return mirrored
         on_read = make_data(SyncOnReadVariable, value, first, False)
-        on_read._workers = self._workers
+        on_read._workers, on_read._is_as_made = self._workers, True
         on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
         return on_read
 

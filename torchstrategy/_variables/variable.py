@@ -91,6 +91,8 @@ class Variable(ShowsLocalGrad, VariableBase):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/Variable
     """
 
+    # The `__dict__` of a variable is for the attributes that the user sets on it, as on any tensor.
+    __slots__ = ("_strategy", "_wanted")
     _wanted: Wanted  # without the initial value
     _strategy: weakref.ref[StrategyLike] | None
     _watches = False  # whether `_stand_in` is another tensor, and `_was_written` is to be called when it is written
