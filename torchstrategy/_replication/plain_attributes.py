@@ -1,8 +1,8 @@
 """The plain attributes of the user's modules, with what they hold, in the user's modules and in the replicas' copies.
 
 A plain attribute may hold a configuration, a list of numbers or an object that counts. Replicas have copies of these.
-What a program sets on a tensor, as in `weight.is_expert = True`, is a plain attribute, too: of a parameter, of a buffer,
-or of a tensor in a plain attribute.
+What a program sets on a tensor, as in `weight.is_expert = True`, is a plain attribute, too: that of a parameter, of a
+buffer, or of a tensor in a plain attribute.
 
 What the user changes in them between runs reaches the copies before the next run. What steps write on the copies
 becomes one value for the user's modules after the run: see `merged_values`. The copies get it before the next run.
