@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -218,10 +218,10 @@ def test_a_function_means_the_parts_of_its_replica(strategy: torchstrategy.Strat
 
     def prepare(model: Any) -> None:
         model.inner.weight.gain = lambda: model.inner.bias.sum()
-        model.inner.bias.gain = model.inner.weight.sum if False else model.extra_repr_number
+        model.inner.bias.gain = model.half
 
     class Numbered(Net):
-        def extra_repr_number(self) -> torch.Tensor:
+        def half(self) -> torch.Tensor:
             return self.inner.weight.sum() * 0.5
 
     train(strategy, prepare, build=Numbered)
@@ -231,13 +231,13 @@ def test_they_name_other_parts_of_the_model(strategy: torchstrategy.Strategy) ->
     def prepare(model: Any) -> None:
         model.inner.weight.tied = model.inner.bias
         model.inner.weight.layer = [model.inner]
-        model.shift.itself = model.shift
+        model.kept.itself = model.kept
 
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
         weight = model.inner.weight
         assert weight.tied is model.inner.bias
         assert weight.layer[0] is model.inner
-        assert model.shift.itself is model.shift
+        assert model.kept.itself is model.kept
         return step_of(model, optimizer, batch)
 
     train(strategy, prepare, step=step)
@@ -299,26 +299,6 @@ def test_a_step_chooses_from_a_list_that_was_made_before(strategy: torchstrategy
 
     def prepare(model: Any) -> None:
         model.inner.weight.factor = torch.tensor(0.5, **F64)
-
-    class Step:
-        def __init__(self) -> None:
-            self.lists: dict[int, Any] = {}
-
-        def __call__(self, model: Any, optimizer: Any, batch: Any) -> Any:
-            out = model(batch[0])
-            optimizer.zero_grad()
-            (out - batch[1]).square().mean().backward()
-            for p in self.lists[len(optimizer.param_groups[0]["params"]), type(model)]:
-                p.norm = float(p.grad.norm())
-                assert vars(p)["norm"] == p.norm
-                if hasattr(p, "factor"):
-                    p.grad.mul_(p.factor)
-                    p.seen = getattr(p, "seen", 0) + 1
-                    p.passing = 1
-                    del p.passing
-                    assert not hasattr(p, "passing")
-            optimizer.step()
-            return out.detach()
 
     plain, ours = Net(), Net()
     for model in (plain, ours):
@@ -585,31 +565,29 @@ def _gain_again(model: Any) -> None:
 # Variables
 
 
-def variables(strategy: torchstrategy.Strategy) -> Iterator[tuple[Any, str]]:
-    for synchronization in ("AUTO", "ON_READ"):
-        with strategy.scope():
-            yield (
-                torchstrategy.Variable(
-                    torch.ones(2, **F64),
-                    synchronization=torchstrategy.VariableSynchronization[synchronization],
-                    aggregation=torchstrategy.VariableAggregation.MEAN,
-                    trainable=False,
-                ),
-                synchronization,
-            )
-
-
-def test_attributes_of_variables(strategy: torchstrategy.Strategy) -> None:
+@pytest.mark.parametrize("synchronization", ["AUTO", "ON_READ"])
+def test_attributes_of_variables(strategy: torchstrategy.Strategy, synchronization: str) -> None:
     """In a module, and by itself."""
-    for variable, _ in variables(strategy):
-        variable.gain = 3.0
-        with strategy.scope():
-            model = nn.Module()
-            model.held = variable
-        read = lambda model=model, variable=variable: (model.held.gain, variable.gain, vars(model.held).get("gain"))  # noqa: E731
-        assert strategy.experimental_local_results(strategy.run(read))[-1] == (3.0, 3.0, 3.0)
-        variable.gain = 4.0
-        assert strategy.experimental_local_results(strategy.run(read))[-1] == (4.0, 4.0, 4.0)
-        del variable.gain
-        assert not strategy.experimental_local_results(strategy.run(lambda v=variable: hasattr(v, "gain")))[-1]
-        assert not vars(variable)
+    with strategy.scope():
+        variable: Any = torchstrategy.Variable(
+            torch.ones(2, **F64),
+            synchronization=torchstrategy.VariableSynchronization[synchronization],
+            aggregation=torchstrategy.VariableAggregation.MEAN,
+            trainable=False,
+        )
+        model: Any = nn.Module()
+        model.held = variable
+
+    def read() -> Any:
+        return getattr(model.held, "gain", None), getattr(variable, "gain", None), vars(model.held).get("gain")
+
+    def seen() -> Any:
+        return strategy.experimental_local_results(strategy.run(read))[-1]
+
+    variable.gain = 3.0
+    assert seen() == (3.0, 3.0, 3.0)
+    variable.gain = 4.0
+    assert seen() == (4.0, 4.0, 4.0)
+    del variable.gain
+    assert seen() == (None, None, None)
+    assert not vars(variable)

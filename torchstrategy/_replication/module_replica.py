@@ -6,6 +6,7 @@ it copies the structure and no tensor.
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections import OrderedDict
@@ -76,6 +77,10 @@ class ReplicaVariable(ReplicaParameter):
     # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
     __slots__ = ("torchstrategy_variable",)
     torchstrategy_variable: weakref.ref[Variable]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = copy.deepcopy(self._variable, memo)
+        return copied
 
     @property
     def name(self) -> str:
@@ -155,7 +160,7 @@ class ModuleReplica:
         try:
             # All roots are copied at once, so that objects that they share stay shared.
             memo = {**self.local_objects, **own.objects, **_empty_tables(modules)}
-            copied, marked = _copied_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
+            copied, with_attributes = _copied_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
         except Exception as error:
             raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
@@ -163,9 +168,9 @@ class ModuleReplica:
             compile_alike(module, pairs[id(module)])
         self.local_objects.update(pairs)
         self.insides = [pairs[id(module)].__dict__ for module in modules]
-        self._close_over_own(marked)
+        self._close_over_own(with_attributes)
         if any(value is MISSING for value in own.objects.values()):
-            drop(marked, MISSING)
+            drop(with_attributes, MISSING)
             for inside in self.insides:
                 kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
                 drop(kept, MISSING)

@@ -255,9 +255,10 @@ class PlainAttributes:
         edits = []
         for index in replaced:
             path = f"{self.buffer_names[index]} (made in the step)"
+            made: dict[str, Any] = {}
             local = [vars(replica.buffer(index)) for replica in self.replicas]
             if any(local[r] for r in present):
-                self._of_new_buffers[index] = made = {}
+                self._of_new_buffers[index] = made
                 self._tables[path] = Place(path, made, local)
                 edits += [Edit(path, name, MISSING, value) for r in present for name, value in local[r].items()]
         return edits

@@ -72,6 +72,11 @@ class MirroredVariable(DistributedVariable):
         super()._take_memory(value)
         self._held = ()
 
+    def _alike(self) -> MirroredVariable:
+        made = make_data(MirroredVariable, plain_alias(self), None, self.requires_grad)
+        made._devices, made._held = self._devices, ()
+        return made
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """A block in which the components may be written. The caller has to write the same on all of them."""
@@ -129,6 +134,12 @@ class SyncOnReadVariable(DistributedVariable):
         self._parts, self._held = [part.requires_grad_(is_trained) for part in parts], ()
         for part in self._parts if is_trained else ():
             part.register_post_accumulate_grad_hook(_refuse_gradient)
+
+    def _alike(self) -> SyncOnReadVariable:
+        made = make_data(SyncOnReadVariable, plain_alias(self), None, False)
+        made._workers, made._is_as_made = self._workers, self._is_as_made
+        made._take_parts([part.detach().clone() for part in self._parts], self.requires_grad)
+        return made
 
     def _part(self) -> torch.Tensor:
         context = self._replica()
@@ -244,6 +255,9 @@ class Component(Variable):
         self._require_open()
         write(self, self._stand_in(), operation, value)
         return self
+
+    def _alike(self) -> Variable:
+        return make_data(Variable, self._stand_in(), None, self.requires_grad)
 
     def _require_open(self, stand_in: torch.Tensor | None = None) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
