@@ -95,10 +95,6 @@ class Snapshot:
         # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
         self._are_plain = {str}.issuperset(map(type, self._names))
 
-    def has(self, place: Any) -> bool:
-        """Whether it compares a table that has this key."""
-        return place in self._known
-
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
         self._known[place][name] = object()  # which no table holds

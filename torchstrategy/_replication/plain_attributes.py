@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 from torchstrategy._binding import attribute_contents as contents
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, PLAIN, Place
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, are_same, write_value
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
@@ -104,6 +105,7 @@ class PlainAttributes:
 
     def collect_tables(self) -> None:
         """Lists the attributes of tensors. The copies have to agree with the user's now."""
+        self._users_buffers = list(self.buffers.tensors)
         self._of_buffers = self._tables_of_buffers()
         of_replicas = [[leaf.local[r] for leaf in self._leaves.values()] for r in range(len(self.replicas))]
         of_leaves = _tables_of(list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas)
@@ -111,9 +113,9 @@ class PlainAttributes:
         # Whatever has attributes, as its `__dict__`.
         self._tables = _by_path(chain(self._modules.values(), of_tensors))
         tensors = {path: table for path, table in self._tables.items() if path not in self._modules}
-        self._known_tensors = Snapshot({path: table.original for path, table in tensors.items()})
+        self._known_tensors = _OfTensors({path: table.original for path, table in tensors.items()})
         count = range(len(self.replicas))
-        self._known_tensors_local = [Snapshot({path: one.local[r] for path, one in tensors.items()}) for r in count]
+        self._known_tensors_local = [_OfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count]
 
     def _tables_of_buffers(self) -> list[Place]:
         of_replicas = [replica.buffers.tensors for replica in self.replicas]
@@ -133,11 +135,12 @@ class PlainAttributes:
     def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
         tables = [table.original for table in (*self._of_parameters, *self._of_buffers)]
-        return are_same(list(map(vars, chain(owners, self.buffers.tensors))), tables)
+        return all(map(is_, map(vars, chain(owners, self._users_buffers)), tables))
 
     def replace_buffer(self, index: int, after: torch.Tensor) -> None:
         """After a run: the user has another tensor in the place of a buffer, as the step made it."""
         vars(after).update(self._of_new_buffers.get(index, {}))
+        self._users_buffers[index] = after
         self._of_buffers[index] = self._of_buffers[index]._replace(original=vars(after))
 
     def bring(self, owners: Sequence[torch.Tensor]) -> bool:
@@ -344,8 +347,10 @@ class PlainAttributes:
                     for of_replica in local:
                         of_replica.pop(name, None)
         if self._merged.keys() & self._tables.keys():
-            for known in (*self._known_insides, *self._known_tensors_local):
+            for known in self._known_insides:
                 known.take()
+            for of_tensors in self._known_tensors_local:
+                of_tensors.take()
         # The replicas get these values before the next run: a backward through the results of this run may still need
         # the tensors that they have now.
         for index, path in enumerate(self._leaves if self._written else ()):
@@ -354,9 +359,10 @@ class PlainAttributes:
         self._merged, self._backups = {}, []
 
     def _forget(self, path: str, name: str) -> None:
-        for snapshot in (self._known_modules, self._known_tensors):
-            if snapshot.has(path):
-                snapshot.forget(path, name)
+        if path in self._modules:
+            self._known_modules.forget(path, name)
+        else:
+            self._known_tensors.forget(path, name)
 
     def _memory(self, written: Sequence[object]) -> set[int]:
         of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
@@ -373,6 +379,38 @@ class PlainAttributes:
         """Says that the tensors agree with the user's: what is written on them from here on, the step writes."""
         for writes in self._writes:
             writes.note()
+
+
+@final
+class _OfTensors:
+    """The attributes of some tensors, when this was made or last taken again.
+
+    Args:
+        tables: The `__dict__`s of the tensors, by keys of the caller's.
+    """
+
+    def __init__(self, tables: dict[str, dict[str, Any]]) -> None:
+        self._tables = tables
+        self._all = list(tables.values())
+        self.take()
+
+    def take(self) -> None:
+        """Remembers the attributes of now."""
+        # Mostly no tensor has any. Then nothing has to be kept, and it takes one look to see that nothing has changed.
+        self._known = Snapshot(self._tables) if any(self._all) else None
+
+    def edits(self) -> list[Edit]:
+        """What has changed since."""
+        if self._known is None and not any(self._all):
+            return []
+        if self._known is not None:
+            return list(self._known.edits())
+        return [Edit(path, name, MISSING, value) for path, one in self._tables.items() for name, value in one.items()]
+
+    def forget(self, path: str, name: str) -> None:
+        """Counts an attribute as changed, whatever it is, until this is taken again."""
+        if self._known is not None and path in self._tables:
+            self._known.forget(path, name)
 
 
 _TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write

@@ -184,7 +184,7 @@ def test_a_copy_of_a_module_has_such_variables(strategy: torchstrategy.Strategy,
 def test_the_strategy_is_another_one_or_gone() -> None:
     strategy, other = mirrored(2), central(2)
     v = variable(strategy, "ON_WRITE", "MEAN")
-    with other.scope(), pytest.raises(RuntimeError, match="Variable.__deepcopy__"):
+    with other.scope(), pytest.raises(RuntimeError, match=r"Variable\.__deepcopy__"):
         copy.deepcopy(v)
     kind = type(v)
     del strategy
