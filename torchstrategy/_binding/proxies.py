@@ -251,12 +251,19 @@ class _ParameterProxy(_Proxy, ShowsLocalGrad, _Attributes):
     that clears, clips or logs the gradients of a list of parameters that was made outside of the step.
     """
 
+    def __getattribute__(self, name: str) -> Any:
+        # No attribute of the user's can take the place of these, and a step reads `grad` of all parameters.
+        return object.__getattribute__(self, name) if name in _FIELDS else super().__getattribute__(name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter.__reduce_ex__(self, protocol)  # its result names no class but Parameter
+
+
+_FIELDS = {name for name in dir(torch.Tensor) if hasattr(type(getattr(torch.Tensor, name)), "__set__")} - {"__dict__"}
 
 
 class _SharedStepperProxy(_Proxy):

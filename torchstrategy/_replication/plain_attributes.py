@@ -82,6 +82,7 @@ class PlainAttributes:
         own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._collect_fixed_tables()
         self._collect()
 
     def _collect(self) -> None:
@@ -90,8 +91,8 @@ class PlainAttributes:
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
         self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
-        self.collect_tables()
-        all_places = _by_path(chain(self._tables.values(), places.values()))
+        self._collect_tables()
+        all_places = _by_path(chain(self._tables.values(), places.values())) if places else {}
         self._containers = {path: place for path, place in all_places.items() if path not in self._tables}
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
@@ -103,28 +104,34 @@ class PlainAttributes:
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
         self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count]
 
-    def collect_tables(self) -> None:
-        """Lists the attributes of tensors. The copies have to agree with the user's now."""
+    def take_new_buffers(self) -> None:
+        """Says that replicas have other tensors in the place of buffers. They have to agree with the user's now."""
+        self._collect_fixed_tables()
+        self._collect_tables()
+
+    def _collect_fixed_tables(self) -> None:
+        """Lists the attributes of modules, parameters and buffers."""
+        of_replicas = [replica.buffers.tensors for replica in self.replicas]
         self._users_buffers = list(self.buffers.tensors)
-        self._of_buffers = self._tables_of_buffers()
-        of_replicas = [[leaf.local[r] for leaf in self._leaves.values()] for r in range(len(self.replicas))]
-        of_leaves = _tables_of(list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas)
-        of_tensors = [*self._of_parameters, *self._of_buffers, *of_leaves]
-        # Whatever has attributes, as its `__dict__`.
-        self._tables = _by_path(chain(self._modules.values(), of_tensors))
+        self._of_buffers = _tables_of(self.buffer_names, self._users_buffers, of_replicas)
+        self._fixed_tables = _by_path(chain(self._modules.values(), self._of_parameters, self._of_buffers))
+
+    def _collect_tables(self) -> None:
+        """Lists whatever has attributes: modules and tensors, each as its `__dict__`."""
+        self._tables = dict(self._fixed_tables)
+        if self._leaves:
+            of_replicas = [[leaf.local[r] for leaf in self._leaves.values()] for r in range(len(self.replicas))]
+            of_leaves = _tables_of(list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas)
+            self._tables = _by_path(chain(self._fixed_tables.values(), of_leaves))
         tensors = {path: table for path, table in self._tables.items() if path not in self._modules}
         self._known_tensors = _OfTensors({path: table.original for path, table in tensors.items()})
         count = range(len(self.replicas))
         self._known_tensors_local = [_OfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count]
 
-    def _tables_of_buffers(self) -> list[Place]:
-        of_replicas = [replica.buffers.tensors for replica in self.replicas]
-        return _tables_of(self.buffer_names, self.buffers.tensors, of_replicas)
-
     def _named(self) -> Iterator[Place]:
         """The plain attributes of all modules, parameters and buffers."""
-        tables = chain(self._modules.values(), self._of_parameters, self._tables_of_buffers())
-        for path, inside, of_replicas in tables:
+        marked = [table for table in (*self._of_parameters, *self._of_buffers) if table.original]
+        for path, inside, of_replicas in (*self._modules.values(), *marked):
             left_out = self._left_out.get(path, frozenset())
             for name in [name for name in inside if name not in left_out]:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]

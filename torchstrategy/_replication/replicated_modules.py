@@ -161,7 +161,7 @@ class ReplicatedModules:
                 return False
             # A list, since all replicas get the values.
             if any([replica.bring_buffers(changed, self._buffers) for replica in self.replicas]):
-                self.attributes.collect_tables()
+                self.attributes.take_new_buffers()
         if self._overlaps:  # what was brought to one of these was written on all that share its memory
             self.attributes.agree()
             for replica in self.replicas:
