@@ -186,6 +186,10 @@ def test_the_strategy_is_another_one_or_gone() -> None:
     v = variable(strategy, "ON_WRITE", "MEAN")
     with other.scope(), pytest.raises(RuntimeError, match=r"Variable\.__deepcopy__"):
         copy.deepcopy(v)
+    model = nn.Module()
+    model.held = copy.deepcopy(v)
+    with pytest.raises(RuntimeError, match="already belongs to another strategy, as its copies do"):
+        other.distribute_module(model)
     kind = type(v)
     del strategy
     assert type(copy.deepcopy(v)) is kind
