@@ -16,7 +16,8 @@ made of the whole batch. It brings the API of `tf.distribute.Strategy` to PyTorc
     accumulated       the `.grad` of an owner from before the run, and all gradients that were reduced since
     owner             a parameter of the user's own module, which the optimizer updates
     local             a replica's own: its copy of a module, its parameter, its gradient
-    plain attribute   an attribute of a module that is no parameter, buffer, layer or table of torch's: `model.config`
+    plain attribute   an attribute of a module that is no parameter, buffer, layer or table of torch's: `model.config`;
+                      and what a program sets on a tensor: `weight.is_expert`
     trainer           an object of the user's that holds models or what trains them
     stepper           a learning-rate scheduler or a `GradScaler`, which counts steps
     merge function    what `get_replica_context().merge_call` calls, once for all replicas

@@ -4,7 +4,7 @@ A program is data: layers, what a step does, what happens between steps, and whe
 a user's code, and knows nothing of strategies; only the loop around the parts differs, see `execution`.
 
     programs      what a program is, and how it is printed
-    layers        what models are made of; `modules` has the classes that torch has not
+    layers        what models are made of; `modules` and `marked` have the classes that torch has not
     optimizers    torch's own, and such as users write
     actions       what a step does, and what comes right before and after it
     events        what a user does between steps; `writing` has the ways of writing on a tensor

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import torchstrategy
 
+from .marked import Varied
 from .training import Batch, Hands
 
 
@@ -152,6 +153,8 @@ _CLIPS: dict[str, Any] = {
     "drop one": lambda ps: setattr(ps[0], "grad", None),
     "numbers": lambda ps: [float(p.grad.abs().sum()) for p in ps if p.grad is not None] and None,
     "foreach": lambda ps: torch._foreach_mul_([p.grad for p in ps if p.grad is not None], 0.5) and None,
+    "of the marked": lambda ps: [p.grad.mul_(0.5) for p in ps if getattr(p, "tag", 0) and p.grad is not None] and None,
+    "by their marks": lambda ps: [p.grad.mul_(0.9 ** getattr(p, "tag", 0)) for p in ps if p.grad is not None] and None,
     "kept data": lambda ps: [p.grad.detach().mul_(0.5) for p in ps if p.grad is not None] and None,
 }
 CLIPS = list(_CLIPS)
@@ -225,12 +228,32 @@ def _train(hands: Hands) -> None:
     hands.model.train()
 
 
+def _mark(hands: Hands) -> None:
+    for index, parameter in enumerate(hands.parameters()):
+        parameter.tag = getattr(parameter, "tag", index) + 1
+        parameter.note = [float(parameter.requires_grad)]
+
+
+def _unmark(hands: Hands) -> None:
+    for parameter in hands.parameters()[::2]:
+        vars(parameter).pop("tag", None)
+
+
+def _grow(hands: Hands) -> None:
+    for module in hands.model.modules():
+        if isinstance(module, Varied):
+            module.grow()
+
+
 _DEEDS: dict[str, Any] = {
     "set rate": _set_rate,
     "freeze": _freeze,
     "thaw": _thaw,
     "eval": _evaluate,
     "train": _train,
+    "mark parameters": _mark,
+    "unmark some": _unmark,
+    "grow variables": _grow,
 }
 DEEDS = list(_DEEDS)
 
@@ -287,6 +310,7 @@ _PEEKS: dict[str, Any] = {
     "attributes": _attributes,
     "teacher": lambda h: sum(float(p.sum()) for p in h.teacher.parameters()) if h.teacher is not None else 0.0,
     "steps": lambda h: sum(getattr(s, "last_epoch", 0) for s in h.schedulers),
+    "marks": lambda h: float(sum(getattr(p, "tag", 0) for p in h.parameters())),
     "names": lambda h: float(sum(len(name) for name, _ in h.model.named_parameters())),
     "scale": lambda h: 0.0 if h.scaler is None else h.scaler.get_scale(),
 }

@@ -43,10 +43,12 @@ def snapshot(training: Training) -> Snapshot:
 def _of_module(path: str, root: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in root.named_parameters(path, remove_duplicate=False):
         yield name, _copied(parameter)
+        yield from _marks_of(name, parameter)
         yield f"{name}.requires_grad", parameter.requires_grad
         yield f"{name}.grad", None if parameter.grad is None else _copied(parameter.grad)
     for name, buffer in root.named_buffers(path, remove_duplicate=False):
         yield f"{name} (buffer)", _copied(buffer)
+        yield from _marks_of(name, buffer)
     for name, module in root.named_modules(prefix=path):
         yield f"{name}.training", module.training
         for attribute, value in vars(module).items():
@@ -55,6 +57,12 @@ def _of_module(path: str, root: nn.Module) -> Iterator[tuple[str, Any]]:
             )
             if not hidden and attribute not in ("_parameters", "_buffers", "_modules"):
                 yield from _of(f"{name}.{attribute} (attribute)", value)
+
+
+def _marks_of(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """The attributes that a program has set on a tensor."""
+    for name, value in vars(tensor).items():
+        yield from _of(f"{path}.{name} (attribute)", value)
 
 
 def _of_optimizer(path: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
@@ -72,6 +80,7 @@ def _of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The plain values below one; what has no number in it is left out."""
     if isinstance(value, torch.Tensor):
         yield path, _copied(value)
+        yield from _marks_of(path, value)
     elif isinstance(value, (bool, int, float, str, type(None), complex)):
         yield path, value
     elif isinstance(value, numpy.ndarray):

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from . import modules
 from .actions import Backward, Clip
 from .layers import _HOOKS
 from .layers import HOOKS as LAYER_HOOKS
+from .marked import Marked, Varied
 from .training import Hands, Training
 from .writing import WAYS
 
@@ -188,8 +190,44 @@ class Change(Event):
 
     def do(self, training: Training) -> None:
         for module in training.model.modules():
-            if isinstance(module, modules.Settings):
+            if isinstance(module, (modules.Settings, Marked)):
                 module.change(self.value)
+
+
+@dataclass(frozen=True)
+class Mark(Event):
+    """Sets or deletes attributes of tensors."""
+
+    how: str = "parameters"
+    value: float = 1.0
+
+    def do(self, training: Training) -> None:
+        if self.how == "parameters":
+            for parameter in training.parameters():
+                parameter.tag = self.value
+        elif self.how == "buffers":
+            for buffer in training.model.buffers():
+                buffer.tag = {"value": self.value}
+        elif self.how == "unmark":
+            for tensor in (*training.model.parameters(), *training.model.buffers()):
+                vars(tensor).pop("tag", None)
+        else:
+            for module in training.model.modules():
+                if isinstance(module, Marked):
+                    module.forget()
+
+
+@dataclass(frozen=True)
+class CopyVariables(Event):
+    """Goes on with copies of variables."""
+
+    in_scope: bool = False
+
+    def do(self, training: Training) -> None:
+        with training.place.scope() if self.in_scope else nullcontext():
+            for module in training.model.modules():
+                if isinstance(module, Varied):
+                    module.copy()
 
 
 @dataclass(frozen=True)
@@ -198,7 +236,7 @@ class Reset(Event):
 
     def do(self, training: Training) -> None:
         for module in training.model.modules():
-            if isinstance(module, modules.Counts):
+            if isinstance(module, (modules.Counts, Marked)):
                 module.reset()
             elif isinstance(module, modules.Keeps):
                 module.kept_output = None
@@ -350,8 +388,8 @@ def _can_be_copied(model: nn.Module, way: str) -> bool:
             return False
         if isinstance(module, modules.Keeps) and not module.detached:
             return False
-        if way == "pickle" and parametrize.is_parametrized(module):
-            return False
+        if way == "pickle" and (parametrize.is_parametrized(module) or isinstance(module, Varied)):
+            return False  # a variable in a pickle is of no strategy
     return True
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
-from . import actions, events, layers, modules, optimizers, writing
+from . import actions, events, layers, marked, modules, optimizers, writing
 from .actions import Action
 from .events import Event
 from .layers import Layer
@@ -19,7 +19,7 @@ from .topologies import DATA_PARALLEL, STRATEGIES, WORKERS, Topology
 T = TypeVar("T")
 
 # What `Module.to` does not move, or makes two of one.
-_LOST_WHEN_MOVED = ("shared buffer", "Pruned(", "old weight norm", "old spectral norm")
+_LOST_WHEN_MOVED = ("shared buffer", "Pruned(", "old weight norm", "old spectral norm", "place='shift'")
 
 
 @final
@@ -58,6 +58,7 @@ class _Draw:
         self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])  # how many there are
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
         self._may_fail_late = self._some_rows = False
+        self._text = ""  # of the layers
 
     def program(self, most_steps: int) -> Program:
         """The program, of at most so many steps."""
@@ -69,9 +70,9 @@ class _Draw:
         if not any(isinstance(layer, layers.Linear) for layer in chosen):
             chosen.insert(draw.randint(0, len(chosen)), layers.Linear())
         sparse = any("sparse" in repr(layer) for layer in chosen)
-        text = repr(chosen)
+        text = self._text = repr(chosen)
         self._sees_the_batch = "Norm(kind='batch" in text or "running mean" in text
-        counts = ("Count(", "Buffer(", "spectral", "shared buffer", "'property'")
+        counts = ("Count(", "Buffer(", "Marked(", "spectral", "shared buffer", "'property'")
         self._sees_calls = self._sees_the_batch or any(word in text for word in counts)
         self._some_rows = "of some rows" in text
         self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
@@ -101,7 +102,7 @@ class _Draw:
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
             draw.choice(["closure", "closure", "trainer", "trainer with parts", "arguments"]),
-            draw.random() < 0.7 or any(word in text for word in _LOST_WHEN_MOVED),
+            draw.random() < 0.7 or any(word in text for word in (*_LOST_WHEN_MOVED, "Varied(")),
             draw.random() < 0.2,
             scaler,
         )
@@ -155,7 +156,8 @@ class _Draw:
             whole_batch = [] if self._is_data_parallel else ["batch", "batch", "batch, mean"]
             return layers.Norm(draw.choice(["layer", "group", "batch, evaluating", *whole_batch]))
         if kind < 20:
-            return draw.choice([self._again, self._setting, self._count, self._buffer, self._buffer])()
+            small = [self._again, self._setting, self._count, self._buffer, self._buffer, self._marked, self._marked]
+            return draw.choice([*small, self._varied])()
         if kind < 22:
             return layers.Held(draw.choice(modules.HELD))
         if kind < 25:
@@ -193,6 +195,14 @@ class _Draw:
 
     def _buffer(self) -> Layer:
         return layers.Buffer(self._draw.choice(modules.BUFFERS), self._draw.random() < 0.8)
+
+    def _marked(self) -> Layer:
+        draw = self._draw
+        counts = None if draw.random() < 0.4 else draw.choice(modules.COUNTS)
+        return layers.Marked(draw.choice(marked.PLACES), draw.choice(modules.SETTINGS), counts)
+
+    def _varied(self) -> Layer:
+        return layers.Varied(self._draw.random() < 0.5)
 
     def _parametrized(self) -> Layer:
         return layers.Parametrized(self._draw.choice(layers.PARAMETRIZED))
@@ -302,6 +312,8 @@ class _Draw:
             ),
             *[lambda: events.Change(draw.choice([0.5, 1.0, 1.5]))] * 2,
             events.Reset,
+            lambda: events.Mark(draw.choice(["parameters", "buffers", "unmark", "forget"]), draw.choice([0.5, 2.0])),
+            *[lambda: events.CopyVariables(draw.random() < 0.3)] * ("Varied(" in self._text),
             lambda: events.NewAttribute(draw.choice(["number", "list", "tensor", "dict", "none"])),
             lambda: events.Freeze(index, draw.random() < 0.5),
             lambda: events.Mode(draw.random() < 0.5, draw.choice([None, 0, 1])),

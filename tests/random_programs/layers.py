@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import torchstrategy
 
-from . import modules
+from . import marked, modules
 from .modules import filled
 
 
@@ -126,6 +126,24 @@ class Odd(Layer):
 
     def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
         return modules.ODD[self.kind](width)
+
+
+@dataclass(frozen=True)
+class Marked(Layer):
+    place: str = "weight"
+    setting: str = "number"
+    counts: str | None = None
+
+    def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
+        return marked.Marked(self.place, self.setting, self.counts, width)
+
+
+@dataclass(frozen=True)
+class Varied(Layer):
+    each_replica: bool = False
+
+    def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
+        return marked.Varied(self.each_replica, width)
 
 
 _SIMPLE = {

@@ -79,6 +79,21 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[An
 SETTINGS = list(_SETTINGS)
 
 
+def new_setting(kind: str) -> Any:
+    """A setting as it is at first."""
+    return _SETTINGS[kind][0]()
+
+
+def read_setting(kind: str, setting: Any) -> Any:
+    """The number in a setting."""
+    return _SETTINGS[kind][1](setting)
+
+
+def changed(kind: str, setting: Any, value: float) -> Any:
+    """The setting with another number."""
+    return _SETTINGS[kind][2](setting, value)
+
+
 class Settings(nn.Module):
     """Scales by a setting."""
 
@@ -190,6 +205,16 @@ _COUNTS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None]]] = {
     "deleted": (lambda: 0, _deleted),
 }
 COUNTS = list(_COUNTS)
+
+
+def new_count(kind: str) -> Any:
+    """What is counted with, as it is at first."""
+    return _COUNTS[kind][0]()
+
+
+def count(kind: str, thing: Any, n: int) -> None:
+    """Counts on an attribute of a thing."""
+    _COUNTS[kind][1](thing, n)
 
 
 class Counts(nn.Module):

@@ -27,6 +27,8 @@ class Writing(Net):
         self.in_place = torch.zeros(4, dtype=torch.float64)
         self.losses: list[float] = []
         self.by_name: dict[str, Any] = {"nested": {"sum": 0.0}, "mean": torch.zeros(2, dtype=torch.float64)}
+        self.marked: Any = self.head.weight
+        self.marked.calls, self.marked.average, self.marked.last = 0, torch.zeros(2, dtype=torch.float64), []
         self.pair: Any = None
         self.largest: Any = None
         self.odd: Any = None
@@ -43,6 +45,10 @@ class Writing(Net):
         self.losses.append(mean)
         self.by_name["nested"]["sum"] += mean
         self.by_name["mean"] = self.by_name["mean"] + x[:, :2].mean(0)
+        # What a step sets on a tensor is an attribute, too.
+        self.marked.calls += 1
+        self.marked.average = 0.9 * self.marked.average + 0.1 * x[:, :2].mean(0)
+        self.marked.last.append(mean)
         self.pair = (mean, [self.calls])
         self.largest = x.max()
         if mean > 0:
@@ -83,7 +89,8 @@ def written(strategy: torchstrategy.Strategy) -> dict[str, Any]:
         for batch in strategy.experimental_distribute_dataset(batches(SIZES)):
             strategy.run(trainer.step, args=(batch,))
             own = [name for name in vars(trainer.model) if name in vars(Writing()) and not name.startswith("_")]
-            found = {name: vars(trainer.model)[name] for name in own if name != "training"}
+            found = {name: vars(trainer.model)[name] for name in own if name not in ("training", "marked")}
+            found["marked"] = dict(vars(trainer.model.head.weight))
             found.update({f"trainer {name}": vars(trainer)[name] for name in ("steps", "number", "loss", "rows")})
             of_steps.append({name: _plain(value) for name, value in found.items()})
         if isinstance(trainer.rows, DistributedValues):

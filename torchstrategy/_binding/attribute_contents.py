@@ -1,6 +1,7 @@
-"""What plain attributes hold, at any depth: containers, objects and tensors.
+"""What plain attributes hold, at any depth: containers, objects and tensors, with the attributes of these.
 
-Each replica has copies of all containers, objects and tensors that a step may change in place.
+Each replica has copies of all containers, objects and tensors that a step may change in place. A program may set
+attributes on tensors, too, as in `weight.is_expert = True`.
 """
 
 from __future__ import annotations
@@ -85,12 +86,15 @@ def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Place]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
         yield Place(path, value, local)
-    if id(value) in seen or isinstance(value, (*_CLOSED, *_CALLED)) or any(copied is value for copied in local):
+    has_attributes = isinstance(value, torch.Tensor) and bool(vars(value))
+    if id(value) in seen or any(copied is value for copied in local):
         return
-    if type(value).__module__.partition(".")[0] == "torchstrategy":
+    if isinstance(value, (*_CLOSED, *_CALLED)) and not has_attributes:
+        return
+    if type(value).__module__.partition(".")[0] == "torchstrategy" and not has_attributes:
         return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
-    if not isinstance(value, (tuple, frozenset)):
+    if not isinstance(value, (tuple, frozenset, torch.Tensor)):
         yield Place(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= _PLAIN_TYPES:
         return  # there may be many
@@ -125,7 +129,8 @@ def attributes(thing: Any) -> dict[str, Any]:
         found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
     except AttributeError:
         found = {}
-    if not hasattr(type(thing), "__slots__"):
+    # What a tensor has in slots is its library's.
+    if not hasattr(type(thing), "__slots__") or isinstance(thing, torch.Tensor):
         return found
     found = dict(found)
     for base in type(thing).__mro__:
@@ -169,7 +174,8 @@ def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
 def drop(value: Any, item: object) -> None:
     """Removes an item from all containers in a value that can be written."""
     for _, container in list(things_in("", value)):
-        named = {} if isinstance(container, (*_CLOSED, PerReplica)) else named_items(container)
+        is_open = isinstance(container, torch.Tensor) or not isinstance(container, (*_CLOSED, PerReplica))
+        named = named_items(container) if is_open else {}
         if any(held is item for held in named.values()):
             write_items(container, {place: held for place, held in named.items() if held is not item})
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import things_in
+from torchstrategy._core.types import Device
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -26,14 +28,38 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules, tensors and other things in the plain attributes of a module, each with its path."""
+    """The modules, tensors and other things in the plain attributes of a module and its tensors, each with its path."""
     for name, value in plain_attributes(module).items():
         yield from things_in(f".{name}", value)
+    for name, tensor in tensors_with_attributes(module):
+        for key, value in vars(tensor).items():
+            yield from things_in(f".{name}.{key}", value)
+
+
+def tensors_with_attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module on which a program has set attributes, with their names."""
+    tables = vars(module)["_parameters"], vars(module)["_buffers"]
+    named = [pair for table in tables if table for pair in table.items()]
+    return [(name, tensor) for name, tensor in named if tensor is not None and vars(tensor)]
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are not torch's own."""
     return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+
+
+def move(module: nn.Module, device: Device) -> nn.Module:
+    """Moves a module to a device. Its tensors keep the attributes that a program has set on them.
+
+    torch makes new tensors for buffers, and would leave these attributes behind.
+    """
+    marked = [(part, *pair) for part in module.modules() for pair in tensors_with_attributes(part)]
+    moved = module.to(device)
+    for part, name, before in marked:
+        after = part._buffers.get(name)
+        if after is not None and after is not before:
+            vars(after).update(vars(before))
+    return moved
 
 
 def computed_by_hooks(module: nn.Module) -> set[str]:

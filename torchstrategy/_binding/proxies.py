@@ -34,7 +34,7 @@ _lock = threading.Lock()
 # - The proxy of a module changes everything: whatever is read, set or deleted on it is that of the replica's copy.
 # - The proxy of an optimizer changes `step`, `zero_grad`, `param_groups`, `state`, and the public methods that the
 #   user's class adds to torch's. It refuses `add_param_group` and `load_state_dict`.
-# - The proxy of a parameter changes `.grad` only. Its values are the user's own.
+# - The proxy of a parameter changes `.grad`, and the attributes that are in its `__dict__`. Its values are the user's.
 # - The proxy of a scheduler or scaler changes `step`, `update` and `unscale_`, which act once for all replicas.
 # - The proxy of a trainer changes the attributes that are in its `__dict__`. Methods and properties are the user's.
 # Code that does not belong to the step must not notice a proxy:
@@ -189,40 +189,16 @@ class ShowsLocalGrad(nn.Parameter):
         self.grad = None
 
 
-class _ParameterProxy(_Proxy, ShowsLocalGrad):
-    """The user's own parameter, which shows, in a replica, the gradient of that replica's own parameter.
-
-    Only its gradient is the replica's: operations on it use the user's own parameter, also in a replica. This is enough
-    for a step that clears, clips or logs the gradients of a list of parameters that was made outside of the step.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter.__reduce_ex__(self, protocol)  # its result names no class but Parameter
-
-
-class _SharedStepperProxy(_Proxy):
-    """A scheduler or a scaler. What it does once per step, it does once for all replicas that call it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
-            return functools.partial(local.call, name)
-        return super().__getattribute__(name)
-
-
 class _Attributes:
-    """Gives a trainer, in each replica, attributes of its own.
+    """Gives an object, in each replica, attributes of its own: a trainer, or a parameter of the user's.
 
     In the order in which methods are looked up, it comes after all classes of the user's and before `object`. So a
     `__getattribute__` or `__setattr__` of the user's class is called first.
     """
 
     def __getattribute__(self, name: str) -> Any:
-        attributes: Any = local_object(self)
-        if attributes is self:
+        attributes = _attributes_in_replica(self)
+        if attributes is None:
             return super().__getattribute__(name)
         if name == "__dict__":
             return attributes
@@ -233,15 +209,15 @@ class _Attributes:
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        attributes: Any = local_object(self)
-        if attributes is self or hasattr(type(getattr(type(self), name, None)), "__set__"):
+        attributes = _attributes_in_replica(self)
+        if attributes is None or hasattr(type(getattr(type(self), name, None)), "__set__"):
             super().__setattr__(name, value)
         else:
             attributes[name] = value
 
     def __delattr__(self, name: str) -> None:
-        attributes: Any = local_object(self)
-        if attributes is self or hasattr(type(getattr(type(self), name, None)), "__delete__"):
+        attributes = _attributes_in_replica(self)
+        if attributes is None or hasattr(type(getattr(type(self), name, None)), "__delete__"):
             super().__delattr__(name)
         elif name in attributes:
             del attributes[name]
@@ -252,11 +228,51 @@ class _Attributes:
         return vars(self)  # `object.__getstate__` would not look up `__dict__`, and would get the user's own attributes
 
 
+def _attributes_in_replica(thing: Any) -> dict[str, Any] | None:
+    """The attributes that an object has in the replica of this thread; None outside of replicas."""
+    local = local_object(thing)
+    if local is thing:
+        return None
+    own: dict[str, Any] = vars(local) if isinstance(local, torch.Tensor) else local  # that of a trainer is a dict
+    return own
+
+
 def _of_class(thing: object, name: str) -> Any:
     found = next((vars(base)[name] for base in type(thing).__mro__ if name in vars(base)), _Attributes)
     if found is _Attributes:
         raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}")
     return found.__get__(thing, type(thing)) if hasattr(found, "__get__") else found
+
+
+class _ParameterProxy(_Proxy, ShowsLocalGrad, _Attributes):
+    """The user's own parameter, which shows, in a replica, the gradient and the attributes of that replica's parameter.
+
+    All else is the user's: operations on it use the user's own parameter, also in a replica. This is enough for a step
+    that clears, clips or logs the gradients of a list of parameters that was made outside of the step.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        # No attribute of the user's can take the place of these, and a step reads `grad` of all parameters.
+        return object.__getattribute__(self, name) if name in _FIELDS else super().__getattribute__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter.__reduce_ex__(self, protocol)  # its result names no class but Parameter
+
+
+_FIELDS = {name for name in dir(torch.Tensor) if hasattr(type(getattr(torch.Tensor, name)), "__set__")} - {"__dict__"}
+
+
+class _SharedStepperProxy(_Proxy):
+    """A scheduler or a scaler. What it does once per step, it does once for all replicas that call it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
+            return functools.partial(local.call, name)
+        return super().__getattribute__(name)
 
 
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})

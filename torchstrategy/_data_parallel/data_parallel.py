@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from torchstrategy._binding.module_traversal import move
 from torchstrategy._communication.reductions import check_gatherable
 from torchstrategy._communication.transfer import concatenated
 from torchstrategy._core.context import in_use, is_accelerator, is_in_replica
@@ -130,7 +131,7 @@ class DataParallel(nn.Module):
         nn.Module.register_state_dict_post_hook(self, _take_prefix_off)
         nn.Module.register_load_state_dict_pre_hook(self, _put_prefix_on)
         if len(self._devices) == 1:
-            module.to(memory_device(self._devices[0]))
+            move(module, memory_device(self._devices[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         # The threads of a strategy can be neither copied nor pickled. The copy makes a strategy at its first forward.

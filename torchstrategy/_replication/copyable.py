@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from torchstrategy._binding.attribute_contents import closed_over, things_in
-from torchstrategy._binding.module_traversal import HOOK_TABLES, computed_by_hooks, plain_attributes
+from torchstrategy._binding.module_traversal import (
+    HOOK_TABLES,
+    computed_by_hooks,
+    plain_attributes,
+    tensors_with_attributes,
+)
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import is_variable
@@ -57,6 +62,9 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
         for name, value in {**module._buffers, **plain_attributes(module)}.items():
             if name not in computed and not (name in module._buffers and is_variable(value)):
                 refuse_trainable(f"{path}.{name}", value, parameters)
+        for name, tensor in tensors_with_attributes(module):
+            for key, value in vars(tensor).items():
+                refuse_trainable(f"{path}.{name}.{key}", value, parameters)
         for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
             refuse_trainable(f"A hook of {path}", hook, parameters)
 

@@ -106,7 +106,10 @@ class Merger:
         first = there[0]
         kinds = {(type(value), len(value) if isinstance(value, tuple) else 0) for value in there}
         if len(kinds) > 1 or any(id(value) in self.users() for value in there) or not is_container(first):
-            return [self._of_each(path, values, before)]
+            self._made[key] = [made] = [self._of_each(path, values, before)]
+            if isinstance(made, torch.Tensor) and made is not first:
+                self._give_attributes(path, made, values, before)
+            return [made]
         if isinstance(first, frozenset):
             return [first]
         if isinstance(first, tuple):
@@ -116,6 +119,12 @@ class Merger:
         self._made[key] = [made]  # it may hold itself
         write_items(made, self.items(path, list(map(named_items, values)), named_items(before)))
         return [made]
+
+    def _give_attributes(self, path: str, made: torch.Tensor, values: Sequence[Any], before: Any) -> None:
+        """Gives the user's tensor the attributes that the step has set on the replicas' tensors."""
+        if any(vars(value) for value in values if isinstance(value, torch.Tensor)):
+            items = self.items(path, list(map(named_items, values)), named_items(before))
+            vars(made).update({name: value for (_, name), value in items.items()})
 
     def items(self, path: str, of_replicas: Sequence[Items], before: Items) -> Items:
         """The items and attributes for a container of the user's."""

@@ -6,12 +6,13 @@ it copies the structure and no tensor.
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeGuard, final
+from typing import Any, NamedTuple, TypeGuard, final
 
 import numpy
 import torch
@@ -19,19 +20,25 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchstrategy._binding.attribute_contents import drop, things_in
+from torchstrategy._binding.attribute_contents import PLAIN, drop, things_in
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, differing, write_value
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
-from torchstrategy._binding.module_traversal import HOOK_TABLES, TABLES, plain_attributes, tables_of
+from torchstrategy._binding.module_traversal import (
+    HOOK_TABLES,
+    TABLES,
+    plain_attributes,
+    tables_of,
+    tensors_with_attributes,
+)
 from torchstrategy._binding.object_attributes import in_replica
 from torchstrategy._communication.transfer import Write, equal, sent_to
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
-from torchstrategy._core.torch_internals import compile_alike, make_parameter, versions
+from torchstrategy._core.torch_internals import compile_alike, versions
 from torchstrategy._core.types import Device
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
-from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
+from torchstrategy._training.replica_gradients import ReplicaParameter, end_history, make_local
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
 
 # Note [What is aliased and what is copied]
@@ -43,6 +50,7 @@ from torchstrategy._variables.variable import Variable, is_variable, set_plain_d
 #   each replica itself: the copies of the modules have the user's variable.
 # - Buffers and tensors in plain attributes are always copied: a step may write on them, from the rows of its replica.
 #   But a parameter or variable that a plain attribute holds is the replica's own, the one that its modules have.
+# - The attributes that a program has set on a tensor (`weight.is_expert`) are copied as those of a module are.
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
 # - A hook is the user's own object, so that what it records is in one place. But a method of a module is that of the
@@ -67,7 +75,12 @@ class ReplicaVariable(ReplicaParameter):
     """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
 
     # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
-    variable: weakref.ref[Variable]
+    __slots__ = ("torchstrategy_variable",)
+    torchstrategy_variable: weakref.ref[Variable]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = copy.deepcopy(self._variable, memo)
+        return copied
 
     @property
     def name(self) -> str:
@@ -84,7 +97,7 @@ class ReplicaVariable(ReplicaParameter):
 
     @property
     def _variable(self) -> Variable:
-        variable = self.variable()
+        variable = self.torchstrategy_variable()
         assert variable is not None, "the run holds the variables of its strategy"
         return variable
 
@@ -133,15 +146,21 @@ class ModuleReplica:
         self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
         named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
-        # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
+        named += [
+            (f"{type(m).__name__}.{name}", tensor) for m in modules for name, tensor in tensors_with_attributes(m)
+        ]
+        named += [(owner.name, owner) for owner in owners if isinstance(owner, Variable) and vars(owner)]
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
-        outputs, self._held = self._own_in(named, known, is_new=True)
+        own = self._own_in(named, known, is_new=True)
+        # While the ids of the user's tensors are in the memo, no other object may get these ids.
+        self._held = own.constants
         tensors = [*buffers.tensors, *self._held]
         copies = copies_of(tensors, device)
         self.local_objects.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         try:
             # All roots are copied at once, so that objects that they share stay shared.
-            copied = deep_copied(list(roots), {**self.local_objects, **outputs, **_empty_tables(modules)})
+            memo = {**self.local_objects, **own.objects, **_empty_tables(modules)}
+            copied, with_attributes = _copied_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
         except Exception as error:
             raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
@@ -149,8 +168,9 @@ class ModuleReplica:
             compile_alike(module, pairs[id(module)])
         self.local_objects.update(pairs)
         self.insides = [pairs[id(module)].__dict__ for module in modules]
-        self._close_over_own()
-        if any(value is MISSING for value in outputs.values()):
+        self._close_over_own(with_attributes)
+        if any(value is MISSING for value in own.objects.values()):
+            drop(with_attributes, MISSING)
             for inside in self.insides:
                 kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
                 drop(kept, MISSING)
@@ -159,23 +179,19 @@ class ModuleReplica:
         self.buffers = StepWrites(copies[: len(buffers.tensors)])
         self._structure = Snapshot(tables_of(self.insides))
 
-    def _own_in(
-        self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool
-    ) -> tuple[dict[int, Any], list[torch.Tensor]]:
-        """What this replica has in the place of what some values of the user's hold, by the ids of the user's objects.
+    def _own_in(self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool) -> _Own:
+        """What this replica has in the place of what some values of the user's hold.
 
         Args:
             named: The values, each with what to call it.
             known: The ids of things that the replica has already.
             is_new: Whether the replica is made now, and has none of the parts that an earlier one had.
-
-        Returns:
-            That, and tensors of which it is to have copies that share memory with each other where the user's do.
         """
         # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
         # does not hold it, so that the user can drop it.
         own: dict[int, Any] = {}
-        others: dict[int, torch.Tensor] = {}
+        constants: dict[int, torch.Tensor] = {}
+        outputs: list[torch.Tensor] = []
         for path, held in (pair for name, value in named for pair in things_in(name, value)):
             if id(held) in known or id(held) in own:
                 continue
@@ -192,13 +208,20 @@ class ModuleReplica:
                     own[id(held)] = _without_history(component, self.device, path)
             elif _has_history(held):
                 own[id(held)] = _without_history(held, self.device, path)
+                outputs.append(held)
             elif isinstance(held, torch.Tensor):
-                others[id(held)] = held
-        return own, list(others.values())
+                constants[id(held)] = held
+        return _Own(own, list(constants.values()), outputs)
 
-    def _close_over_own(self) -> None:
-        """Makes functions that the copies hold close over this replica's objects instead of the user's."""
+    def _close_over_own(self, marked: Iterable[torch.Tensor]) -> None:
+        """Makes functions that the copies hold close over this replica's objects instead of the user's.
+
+        Args:
+            marked: The replica's tensors that have attributes.
+        """
         rebinding = ClosureRebinder(self.local_objects)
+        for tensor in marked:
+            rebinding.of(vars(tensor))
         for inside in self.insides:
             for name in inside.keys() - TABLES:
                 inside[name] = rebinding.of(inside[name])
@@ -243,16 +266,30 @@ class ModuleReplica:
     def _counted(self) -> list[int]:
         return [] if self._is_counted_by_users else versions(self.parameters)
 
-    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> None:
-        """Brings the values of buffers."""
+    def can_bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
+        """Whether `bring_buffers` can also bring the attributes that the user has set on buffers."""
+        for index in indices:
+            original = originals.tensors[index]
+            are_plain = all(isinstance(value, PLAIN) for value in vars(original).values())
+            if not are_plain and self._makes_anew(index, original):
+                return False
+        return True
+
+    def _makes_anew(self, index: int, original: torch.Tensor) -> bool:
+        # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new one.
+        # A buffer with a history is from the last step: a write on it would become a part of that graph.
+        own = self.buffers.tensors[index]
+        is_other = own.shape != original.shape or own.dtype != original.dtype
+        return is_other or own.requires_grad or self.has_replaced(index)
+
+    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
+        """Brings the values of buffers. Returns whether the replica has other tensors in their place now."""
         tensors, are_others = list(self.buffers.tensors), False
         for index in indices:
             own, original = self.buffers.tensors[index], originals.tensors[index]
-            # If the step replaced the buffer, both tensors may be in use in the replica: write on neither, make a new
-            # one. A buffer with a history is from the last step: a write on it would become a part of that graph.
-            is_other = own.shape != original.shape or own.dtype != original.dtype
-            if is_other or own.requires_grad or self.has_replaced(index):
+            if self._makes_anew(index, original):
                 own, are_others = original.detach().to(own.device, copy=True), True
+                vars(own).update(vars(original))  # plain values: see `can_bring_buffers`
                 self.local_objects[id(original)] = own
             else:
                 write_value(own, original, index in originals.running)
@@ -262,6 +299,7 @@ class ModuleReplica:
         if are_others:
             self.buffers = StepWrites(tensors)
         self.buffers.note()
+        return are_others
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
         """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
@@ -286,13 +324,15 @@ class ModuleReplica:
         for (path, name), value in values.items():
             places = {("", None): value} if name else value  # each item of a container has a name of its own
             named += [(path + name + shown.format(key), held) for (shown, key), held in places.items()]
-        given, tensors = self._own_in(named, memo, is_new=False)
-        memo.update(given)
-        memo.update(zip(map(id, tensors), copies_of(tensors, self.device), strict=True))
+        new = self._own_in(named, memo, is_new=False)
+        memo.update(new.objects)
+        memo.update(zip(map(id, new.constants), copies_of(new.constants, self.device), strict=True))
         rebinding = ClosureRebinder({**self.local_objects, **own})
-        copies = deep_copied(dict(values), memo)
+        copies, marked = _copied_with_attributes(dict(values), [*new.constants, *new.outputs], memo)
         if any(value is MISSING for value in memo.values()):
-            drop(list(copies.values()), MISSING)
+            drop([*copies.values(), *marked], MISSING)
+        for tensor in marked:
+            rebinding.of(vars(tensor))
         return {key: rebinding.of(copied) for key, copied in copies.items()}
 
     def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
@@ -331,6 +371,37 @@ class ModuleReplica:
         return written
 
 
+@final
+class _Own(NamedTuple):
+    """What a replica is to have in the place of what some values of the user's hold."""
+
+    objects: dict[int, Any]  # by the ids of the user's objects
+    constants: list[torch.Tensor]  # of which it gets copies that share memory with each other where the user's do
+    outputs: list[torch.Tensor]  # with a history, of which `objects` has copies without it
+
+
+def _copied_with_attributes(
+    value: Any, tensors: Sequence[torch.Tensor], memo: Mapping[int, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """A deep copy of a value. The replica's tensors get copies of the attributes that the user has set on theirs.
+
+    Args:
+        value: What is copied.
+        tensors: The user's tensors. `memo` has those of the replica.
+        memo: By the ids of objects of the user's: what the copies have in their place.
+
+    Returns:
+        The copy, and those of the replica's tensors that got attributes.
+    """
+    with_attributes = [tensor for tensor in tensors if vars(tensor)]
+    # All is copied at once, so that objects that a module and a tensor share stay shared.
+    copied, *of_tensors = deep_copied([value, *map(vars, with_attributes)], memo)
+    marked = [memo[id(tensor)] for tensor in with_attributes]
+    for own, attributes in zip(marked, of_tensors, strict=True):
+        vars(own).update(attributes)
+    return copied, marked
+
+
 _OUTDATED = (
     "{path} is a function that a step has made over parts of each replica. The replicas are made anew now, since a "
     "layer or hook was added, and have other parts: set the attribute to None before."
@@ -351,9 +422,9 @@ def differ(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
     """The copy of a parameter or variable over the memory of `data`."""
     if not isinstance(owner, Variable):
-        return ReplicaParameter.over(data, owner.requires_grad)
-    local = make_parameter(ReplicaVariable, data, owner.requires_grad)
-    local.variable = weakref.ref(owner)
+        return make_local(ReplicaParameter, data, owner.requires_grad)
+    local = make_local(ReplicaVariable, data, owner.requires_grad)
+    local.torchstrategy_variable = weakref.ref(owner)
     return local
 
 

@@ -1,6 +1,9 @@
 """The plain attributes of the user's modules, with what they hold, in the user's modules and in the replicas' copies.
 
 A plain attribute may hold a configuration, a list of numbers or an object that counts. Replicas have copies of these.
+What a program sets on a tensor, as in `weight.is_expert = True`, is a plain attribute, too: that of a parameter, of a
+buffer, or of a tensor in a plain attribute.
+
 What the user changes in them between runs reaches the copies before the next run. What steps write on the copies
 becomes one value for the user's modules after the run: see `merged_values`. The copies get it before the next run.
 """
@@ -9,9 +12,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -36,25 +40,34 @@ from torchstrategy._replication.tensor_copies import storage_of
 @final
 @dataclass(eq=False)
 class PlainAttributes:
-    """The plain attributes of the user's modules, with the containers and tensors that they hold.
+    """The plain attributes of the user's modules and tensors, with the containers and tensors that they hold.
 
     Args:
         replicas: The copies of the modules in each replica.
         modules: The user's modules.
         paths: What to call each of them.
-        parameters: The ids of the user's parameters.
-        buffers: The user's buffers, which other code keeps in step, as it does the parameters.
+        owners: The user's parameters. Other code keeps their values in step.
+        names: What to call each of them.
+        buffers: The user's buffers. Other code keeps their values in step, too.
+        buffer_names: What to call each of them.
         device: Where the user's parameters are.
     """
 
     replicas: Sequence[ModuleReplica]
     modules: InitVar[Sequence[nn.Module]]
     paths: InitVar[Sequence[str]]
-    parameters: Set[int]
+    owners: InitVar[Sequence[torch.Tensor]]
+    names: InitVar[Sequence[str]]
     buffers: TrackedTensors
+    buffer_names: Sequence[str]
     device: Device
 
-    def __post_init__(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> None:
+    def __post_init__(
+        self, modules: Sequence[nn.Module], paths: Sequence[str], owners: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> None:
+        self.parameters = set(map(id, owners))
+        # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
+        self._of_parameters = _tables_of(names, owners, [replica.parameters for replica in self.replicas])
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it, in the other workers too.
         self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
@@ -69,6 +82,7 @@ class PlainAttributes:
         own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._collect_fixed_tables()
         self._collect()
 
     def _collect(self) -> None:
@@ -76,37 +90,81 @@ class PlainAttributes:
         places, leaves, self._others = contents.places_and_leaves(self._named())
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
-        self._places = _by_path(chain(self._modules.values(), places.values()))
         self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
+        self._collect_tables()
+        all_places = _by_path(chain(self._tables.values(), places.values())) if places else {}
+        self._containers = {path: place for path, place in all_places.items() if path not in self._tables}
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
         self.tensors = TrackedTensors(leaf.original for leaf in self._leaves.values())
         self.tensors.watch()
-        self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
         self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count]
 
+    def take_new_buffers(self) -> None:
+        """Says that replicas have other tensors in the place of buffers. They have to agree with the user's now."""
+        self._collect_fixed_tables()
+        self._collect_tables()
+
+    def _collect_fixed_tables(self) -> None:
+        """Lists the attributes of modules, parameters and buffers."""
+        of_replicas = [replica.buffers.tensors for replica in self.replicas]
+        self._users_buffers = list(self.buffers.tensors)
+        self._of_buffers = _tables_of(self.buffer_names, self._users_buffers, of_replicas)
+        self._fixed_tables = _by_path(chain(self._modules.values(), self._of_parameters, self._of_buffers))
+
+    def _collect_tables(self) -> None:
+        """Lists whatever has attributes: modules and tensors, each as its `__dict__`."""
+        self._tables = dict(self._fixed_tables)
+        if self._leaves:
+            of_replicas = [[leaf.local[r] for leaf in self._leaves.values()] for r in range(len(self.replicas))]
+            of_leaves = _tables_of(list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas)
+            self._tables = _by_path(chain(self._fixed_tables.values(), of_leaves))
+        tensors = {path: table for path, table in self._tables.items() if path not in self._modules}
+        self._known_tensors = _OfTensors({path: table.original for path, table in tensors.items()})
+        count = range(len(self.replicas))
+        self._known_tensors_local = [_OfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count]
+
     def _named(self) -> Iterator[Place]:
-        """The plain attributes of all modules."""
-        for path, (_, inside, of_replicas) in self._modules.items():
-            left_out = self._left_out[path]
+        """The plain attributes of all modules, parameters and buffers."""
+        marked = [table for table in (*self._of_parameters, *self._of_buffers) if table.original]
+        for path, inside, of_replicas in (*self._modules.values(), *marked):
+            left_out = self._left_out.get(path, frozenset())
             for name in [name for name in inside if name not in left_out]:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
                 is_everywhere = not any(value is MISSING for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
                     yield Place(f"{path}.{name}", inside[name], local)
 
-    def bring(self) -> bool:
-        """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
+    def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
+        """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
+        tables = [table.original for table in (*self._of_parameters, *self._of_buffers)]
+        return all(map(is_, map(vars, chain(owners, self._users_buffers)), tables))
+
+    def replace_buffer(self, index: int, after: torch.Tensor) -> None:
+        """After a run: the user has another tensor in the place of a buffer, as the step made it."""
+        vars(after).update(self._of_new_buffers.get(index, {}))
+        self._users_buffers[index] = after
+        self._of_buffers[index] = self._of_buffers[index]._replace(original=vars(after))
+
+    def bring(self, owners: Sequence[torch.Tensor]) -> bool:
+        """Before a run: brings what the user changed to the copies. False if the copies have to be made anew.
+
+        Args:
+            owners: The user's parameters.
+        """
+        if not self._are_known(owners):
+            return False
         # Somebody may have given an object another class. During a run of another thread it may be a proxy.
         pairs = [(type(place.original), type(place.local[0])) for place in self._containers.values()]
         if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
         written = self.tensors.take_changes()[0] if self._leaves else []
-        edits, changed = list(self._known_modules.edits()), sorted(self._unbrought.union(self._known.differing()))
+        edits = [*self._known_modules.edits(), *self._known_tensors.edits()]
+        changed = sorted(self._unbrought.union(self._known.differing()))
         leaves = list(self._leaves.values())
         for _, original, local in map(leaves.__getitem__, written):
             # A tensor of another shape, or with a history, is not written: a step may have other references to it.
@@ -128,9 +186,9 @@ class PlainAttributes:
 
     def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
         """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
-        if any(edit.name in _TORCHS for edit in edits):
+        if any(edit.name in _TORCHS for edit in edits if edit.place in self._modules):
             return False
-        brought = [edit for edit in edits if edit.name not in self._left_out[edit.place]]
+        brought = [edit for edit in edits if edit.name not in self._left_out.get(edit.place, frozenset())]
         for edit in brought:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
@@ -144,7 +202,7 @@ class PlainAttributes:
             except Exception as error:
                 raise uncopyable(", ".join(map("".join, new)), error) from error
             for edit in brought:
-                local = self._modules[edit.place].local[r]
+                local = self._tables[edit.place].local[r]
                 edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
             for path in changed:
                 contents.write_items(self._containers[path].local[r], copies[path, ""])
@@ -154,13 +212,16 @@ class PlainAttributes:
             self._known_modules.take()
         return True
 
-    def put_together(self, weights: ReplicaWeights, originals: Callable[[], Sequence[object]], look: Look) -> None:
+    def put_together(
+        self, weights: ReplicaWeights, originals: Callable[[], Sequence[object]], look: Look, replaced: Iterable[int]
+    ) -> None:
         """After a run: makes one value of those of the replicas for each attribute that one of them wrote.
 
         Args:
             weights: How much the replicas of this process count.
             originals: Lists the user's modules, parameters and buffers.
             look: Compares what is kept with what other replicas wrote.
+            replaced: The positions of buffers in whose place a replica has put another tensor.
 
         Raises:
             RuntimeError: If the step made a tensor to be trained.
@@ -169,6 +230,8 @@ class PlainAttributes:
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
+        edits += [edit for r in present for edit in self._known_tensors_local[r].edits()]
+        edits += self._edits_of_new_buffers(present, replaced)
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
@@ -196,14 +259,28 @@ class PlainAttributes:
             known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
         return known
 
+    def _edits_of_new_buffers(self, present: Sequence[int], replaced: Iterable[int]) -> list[Edit]:
+        """What a step has set on the tensors that it put in the place of buffers: the user's get it, too."""
+        self._of_new_buffers: dict[int, dict[str, Any]] = {}
+        edits = []
+        for index in replaced:
+            path = f"{self.buffer_names[index]} (made in the step)"
+            made: dict[str, Any] = {}
+            local = [vars(replica.buffer(index)) for replica in self.replicas]
+            if any(local[r] for r in present):
+                self._of_new_buffers[index] = made
+                self._tables[path] = Place(path, made, local)
+                edits += [Edit(path, name, MISSING, value) for r in present for name, value in local[r].items()]
+        return edits
+
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
-            _, original, local = self._modules[path]
+            _, original, local = self._tables[path]
             merged = self._merged.setdefault(path, {})
             before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
-            if name in self._computed[path]:
+            if name in self._computed.get(path, ()):
                 after = value.detach().to(self.device) if isinstance(value, torch.Tensor) else before
-            elif name in self._states[path]:
+            elif name in self._states.get(path, ()):
                 continue
             else:
                 merger.is_quiet = self._is_quiet(path)
@@ -211,12 +288,15 @@ class PlainAttributes:
             merged[ATTRIBUTE, name] = after
 
     def _is_quiet(self, path: str) -> bool:
-        return path in self._of_packages or _is_of_package(self._places[path].original)
+        return path in self._of_packages or _is_of_package(self._place(path).original)
+
+    def _place(self, path: str) -> Place:
+        return self._tables[path] if path in self._tables else self._containers[path]
 
     def _before(self, path: str) -> Items:
         """What a container of the user's holds, or the attributes of a module."""
-        original = self._places[path].original
-        if path in self._modules:
+        original = self._place(path).original
+        if path in self._tables:
             return {(ATTRIBUTE, name): value for name, value in original.items()}
         return contents.named_items(original)
 
@@ -242,9 +322,9 @@ class PlainAttributes:
         """Replaces what was put together by the value of another worker; `ABSENT`: by the user's value from before."""
         path, *name = key
         value = value.to(self.device) if isinstance(value, torch.Tensor) else value
-        if path in self._places and name[0]:
+        if (path in self._tables or path in self._containers) and name[0]:
             before = self._before(path)
-            items = self._merged.setdefault(path, {} if path in self._modules else dict(before))
+            items = self._merged.setdefault(path, {} if path in self._tables else dict(before))
             items[tuple(name)] = before.get(tuple(name), ABSENT) if value is ABSENT else value
         elif path in self._leaves and not name[0]:
             self._written[path] = self._leaves[path].original if value is ABSENT else value
@@ -265,23 +345,31 @@ class PlainAttributes:
                 contents.write_items(self._containers[path].original, items)
                 self._unbrought.add(path)
                 continue
-            _, inside, local = self._modules[path]
+            _, inside, local = self._tables[path]
             for (_, name), value in items.items():
                 Edit(path, name, None, MISSING if value is ABSENT else value).apply(inside)
-                self._known_modules.forget(path, name)
+                self._forget(path, name)
                 if type(value) is PerReplica:
                     # Only the user's module holds it now. When the user drops it, its memory is free.
                     for of_replica in local:
                         of_replica.pop(name, None)
-        if self._merged.keys() & self._modules.keys():
+        if self._merged.keys() & self._tables.keys():
             for known in self._known_insides:
                 known.take()
+            for of_tensors in self._known_tensors_local:
+                of_tensors.take()
         # The replicas get these values before the next run: a backward through the results of this run may still need
         # the tensors that they have now.
         for index, path in enumerate(self._leaves if self._written else ()):
             if path in self._written:
                 self.tensors.take(index, self._written[path])
         self._merged, self._backups = {}, []
+
+    def _forget(self, path: str, name: str) -> None:
+        if path in self._modules:
+            self._known_modules.forget(path, name)
+        else:
+            self._known_tensors.forget(path, name)
 
     def _memory(self, written: Sequence[object]) -> set[int]:
         of_leaves = chain.from_iterable(leaf.local for leaf in self._leaves.values())
@@ -300,7 +388,47 @@ class PlainAttributes:
             writes.note()
 
 
+@final
+class _OfTensors:
+    """The attributes of some tensors, when this was made or last taken again.
+
+    Args:
+        tables: The `__dict__`s of the tensors, by keys of the caller's.
+    """
+
+    def __init__(self, tables: dict[str, dict[str, Any]]) -> None:
+        self._tables = tables
+        self._all = list(tables.values())
+        self.take()
+
+    def take(self) -> None:
+        """Remembers the attributes of now."""
+        # Mostly no tensor has any. Then nothing has to be kept, and it takes one look to see that nothing has changed.
+        self._known = Snapshot(self._tables) if any(self._all) else None
+
+    def edits(self) -> list[Edit]:
+        """What has changed since."""
+        if self._known is None and not any(self._all):
+            return []
+        if self._known is not None:
+            return list(self._known.edits())
+        return [Edit(path, name, MISSING, value) for path, one in self._tables.items() for name, value in one.items()]
+
+    def forget(self, path: str, name: str) -> None:
+        """Counts an attribute as changed, whatever it is, until this is taken again."""
+        if self._known is not None and path in self._tables:
+            self._known.forget(path, name)
+
+
 _TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write
+
+
+def _tables_of(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], of_replicas: Sequence[Sequence[torch.Tensor]]
+) -> list[Place]:
+    """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
+    inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
+    return [Place(*one) for one in zip(names, map(vars, tensors), inside, strict=True)]
 
 
 def _by_path(things: Iterable[Place]) -> dict[str, Place]:

@@ -114,8 +114,8 @@ class ReplicatedModules:
         self._structure = Snapshot(tables_of(self._insides))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
-        known = self.index_of.keys(), self._buffers
-        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *known, self._home)
+        tensors = self.owners, self.names, self._buffers, self._buffer_names
+        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *tensors, self._home)
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
@@ -140,7 +140,7 @@ class ReplicatedModules:
         # A layer that was added or replaced changes what there is to copy.
         if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
             return False
-        if not self.attributes.bring():
+        if not self.attributes.bring(self.owners):
             return False
         written = self.refresh_parameters()
         trained = requires_grad_of(self.owners)
@@ -157,8 +157,11 @@ class ReplicatedModules:
             are_written = self._buffer_versions != versions(self._buffers.tensors)
             self._workers.mention(BETWEEN_RUNS, (written, are_written))
         if changed:
-            for replica in self.replicas:
-                replica.bring_buffers(changed, self._buffers)
+            if not all(replica.can_bring_buffers(changed, self._buffers) for replica in self.replicas):
+                return False
+            # A list, since all replicas get the values.
+            if any([replica.bring_buffers(changed, self._buffers) for replica in self.replicas]):
+                self.attributes.take_new_buffers()
         if self._overlaps:  # what was brought to one of these was written on all that share its memory
             self.attributes.agree()
             for replica in self.replicas:
@@ -274,8 +277,9 @@ class ReplicatedModules:
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
         if made:
             self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
-        self.attributes.put_together(weights, self._with_copies, self._look)
         self._written = [self.replicas[r].written_buffers(self._buffers) for r in weights.present]
+        replaced = [i for i in set().union(*self._written) if any(r.has_replaced(i) for r in self._present(weights))]
+        self.attributes.put_together(weights, self._with_copies, self._look, sorted(replaced))
         if self._workers.count > 1:
             worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *trainers])
 
@@ -329,6 +333,7 @@ class ReplicatedModules:
             self._is_outdated |= places[id(before)] > 1 or id(before) in self.attributes.known_held
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
+            self.attributes.replace_buffer(index, after)
             for replica in self.replicas:
                 replica.local_objects[id(after)] = replica.local_objects.pop(id(before))
         self._structure.take()
@@ -399,13 +404,16 @@ class ReplicatedModules:
                     "outside of strategy.run."
                 )
 
+    def _present(self, weights: ReplicaWeights) -> list[ModuleReplica]:
+        return [self.replicas[r] for r in weights.present]
+
     def _buffer_values(self, weights: ReplicaWeights, indices: set[int]) -> dict[int, torch.Tensor]:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:
             RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
         """
-        present = [self.replicas[r] for r in weights.present]
+        present = self._present(weights)
         combined, averaged = {}, []
         for index in sorted(indices):
             original = self._buffers.tensors[index]

@@ -102,6 +102,11 @@ class Storage:
 
     def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
         if _owner_of(thing) not in (None, self):
+            if is_variable(thing):
+                raise RuntimeError(
+                    f"This {type(thing).__name__} already belongs to another strategy, as its copies do. Create "
+                    "another one in the scope: torchstrategy.Variable(variable.read_value())."
+                )
             raise RuntimeError(
                 f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A "
                 "module belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."

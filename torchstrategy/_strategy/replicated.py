@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from torchstrategy._binding.module_traversal import move
 from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps, delivered, devices_of
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
@@ -320,7 +321,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)
-        return module.to(memory_device(self._storage.parameter_device))
+        return move(module, memory_device(self._storage.parameter_device))
 
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
         self._storage.take_stepper(optimizer)

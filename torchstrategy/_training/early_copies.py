@@ -9,7 +9,7 @@ import torch
 
 from torchstrategy._communication.transfer import copy_stream, is_sent_alone, leaving
 from torchstrategy._core.torch_internals import raw_grad, unseen_by_function_modes, version
-from torchstrategy._training.replica_gradients import CurrentRun, ReplicaParameter, offer_gradient
+from torchstrategy._training.replica_gradients import CurrentRun, ReplicaParameter, call_in_backward, offer_gradient
 
 
 # Note [Gradients that leave early]
@@ -38,7 +38,7 @@ class EarlyCopies:
         local = enumerate(zip(self._parameters, owners, strict=False))
         self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and owner.is_pinned()}
         for index in self._wanted:
-            self._parameters[index].call_in_backward(offer_gradient, _computed)
+            call_in_backward(self._parameters[index], offer_gradient, _computed)
 
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""

@@ -25,7 +25,7 @@ import torch
 from torchstrategy._communication.transfer import added
 from torchstrategy._core import torch_internals
 from torchstrategy._core.torch_internals import have_gradient_hooks, on_gradient, raw_grad, set_raw_grad, take_raw_grads
-from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter
+from torchstrategy._training.replica_gradients import CurrentRun, ReplicaGradients, ReplicaParameter, call_in_backward
 from torchstrategy._training.user_gradients import can_hold
 
 # Returns one of the user's parameters; None if nobody has it any more.
@@ -36,7 +36,7 @@ def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None
     """From here on, counts how often backward adds to the gradient of one parameter, in each replica."""
     for of_replica in of_replicas:
         for parameter in of_replica.parameters[index : index + 1]:
-            parameter.call_in_backward(_counted, _computed)
+            call_in_backward(parameter, _counted, _computed)
 
 
 def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -100,8 +100,9 @@ def _computed(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
 
 def _counted(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, ReplicaParameter)
-    if parameter.run.gradients is not None:
-        parameter.run.gradients.added[parameter.position] += 1
+    state = parameter.torchstrategy_state
+    if state.run.gradients is not None:
+        state.run.gradients.added[state.position] += 1
 
 
 def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaParameter]]) -> None:
@@ -112,12 +113,12 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
         parameters: For each replica its own parameters, in the order of the user's.
     """
     for owner, of_all_replicas in zip(owners, zip(*parameters, strict=True), strict=False):
-        late = [parameter for parameter in of_all_replicas if parameter.requires_grad and not parameter.delivers]
+        late = [p for p in of_all_replicas if p.requires_grad and not p.torchstrategy_state.delivers]
         if late:
             # Weakly: the hooks of the copies refer to this list, and a cycle would keep their memory.
             copies = [weakref.ref(parameter) for parameter in late]
             for parameter in late:
-                parameter.delivers = True
+                parameter.torchstrategy_state.delivers = True
                 on_gradient(parameter, functools.partial(_arrived, owner, copies))
 
 
@@ -135,7 +136,7 @@ def _arrived(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
     """
     assert isinstance(parameter, ReplicaParameter)
     # During a run gradients stay local: see Note [The states of a gradient].
-    if parameter.run.gradients is not None:
+    if parameter.torchstrategy_state.run.gradients is not None:
         return
     with _delivering:
         owner, parameters = owned(), [parameter]
@@ -193,9 +194,10 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
 
 def _collects(local: ReplicaParameter, leaf: torch.Tensor) -> None:
     """From here on, the local gradient of the parameter `local` is the one in the slot of `leaf`."""
-    if local.run.gradients is not None:
-        slots: list[Any] = local.run.gradients.parameters
-        slots[local.position] = leaf
+    state = local.torchstrategy_state
+    if state.run.gradients is not None:
+        slots: list[Any] = state.run.gradients.parameters
+        slots[state.position] = leaf
 
 
 class _Link(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torchstrategy._core.torch_internals import (
 )
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
-from torchstrategy._training.replica_gradients import ReplicaParameter, offer_gradient
+from torchstrategy._training.replica_gradients import ReplicaParameter, call_in_backward, offer_gradient
 
 
 # Note [Gradients that are sent early]
@@ -92,7 +92,7 @@ class OverlappedSums:
         # If there is one pack, it leaves at the reduction: it would be full when backward ends.
         for index in indices if len(self._packs) > 1 else ():
             if self._parameters[index].requires_grad:
-                self._parameters[index].call_in_backward(offer_gradient)
+                call_in_backward(self._parameters[index], offer_gradient)
 
     def _forget(self) -> None:
         """Nothing is under way, and nothing was offered."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import torch
 
@@ -81,6 +81,22 @@ class CurrentRun:
     gradients: ReplicaGradients | None = None
 
 
+_BETWEEN_RUNS = CurrentRun()
+
+
+@final
+class LocalState:
+    """What the library keeps of a parameter in one replica."""
+
+    run = _BETWEEN_RUNS
+    position: int  # among the parameters of the replica
+    delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
+    called: frozenset[Callable[..., None]] = frozenset()  # what backward calls where it has added to the gradient
+
+
+P = TypeVar("P", bound="ReplicaParameter")
+
+
 class ReplicaParameter(torch.nn.Parameter):
     """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole batch.
 
@@ -89,48 +105,29 @@ class ReplicaParameter(torch.nn.Parameter):
     it behaves as a plain Parameter.
     """
 
-    run = CurrentRun()
-    position: int  # among the parameters of the replica
-    delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
-    called: frozenset[Callable[..., None]] = frozenset()  # what backward calls where it has added to the gradient
+    # The `__dict__` of the parameter is for the attributes that the user sets on it, as on any tensor. So what the
+    # library keeps is in a slot, under a name that no user takes.
+    __slots__ = ("torchstrategy_state",)
+    torchstrategy_state: LocalState
 
-    @staticmethod
-    def over(data: torch.Tensor, requires_grad: bool) -> ReplicaParameter:
-        """A local parameter over the memory of `data`."""
-        return torch_internals.make_parameter(ReplicaParameter, data, requires_grad)
-
-    def call_in_backward(self, added: Callable[..., None], computed: Callable[..., None] | None = None) -> None:
-        """From here on, backward calls functions for each gradient of this parameter.
-
-        The hooks stay as long as the parameter: a later run does not add them again.
-
-        Args:
-            added: Called with the parameter when backward has added the gradient.
-            computed: Called before that, with the `CurrentRun`, the position of the parameter, and the gradient.
-        """
-        if added in self.called:
-            return
-        self.called |= {added}
-        # A step may train a parameter that is frozen when the run begins.
-        before = self.requires_grad
-        self.requires_grad_()
-        if computed is not None:
-            torch_internals.on_computed(self, partial(computed, self.run, self.position))
-        torch_internals.on_gradient(self, added)
-        self.requires_grad_(before)
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        # A step may make parameters with `type(parameter)(...)`. These are plain ones.
+        return torch.nn.Parameter(data, requires_grad)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        gradients = self.run.gradients
+        state = self.torchstrategy_state
+        gradients = state.run.gradients
         # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
-        return raw_grad(self) if gradients is None or torch_internals.is_compiling() else gradients.read(self.position)
+        return raw_grad(self) if gradients is None or torch_internals.is_compiling() else gradients.read(state.position)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self.run.gradients is None:
+        state = self.torchstrategy_state
+        if state.run.gradients is None:
             set_raw_grad(self, value)
         else:
-            self.run.gradients.write(self.position, value)
+            state.run.gradients.write(state.position, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -140,12 +137,13 @@ class ReplicaParameter(torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         # In a step `.data` is the same memory with the parameter's version counter, which torch's own `.data` lacks. So
         # a write through it is counted, and refused at the next synchronization point.
-        return plain_data(self) if self.run.gradients is None else self.detach()
+        return plain_data(self) if self.torchstrategy_state.run.gradients is None else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if self.run.gradients is not None:
-            raise RuntimeError(written_in_replica(self.run.gradients.totals.names[self.position]))
+        state = self.torchstrategy_state
+        if state.run.gradients is not None:
+            raise RuntimeError(written_in_replica(state.run.gradients.totals.names[state.position]))
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -153,15 +151,50 @@ class ReplicaParameter(torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        plain = torch.nn.Parameter(self.detach(), self.requires_grad)
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)
+
+
+def make_local(kind: type[P], data: torch.Tensor, requires_grad: bool) -> P:
+    """A parameter of a replica, of a class `kind`, over the memory of `data`."""
+    local = torch_internals.make_parameter(kind, data, requires_grad)
+    local.torchstrategy_state = LocalState()
+    return local
+
+
+def call_in_backward(
+    parameter: ReplicaParameter, added: Callable[..., None], computed: Callable[..., None] | None = None
+) -> None:
+    """From here on, backward calls functions for each gradient of a parameter.
+
+    The hooks stay as long as the parameter: a later run does not add them again.
+
+    Args:
+        parameter: The parameter.
+        added: Called with the parameter when backward has added the gradient.
+        computed: Called before that, with the `CurrentRun`, the position of the parameter, and the gradient.
+    """
+    state = parameter.torchstrategy_state
+    if added in state.called:
+        return
+    state.called |= {added}
+    # A step may train a parameter that is frozen when the run begins.
+    before = parameter.requires_grad
+    parameter.requires_grad_()
+    if computed is not None:
+        torch_internals.on_computed(parameter, partial(computed, state.run, state.position))
+    torch_internals.on_gradient(parameter, added)
+    parameter.requires_grad_(before)
 
 
 def offer_gradient(parameter: torch.Tensor) -> None:
     """Backward has added to the gradient of a replica's parameter, which may be sent now. A hook."""
     assert isinstance(parameter, ReplicaParameter)
-    gradients = parameter.run.gradients
+    state = parameter.torchstrategy_state
+    gradients = state.run.gradients
     if gradients is not None and gradients.sender is not None:
-        gradients.sender.offer(parameter.position)
+        gradients.sender.offer(state.position)
 
 
 class VisibleGradient(NamedTuple):
@@ -233,10 +266,11 @@ class ReplicaGradients:
         self.sender: EarlySender | None = None
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         self._are_small = sum(torch_internals.sizes(self.parameters)) < _SMALL
-        known = (parameter.run for parameter in parameters if parameter.run is not ReplicaParameter.run)
+        states = [parameter.torchstrategy_state for parameter in parameters]
+        known = (state.run for state in states if state.run is not _BETWEEN_RUNS)
         self._run = next(known, None) or CurrentRun()
-        for index, parameter in enumerate(self.parameters):
-            parameter.run, parameter.position = self._run, index
+        for index, state in enumerate(states):
+            state.run, state.position = self._run, index
         self.visible: dict[int, VisibleGradient] = {}  # here and below, a parameter is meant by its position
         self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # what the step was shown before the last reduction
         self.leave()

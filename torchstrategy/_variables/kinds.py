@@ -30,7 +30,8 @@ from torchstrategy._variables.variable import Variable, Wanted, is_variable, mak
 class DistributedVariable(Variable):
     """A variable with a component for each replica."""
 
-    _held: tuple[Component, ...] = ()  # empty: they are made when somebody reads them
+    __slots__ = ("_held",)
+    _held: tuple[Component, ...]  # empty: they are made when somebody reads them
 
     @property
     def values(self) -> tuple[Component, ...]:  # type: ignore[override]
@@ -60,6 +61,7 @@ DistributedValues.register(DistributedVariable)
 class MirroredVariable(DistributedVariable):
     """A variable with equal copies on the devices of all replicas. The variable itself is that of the first replica."""
 
+    __slots__ = ("_devices",)
     _devices: tuple[Device, ...]
 
     def _memories(self) -> Sequence[torch.Tensor]:
@@ -69,6 +71,11 @@ class MirroredVariable(DistributedVariable):
     def _take_memory(self, value: torch.Tensor) -> None:
         super()._take_memory(value)
         self._held = ()
+
+    def _alike(self) -> MirroredVariable:
+        made = make_data(MirroredVariable, plain_alias(self), None, self.requires_grad)
+        made._devices, made._held = self._devices, ()
+        return made
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -87,10 +94,11 @@ class MirroredVariable(DistributedVariable):
 class SyncOnReadVariable(DistributedVariable):
     """A variable with a value in each replica. The values become one when it is read outside of replicas."""
 
+    __slots__ = ("_is_as_made", "_parts", "_workers")
     _watches = True
     _parts: list[torch.Tensor]
-    _is_as_made = True  # whether its values are still those with which it was made
-    _workers: Workers = LONE
+    _is_as_made: bool  # whether its values are still those with which it was made
+    _workers: Workers
 
     def _memories(self) -> Sequence[torch.Tensor]:
         return self._parts
@@ -126,6 +134,12 @@ class SyncOnReadVariable(DistributedVariable):
         self._parts, self._held = [part.requires_grad_(is_trained) for part in parts], ()
         for part in self._parts if is_trained else ():
             part.register_post_accumulate_grad_hook(_refuse_gradient)
+
+    def _alike(self) -> SyncOnReadVariable:
+        made = make_data(SyncOnReadVariable, plain_alias(self), None, False)
+        made._workers, made._is_as_made = self._workers, self._is_as_made
+        made._take_parts([part.detach().clone() for part in self._parts], self.requires_grad)
+        return made
 
     def _part(self) -> torch.Tensor:
         context = self._replica()
@@ -210,10 +224,11 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
 class Component(Variable):
     """The component of a distributed variable in one replica, as the program has it outside of this replica."""
 
+    __slots__ = ("_memory", "container", "is_open", "known")
     _watches = True
     container: weakref.ref[DistributedVariable]
-    is_open = False  # whether the component may be written now
-    known = -1  # the version of the first component when this one was last copied from it
+    is_open: bool  # whether the component may be written now
+    known: int  # the version of the first component when this one was last copied from it
     _memory: torch.Tensor
 
     @staticmethod
@@ -222,6 +237,7 @@ class Component(Variable):
         component = make_parameter(Component, memory, False)
         component.container, component._memory = weakref.ref(container), memory
         component._wanted, component._strategy = container._wanted, container._strategy
+        component.is_open, component.known = False, -1
         return component
 
     def _stand_in(self) -> torch.Tensor:
@@ -239,6 +255,9 @@ class Component(Variable):
         self._require_open()
         write(self, self._stand_in(), operation, value)
         return self
+
+    def _alike(self) -> Variable:
+        return make_data(Variable, self._stand_in(), None, self.requires_grad)
 
     def _require_open(self, stand_in: torch.Tensor | None = None) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
@@ -436,10 +455,10 @@ class VariablesOfExtended:
             raise ValueError(f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float.")
         if wanted.synchronization is not VariableSynchronization.ON_READ:
             mirrored = make_data(MirroredVariable, value, first, is_trained)
-            mirrored._devices = tuple(devices)
+            mirrored._devices, mirrored._held = tuple(devices), ()
             return mirrored
         on_read = make_data(SyncOnReadVariable, value, first, False)
-        on_read._workers = self._workers
+        on_read._workers, on_read._is_as_made = self._workers, True
         on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
         return on_read
 

@@ -13,6 +13,7 @@ All torch functions on a variable go through `__torch_function__`, which puts th
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,11 @@ class Variable(ShowsLocalGrad, VariableBase):
     assigns its value without waiting for the others, and the values become one when the program reads the variable
     outside of replicas. Metrics are counted in this way.
 
-    Write in place (`v.add_(1)`) only outside of replicas; in a replica, this is refused as with any parameter.
+    Write in place (`v.add_(1)`) only outside of replicas; in a replica, this is refused as with any parameter. So is
+    setting an attribute of your own on the variable.
+
+    `copy.deepcopy(v)` makes a variable of the same kind, which belongs to the same strategy, also outside of its scope.
+    A pickle is loaded for the strategy in whose scope it is loaded.
 
     Args:
         initial_value: A tensor, which is copied; an array; a number; or a function without arguments that returns one.
@@ -91,6 +96,8 @@ class Variable(ShowsLocalGrad, VariableBase):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/Variable
     """
 
+    # The `__dict__` of a variable is for the attributes that the user sets on it, as on any tensor.
+    __slots__ = ("_strategy", "_wanted")
     _wanted: Wanted  # without the initial value
     _strategy: weakref.ref[StrategyLike] | None
     _watches = False  # whether `_stand_in` is another tensor, and `_was_written` is to be called when it is written
@@ -188,11 +195,32 @@ class Variable(ShowsLocalGrad, VariableBase):
         return format(self.detach(), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        memo[id(self)] = copied = create(self._as_it_is())
+        memo[id(self)] = copied = self._copied(copy.deepcopy(vars(self), memo))
         return copied
 
+    def __copy__(self) -> Variable:
+        return self._copied(dict(vars(self)))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return create, (self._as_it_is(),)
+        return _created_again, (self._as_it_is(), dict(vars(self)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._require_outside(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._require_outside(name)
+        super().__delattr__(name)
+
+    def _require_outside(self, name: str) -> None:
+        """Refuses a write on an attribute of the user's in a replica: all replicas have the one variable."""
+        # torch's compiler has notes of its own on tensors.
+        is_known = hasattr(type(getattr(type(self), name, None)), "__set__") or name.startswith("_dynamo_")
+        if not is_known and (context := self._replica()) is not None and context.num_replicas_in_sync > 1:
+            raise RuntimeError(
+                f"The step wrote the attribute {name!r} of {self.name} in a replica. All replicas share the variable, "
+                "and one would read what another wrote. Write it outside of strategy.run; or keep it on the module."
+            )
 
     @classmethod
     def __torch_function__(
@@ -258,6 +286,36 @@ class Variable(ShowsLocalGrad, VariableBase):
         strategy = None if self._strategy is None else self._strategy()
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             require_cross_replica(strategy, f"Variable.{what}")
+
+    def _copied(self, attributes: dict[str, Any]) -> Variable:
+        """A copy of this kind, which belongs to the same strategy, wherever it is made.
+
+        In a replica of this strategy it is one for all replicas, as one that is created there is.
+
+        Args:
+            attributes: What the user has set on the variable, for the copy.
+
+        Raises:
+            RuntimeError: In another strategy's scope; from `run`, if the replicas copy different variables.
+        """
+        context = self._replica()
+        if context is not None and context.num_replicas_in_sync > 1:
+            made: Variable = context.merge_call(_copied_for_all, args=(self, _Given(attributes)))
+            return made
+        if context is None:
+            self._require_here("__deepcopy__")
+        with undisturbed():
+            copied = self._alike()
+        copied._wanted, copied._strategy = self._wanted, self._strategy
+        vars(copied).update(attributes)
+        strategy = None if self._strategy is None else self._strategy()
+        if strategy is not None:
+            strategy.extended._take_variable(copied)
+        return copied
+
+    def _alike(self) -> Variable:
+        """A variable of this kind with the same value."""
+        return make_data(type(self), plain_alias(self), None, self.requires_grad)
 
     def _as_it_is(self) -> Wanted:
         """The arguments with which an equal variable is created."""
@@ -398,6 +456,33 @@ def create(wanted: Wanted) -> Variable:
         return _made(wanted, frame.strategy)
     made: Variable = frame.replica_context.merge_call(_made_for_all, args=(wanted,))
     return made
+
+
+def _created_again(wanted: Wanted, attributes: dict[str, Any]) -> Variable:
+    """Creates a variable out of a pickle, for the strategy of the caller."""
+    variable = create(wanted)
+    vars(variable).update(attributes)
+    return variable
+
+
+@final
+@dataclass(frozen=True)
+class _Given:
+    """Attributes that a replica brings to where a variable is copied for all replicas."""
+
+    attributes: dict[str, Any]
+
+
+def _copied_for_all(strategy: StrategyLike, brought: Tree, given: Tree) -> Variable:
+    variable, *others = brought.values if type(brought) is PerReplica else (brought,)
+    if any(other is not variable for other in others):
+        raise RuntimeError(
+            f"The replicas copied different variables at once: {variable.name} in one. A copy is one for all replicas: "
+            "every replica copies the same variables in the same order."
+        )
+    first: _Given = given.values[0] if isinstance(given, DistributedValues) else given
+    copied: Variable = variable._copied(first.attributes)
+    return copied
 
 
 def _made(wanted: Wanted, strategy: StrategyLike | None) -> Variable:

@@ -97,6 +97,39 @@ class TensorsKeptInForward(Training):
         return super().loss(batch) + self.model.auxiliary_loss
 
 
+class _Scaled(nn.Module):
+    """Scales by an attribute of its weight, as muP does, and counts on its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(torch.randn(3, 2, **F64))
+        self.weight.width_mult = 4.0
+        shift: Any = torch.zeros(2, **F64)
+        shift.calls = 0
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift: Any = self.shift
+        shift.calls += 1
+        return x @ self.weight / self.weight.width_mult + shift.calls
+
+
+@feature
+class AttributesOfTensors(Training):
+    """A penalty leaves out what is marked."""
+
+    def build(self) -> nn.Module:
+        return _Scaled()
+
+    def between(self, k: int) -> None:
+        self.model.weight.width_mult /= 2
+        self.model.weight.no_decay = k == 1
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        decayed = [p for p in self.model.parameters() if not getattr(p, "no_decay", False)]
+        return super().loss(batch) + 0.1 * sum(p.square().sum() for p in decayed)
+
+
 class WithLayer(Training):
     """The layer is the first of the model."""
 

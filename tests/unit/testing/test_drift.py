@@ -14,7 +14,7 @@ import torchstrategy
 from problems import context, data, deal, mse, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._core.torch_internals import version
-from torchstrategy._training.replica_gradients import ReplicaParameter
+from torchstrategy._training.replica_gradients import ReplicaParameter, make_local
 from torchstrategy.testing._counters import count_traffic
 from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica
@@ -313,7 +313,7 @@ def test_modules_that_are_not_the_strategy_s_are_refused() -> None:
     with pytest.raises(TypeError, match="looks at nothing"):
         assert_replicas_agree(strategy)
     with pytest.raises(TypeError, match="looks at modules and optimizers; got a ReplicaParameter"):
-        assert_replicas_agree(strategy, ReplicaParameter.over(torch.ones(1), False))  # type: ignore[arg-type]
+        assert_replicas_agree(strategy, make_local(ReplicaParameter, torch.ones(1), False))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes a torchstrategy\.Strategy first"):
         assert_replicas_agree(nn.Linear(1, 1), nn.Linear(1, 1))  # type: ignore[arg-type]
 
