@@ -300,7 +300,7 @@ class ReplicaGroup:
                 check(column)
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
-                wants_grad = any(self.workers.all_gather_object(wants_grad, name))
+                wants_grad = any(map(any, self.workers.all_gather_bytes(bytes([wants_grad]), name)))
                 columns = [(one,) for one in over_workers(joined(self.run.present[0], columns), name)]
             # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.
             made: dict[Device | None, list[torch.Tensor]] = {}
