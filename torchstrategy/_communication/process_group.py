@@ -260,20 +260,23 @@ class ProcessGroup(Workers):
         place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
-        header = b"".join([place, len(told).to_bytes(_DIGEST, "big"), *marks])
+        counts = [count.to_bytes(_DIGEST, "big") for count in (len(told), self._num_runs)]
+        header = b"".join([place, *counts, *marks])
         of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
         refusing = [w for w, one in enumerate(of_all) if one[:_DIGEST] == _REFUSED]
         if not refusing and any(one[:_DIGEST] != place for one in of_all):
             told_too = [f"{what} {_printed(value)}" for what, value in compared]
             raise self._apart(", ".join([where, *told_too]), signature)
-        begin, size = len(header), slice(_DIGEST, 2 * _DIGEST)
-        for start, what, mark in zip(range(size.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
+        begin, size, run = len(header), slice(_DIGEST, 2 * _DIGEST), slice(2 * _DIGEST, 3 * _DIGEST)
+        for start, what, mark in zip(range(run.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
             if any(one[start : start + _DIGEST] != mark for one in of_all):
                 self.differing.add(what)
-        sizes = [int.from_bytes(one[size], "big") for one in of_all]
+        of_headers, sizes = of_all, [int.from_bytes(one[size], "big") for one in of_all]
         if begin + max(sizes) > _MESSAGE:
             of_all, begin = self._sent(told.ljust(max(sizes), b"\0"), where), 0
         told_by_all = [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]
+        if refusing:  # a worker that refused its batch has not begun the run to which the others have come with theirs
+            self._num_runs = max(int.from_bytes(one[run], "big") for one in of_headers)
         if refusing and not refuses:
             raise self._refused(refusing[0], told_by_all[refusing[0]].decode(), where)
         return told_by_all

@@ -38,4 +38,6 @@ def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "") -> Tree
     except (TypeError, ValueError) as error:
         if not path:
             raise
-        raise type(error)(f"value{path}: {error}") from None
+        named = type(error)(f"value{path}: {error}")
+        vars(named).update(vars(error))  # what is noted on it: whether other processes know of it
+        raise named from None

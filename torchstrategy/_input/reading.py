@@ -38,6 +38,7 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._communication.transfer import copy_stream
+from torchstrategy._communication.workers import refusing
 from torchstrategy._core.context import CallerState, is_accelerator
 from torchstrategy._core.devices import canonical_device, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
@@ -225,7 +226,8 @@ class Reading(ABC):
                 elements, self._elements = self._elements, []
                 if all(element is ABSENT for element in elements):
                     raise StopIteration
-                batch = splitter.split_batch(elements)
+                with refusing():  # the others have come as far with theirs
+                    batch = splitter.split_batch(elements)
                 if splitter.is_to_be_seen:
                     splitter.see(batch)
                 marks = self._marks()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDe
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
 from torchstrategy._core import distributed_values
-from torchstrategy._core.context import Frame, in_use, needs_device_context, this_thread
+from torchstrategy._core.context import Frame, in_use, is_in_replica, needs_device_context, this_thread
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._core.errors import require_type
@@ -103,12 +103,17 @@ class ReplicatedExtended(StrategyExtended):
     #    replicas do not fit together, the run raises an error and is undone.
     # A strategy with a plain `Storage` has nothing of this to do: it calls the step with the user's own objects.
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        if not callable(fn):
-            raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+        if self._workers.count > 1:
+            return self._run_with_others(fn, args, kwargs, options)
+        _require_callable(fn)
         if not isinstance(self._storage, ReplicatedStorage):
             return self._run_alone(fn, args, kwargs, options)
-        if self._workers.count == 1:
-            return self._run_together(fn, args, kwargs, options)
+        return self._run_together(fn, args, kwargs, options)
+
+    def _run_with_others(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree:
+        """A run in which other workers have replicas, too."""
         if self._is_running:
             raise RuntimeError(
                 "strategy.run was called in a merge function, or on a second thread, during another run of the same "
@@ -117,19 +122,19 @@ class ReplicatedExtended(StrategyExtended):
         self._is_running = True
         self._workers.begin_run()
         try:
-            with self._telling_others():
+            with self._workers.exchanging("the beginning of a run", is_run=True):
+                _require_callable(fn)
                 return self._run_together(fn, args, kwargs, options)
         finally:
             self._is_running = False
 
-    @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """A block in which the workers exchange values: if it fails here, the others are told why."""
-        try:
-            yield
-        except BaseException as error:
-            self._workers.failed(error)
-            raise
+    def _refuse_run(self, error: Exception) -> None:
+        if not self._is_running and not is_in_replica():
+            self._workers.begin_run()  # as in the workers that do not refuse theirs
+            self._workers.refuse(error, "the beginning of a run")
+
+    def _exchanging(self, call: str) -> AbstractContextManager[None]:
+        return super()._exchanging(call) if self._workers.count == 1 else self._workers.exchanging(call)
 
     def _run_together(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
@@ -214,14 +219,14 @@ class ReplicatedExtended(StrategyExtended):
             return super()._first_of(value)
         (own, *_), matters = self._parts_of(value)
         told = (matters, own.cpu() if isinstance(own, torch.Tensor) else own)
-        with self._telling_others():
+        with self._exchanging("the assignment of a variable"):
             of_all = self._workers.all_gather_object(told, "the assignment of a variable")
         return next((value for matters, value in of_all if matters), own)
 
     def _of_all_workers(self, put_together: Callable[..., torch.Tensor], value: Tree) -> torch.Tensor:
         """One tensor of what all workers have of a value; `put_together` is `combined` or `gathered`."""
-        check_component_counts([value], self._num_local)
-        with self._telling_others():
+        with self._exchanging("strategy.reduce or strategy.gather"):
+            check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
             return put_together(values, self._storage.parameter_device, self._workers, matter)
 
@@ -325,6 +330,11 @@ class ReplicatedExtended(StrategyExtended):
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
         return type(self)(type(self._storage)(self._storage.layout), self._gradient_reduction, self._ops)
+
+
+def _require_callable(fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
 
 
 def _holds_tensors(value: Tree) -> bool:

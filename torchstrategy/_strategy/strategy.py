@@ -227,12 +227,11 @@ class StrategyBase:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
         """
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}.")
-        if options is not None and not isinstance(options, RunOptions):
-            raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
+        try:
+            _check_run(args, kwargs, options)
+        except (TypeError, ValueError) as error:
+            self._extended._refuse_run(error)
+            raise
         require_cross_replica(self, "Strategy.run")
         call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS
         try:
@@ -385,17 +384,19 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
         """
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
-        op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
-        if weights is not None:
-            if op is not ReduceOp.MEAN or axis is not None:
-                raise ValueError(
-                    f"weights=... weighs the replicas in a mean, and this is a {op.value} along axis={axis}, in which "
-                    'every row counts once. Leave them out, or write reduce("mean", value, axis=None, weights=batch).'
-                )
-            return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
-        if axis is None:
-            return self._extended._reduce_leaves(op, value)
-        return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+        with self._extended._exchanging("strategy.reduce"):
+            op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
+            if weights is not None:
+                if op is not ReduceOp.MEAN or axis is not None:
+                    raise ValueError(
+                        f"weights=... weighs the replicas in a mean, and this is a {op.value} along axis={axis}, in "
+                        "which every row counts once. Leave them out, or write "
+                        'reduce("mean", value, axis=None, weights=batch).'
+                    )
+                return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
+            if axis is None:
+                return self._extended._reduce_leaves(op, value)
+            return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[T] | Dataset[T], options: InputOptions | None = None
@@ -619,7 +620,8 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
         """
         require_cross_replica(self, "Strategy.gather", instead="all_gather()")
-        return map_results(lambda leaf: self._extended._gather(leaf, axis), value)
+        with self._extended._exchanging("strategy.gather"):
+            return map_results(lambda leaf: self._extended._gather(leaf, axis), value)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
         """A map-style dataset of the rows of arrays, for a `torch.utils.data.DataLoader`. Nothing is copied.
@@ -751,6 +753,15 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_replicate_to_logical_devices
         """
         return tensor
+
+
+def _check_run(args: object, kwargs: object, options: object) -> None:
+    if not isinstance(args, (list, tuple)):
+        raise ValueError(f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}.")
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
 
 
 def _listed(devices: Sequence[Device]) -> str:

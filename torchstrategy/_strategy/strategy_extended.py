@@ -155,7 +155,12 @@ class StrategyExtended(VariablesOfExtended):
             2
         """
         require_cross_replica(self._container_strategy(), "call_for_each_replica")
-        return self._run(fn, tuple(args), dict(kwargs or {}), NO_OPTIONS)
+        try:
+            given = tuple(args), dict(kwargs or {})
+        except (TypeError, ValueError) as error:
+            self._refuse_run(error)
+            raise
+        return self._run(fn, *given, NO_OPTIONS)
 
     def reduce_to(
         self,
@@ -190,8 +195,9 @@ class StrategyExtended(VariablesOfExtended):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
         require_cross_replica(self._container_strategy(), "reduce_to")
-        _check_destinations(destinations)
-        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
+        with self._exchanging("reduce_to"):
+            _check_destinations(destinations)
+            return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
 
     def batch_reduce_to(
         self,
@@ -211,12 +217,13 @@ class StrategyExtended(VariablesOfExtended):
             ValueError: If an entry is not a pair, or `reduce_to` would raise one.
         """
         require_cross_replica(self._container_strategy(), "batch_reduce_to")
-        pairs = list(value_destination_pairs)
-        for pair in pairs:
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
-            _check_destinations(pair[1])
-        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
+        with self._exchanging("batch_reduce_to"):
+            pairs = list(value_destination_pairs)
+            for pair in pairs:
+                if not isinstance(pair, tuple) or len(pair) != 2:
+                    raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
+                _check_destinations(pair[1])
+            return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
 
     def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
         """A tensor on the devices of one's choice.
@@ -359,8 +366,9 @@ class StrategyExtended(VariablesOfExtended):
         """
         strategy = self._container_strategy()
         require_cross_replica(strategy, "experimental_run_steps_on_iterator")
-        if iterations < 0:
-            raise ValueError(f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches.")
+        with self._exchanging("experimental_run_steps_on_iterator"):
+            if iterations < 0:
+                raise ValueError(f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches.")
         context = MultiStepContext(initial_loop_values or {})
         with strategy.scope():
             for _ in range(iterations):
@@ -444,11 +452,21 @@ class StrategyExtended(VariablesOfExtended):
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
         raise self._missing("_distribute_optimizer")
 
+    def _exchanging(self, call: str) -> AbstractContextManager[None]:
+        """A block of a call in which several processes exchange values: if it fails, the others are told why."""
+        return _ALONE
+
+    def _refuse_run(self, error: Exception) -> None:
+        """Tells the other processes that this one refuses the arguments of a run before it begins."""
+
     def _creation_scope(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def _device_of(self, replica: int) -> Device:
         return self.worker_devices[replica]
+
+
+_ALONE = nullcontext()  # what no other process waits for
 
 
 def _check_destinations(destinations: object) -> None:
