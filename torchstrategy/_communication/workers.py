@@ -200,7 +200,8 @@ _REFUSAL, _OF_ALL = "_torchstrategy_refusal", "_torchstrategy_of_all"
 
 BETWEEN_RUNS = "what was written between runs"
 IN_RUN = "what a step wrote"
-MENTIONED = (BETWEEN_RUNS, IN_RUN)
+ROWS = "the rows of a batch"
+MENTIONED = (BETWEEN_RUNS, IN_RUN, ROWS)
 
 
 def digest(data: bytes) -> bytes:

@@ -162,6 +162,7 @@ class PerReplica(DistributedValues[T]):
         understudy: A value of a process whose replicas have no rows or take no part, while those of other processes do.
             A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
         is_kept: Whether it is kept in a module. Then it is copied and pickled with the module.
+        read: What several processes compare of the batch that it was split from. None: they compare nothing.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -177,7 +178,7 @@ class PerReplica(DistributedValues[T]):
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
 
-    __slots__ = ("is_kept", "rows", "understudy")
+    __slots__ = ("is_kept", "read", "rows", "understudy")
 
     def __init__(
         self,
@@ -185,11 +186,13 @@ class PerReplica(DistributedValues[T]):
         rows: tuple[int, ...] | None = None,
         understudy: Tree = None,
         is_kept: bool = False,
+        read: Any = None,
     ) -> None:
         super().__init__(components)
         self.rows = rows
         self.understudy = understudy
         self.is_kept = is_kept
+        self.read = read
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_kept:
@@ -197,7 +200,7 @@ class PerReplica(DistributedValues[T]):
         return (PerReplica, (self._components, self.rows, self.understudy, True))
 
     def _with(self, components: Sequence[Tree]) -> Self:
-        return PerReplica(components, self.rows, self.understudy, self.is_kept)
+        return PerReplica(components, self.rows, self.understudy, self.is_kept, self.read)
 
     def _in_replica(self, replica: int) -> Tree:
         own = self._components[replica]

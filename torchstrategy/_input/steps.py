@@ -25,6 +25,7 @@ from torchstrategy._core.tree import PLAIN_LEAVES, Unlike, map_leaves, tree_flat
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
+from torchstrategy._input.same_rows import Read, read_of
 from torchstrategy._input.source import Shard, Source
 
 
@@ -43,6 +44,7 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
     spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
+    read: Read | None = None  # what the workers compare of it
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
@@ -58,7 +60,7 @@ class SplitBatch(NamedTuple):
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         with_spare = itertools.zip_longest(columns, arrived[0][count:])
-        values = iter([PerReplica(column, self.rows, spare) for column, spare in with_spare])
+        values = iter([PerReplica(column, self.rows, spare, read=self.read) for column, spare in with_spare])
         return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
 
 
@@ -336,9 +338,10 @@ class SplitSteps(Splitter):
         return [piece.stop - piece.start for piece in self._share_of(rows).slices]
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        (element,), total = elements, None
+        (element,), total, read = elements, None, None
         if type(element) is Shard:
-            element, total = element
+            element, read = element
+            total = len(read.rows)
         if self._lists_are_rows is None and _may_be_rows(element) and not self.sources[0].makes_columns:
             self._lists_are_rows = False  # the default; it is set so that the warning comes only once
             warn(
@@ -354,6 +357,8 @@ class SplitSteps(Splitter):
                 "Batch it with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
             )
         share = self._share_of(rows if total is None else total)
+        if read is None and self.workers.count > 1 and not self.reads_its_own:
+            read = read_of(element, rows)
         if total is not None:
             samples = share.loaded.stop - share.loaded.start
             if rows != samples:
@@ -375,7 +380,7 @@ class SplitSteps(Splitter):
             return Parts([leaf] * len(pieces)) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
-        return SplitBatch(list(map(parts, leaves)), spec, counts)
+        return SplitBatch(list(map(parts, leaves)), spec, counts, read)
 
 
 def _may_be_rows(batch: Tree) -> bool:

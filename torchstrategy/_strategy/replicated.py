@@ -30,6 +30,7 @@ from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
+from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -183,7 +184,9 @@ class ReplicatedExtended(StrategyExtended):
         known = leaves, self._num_local, options, self._gradient_reduction
         if self._streams is None:
             return ReplicaWeights.of(*known)
+        refuse_other_rows = mention_reads(self._workers, leaves)
         weights = ReplicaWeights.of(*known, self._workers, self._streams.begin(), storage.has_news)
+        refuse_other_rows()
         if not weights.streams_agree:
             self._streams.follow()
         return weights
@@ -228,7 +231,10 @@ class ReplicatedExtended(StrategyExtended):
         with self._exchanging("strategy.reduce or strategy.gather"):
             check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
-            return put_together(values, self._storage.parameter_device, self._workers, matter)
+            refuse_other_rows = mention_reads(self._workers, [value])
+            total = put_together(values, self._storage.parameter_device, self._workers, matter)
+            refuse_other_rows()
+            return total
 
     def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
         """What this worker has of a value, and whether it counts. A plain value is the same in every replica.
