@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.row_lists import own_rows
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
@@ -307,6 +309,15 @@ class ReplicatedExtended(StrategyExtended):
         if not isinstance(value, DistributedValues):
             return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
         return self._of_all_workers(lambda *of_this: gathered(as_axis(axis), *of_this), value)
+
+    def _gather_rows(self, value: Tree) -> list[Any]:
+        if self._workers.count == 1 or (own_rows(value) is None and value):
+            return super()._gather_rows(value)  # the same list in all workers
+        refuse_other_rows = mention_reads(self._workers, [value])
+        rows = list(chain.from_iterable(own_rows(value) or []))
+        of_all = self._workers.all_gather_object(rows, "gather(axis=0) of Python objects")
+        refuse_other_rows()
+        return list(chain.from_iterable(of_all))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         return _sent(tensor, destinations)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -16,13 +17,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
-from torchstrategy._communication.reductions import as_tensor, summed_along
+from torchstrategy._communication.reductions import as_axis, as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
 from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
+from torchstrategy._core.row_lists import is_row_list, own_rows
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
@@ -430,6 +432,26 @@ class StrategyExtended(VariablesOfExtended):
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         raise self._missing("_gather")
+
+    def _gathering(self, axis: int) -> Callable[[Tree], Tree]:
+        """A function that gathers a leaf: a value of all replicas, or a list of Python objects."""
+
+        def gather(leaf: Tree) -> Tree:
+            if not is_row_list(leaf):
+                return self._gather(leaf, axis)
+            if as_axis(axis) != 0:
+                raise ValueError(
+                    f"A list with a Python object for each row is gathered along axis=0; got axis={axis!r}. Only "
+                    "tensors have other dimensions: make one of the numbers in the step, or leave them as rows."
+                )
+            return self._gather_rows(leaf)
+
+        return gather
+
+    def _gather_rows(self, value: Tree) -> list[Any]:
+        """The rows of all replicas, of a list with a Python object for each row."""
+        rows = own_rows(value)
+        return list(value) if rows is None else list(chain.from_iterable(rows))
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         raise self._missing("_broadcast_to")
