@@ -195,6 +195,25 @@ def test_an_import_is_found(line: str) -> None:
     assert len([node for node in ast.walk(ast.parse(line)) if is_import(node)]) == 1
 
 
+_RUNS_WHAT_IT_READS = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "joblib")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if parts_of(path)[0] != "testing"], ids=name_of)
+def test_nothing_that_workers_send_can_run(path: Path) -> None:
+    """Messages between workers were unpickled, so whoever reached a port of one could let it run anything."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported = {alias.name.partition(".")[0] for alias in node.names}
+            assert imported.isdisjoint(_RUNS_WHAT_IT_READS), f"line {node.lineno} imports {imported}"
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in (*_RUNS_WHAT_IT_READS, "marshal")
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            assert (owner, node.attr) not in {("marshal", "loads"), ("marshal", "load"), ("torch", "load")}
+            is_of_torch = owner == "dist" and ("object" in node.attr)
+            assert not is_of_torch, f"line {node.lineno}: dist.{node.attr} unpickles what others send"
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 

@@ -50,3 +50,8 @@ reveal_type(strategy.run(by_name)["loss"])  # Any
 statistics = strategy.run(counted)
 reveal_type(statistics)  # Statistics | PerReplica[Statistics]
 reveal_type(strategy.experimental_local_results(statistics))  # tuple[Statistics, ...]
+
+
+def texts(results: torchstrategy.PerReplica[list[str]]) -> None:
+    """A list with a text for each row."""
+    reveal_type(strategy.gather(results, axis=0))  # list[str]

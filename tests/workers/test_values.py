@@ -131,3 +131,24 @@ def test_dataclasses_are_gathered_from_all_workers(workers: int, replicas: int) 
 def test_settings_that_are_equal_are_not_refused() -> None:
     first, second = cluster(2).run(values.of_equal_settings)
     assert first == second
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
+def test_python_objects_are_gathered_from_all_workers_in_order(workers: int, replicas: int) -> None:
+    for found in cluster(workers).run(values.of_objects, replicas):
+        for size, (texts, ids, dicts, none, few) in zip((9, 1, 4), found, strict=True):
+            assert ids == list(range(size)) and none == [None] * size and few == [0]
+            assert texts == [["cat", "dog"][i % 2] for i in range(size)]
+            assert dicts == [{"text": texts[i], "id": i, "more": [None] * (i % 3)} for i in range(size)]
+    for found in cluster(workers).run(values.of_loaded_texts, replicas):
+        assert found == [["row 0", "row 1", "row 2"], ["row 3", "row 4", "row 5"], ["row 6"]]
+
+
+@pytest.mark.parametrize("one_only", [False, True], ids=["in all workers", "in one"])
+def test_objects_that_cannot_be_gathered_are_refused_in_all_workers(one_only: bool) -> None:
+    first, second = cluster(2).run(values.of_unsendable_objects, one_only)
+    assert second[0].startswith("TypeError: An Unsendable cannot be sent to other workers")
+    assert second[1].startswith("ValueError: A list with a Python object for each row is gathered along axis=0")
+    assert first[2] == second[2] == 2
+    for told, refusal in zip(first[:2], second[:2], strict=True):
+        assert told == refusal or (one_only and "worker 1 of 2 (" in told and refusal in told)

@@ -309,3 +309,47 @@ def of_dataclasses(replicas: int) -> list[Any]:
         gathered = strategy.gather(results, axis=0)
         found.append((gathered.scores.tolist(), strategy.reduce("sum", results, axis=0).loss.item()))
     return found
+
+
+def of_objects(replicas: int) -> list[list[Any]]:
+    """Texts, ids and dicts of the rows of uneven batches; some workers have no rows of them."""
+    strategy = strategy_of(replicas)
+    names = ["cat", "dog"]
+
+    def step(rows: torch.Tensor) -> Any:
+        ids = [int(row) for row in rows]
+        texts = [names[i % 2] for i in ids]
+        dicts = [{"text": text, "id": i, "more": [None] * (i % 3)} for text, i in zip(texts, ids, strict=True)]
+        return {"texts": texts, "ids": ids, "dicts": dicts, "none": [None] * len(ids), "few": [i for i in ids if not i]}
+
+    found = []
+    for size in (9, 1, 4):
+        for batch in strategy.experimental_distribute_dataset([torch.arange(size)]):
+            gathered = strategy.gather(strategy.run(step, args=(batch,)), axis=0)
+            found.append([gathered[name] for name in ("texts", "ids", "dicts", "none", "few")])
+    return found
+
+
+def of_loaded_texts(replicas: int) -> list[list[str]]:
+    strategy = strategy_of(replicas)
+    loader = torch.utils.data.DataLoader([(i, f"row {i}") for i in range(7)], batch_size=3)
+    return [strategy.gather(batch[1], axis=0) for batch in strategy.experimental_distribute_dataset(loader)]
+
+
+class Unsendable:
+    pass
+
+
+def of_unsendable_objects(one_only: bool) -> tuple[str, str, float]:
+    """Objects of a class, and another axis; then whether the strategy can be used."""
+    strategy = strategy_of(1)
+    is_bad = not one_only or strategy.extended._workers.index == 1
+    told = []
+    for made, axis in (([Unsendable()] if is_bad else ["text"], 0), (["text"], 1 if is_bad else 0)):
+        try:
+            strategy.gather(strategy.run(lambda made=made: list(made)), axis=axis)
+            told.append("nothing")
+        except (TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    total = strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None)
+    return told[0], told[1], total.item()

@@ -6,6 +6,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     native_dtypes       tensors as NCCL and gloo take them, which know fewer dtypes than torch
     transfer            copies and sums between devices, weighted sums, and many small tensors sent as a few
     options             what a person says about how values travel, and whether this machine can do it
+    wire                values as bytes that hold no code, as workers send them to each other
     workers             the processes that train together, as one of them sees the others
     reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
     process_group       workers that are joined by a process group of `torch.distributed`

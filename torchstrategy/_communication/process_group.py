@@ -7,7 +7,6 @@ import ctypes
 import enum
 import marshal
 import os
-import pickle
 import socket
 import time
 import traceback
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
+from torchstrategy._communication.wire import decode, encode
 from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
 from torchstrategy._core.torch_internals import shared_store, unflattened
@@ -28,6 +28,7 @@ from torchstrategy._core.torch_internals import shared_store, unflattened
 _PATIENCE = 3.0  # seconds in which all workers that are alive say that they have lost another one
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
+_REFUSED = digest(b"refused")  # in the place of where a worker is that refuses an exchange
 # The positions of the groups of a worker.
 _DATA = 0  # sends tensors, from any device
 _EARLY = 1  # sends gradients during backward, in an order that is not that of the other exchanges
@@ -83,6 +84,9 @@ def _end(groups: list[dist.ProcessGroup], under_way: Sequence[dist.Work | None])
 # wait for ever. So a group has nothing under way where a worker goes another way or fails, and it can be closed at
 # once.
 #
+# A worker that refuses its arguments comes to the exchange all the same, and says so. Then all workers raise an error
+# and stand at one place, as before. Whoever has no argument to refuse, and fails, does not come.
+#
 # When an operation of torch fails, one of three things has happened to another worker. It left a run by an exception:
 # then it has put the reason into the store, and has closed its groups so that the others fail. It was killed: then its
 # connections are closed. Or it hangs, and torch's timeout has passed. Whoever fails says so in the store, and waits a
@@ -120,7 +124,6 @@ class ProcessGroup(Workers):
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
         self._mentioned: dict[str, bytes] = {}  # the digests of what may differ
-        self._num_exchanges = 0
         self._why_over: str | None = None  # why no exchange can be made any more
 
     def begin_run(self) -> None:
@@ -177,11 +180,14 @@ class ProcessGroup(Workers):
 
     def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
         front = tensor.detach().movedim(axis, 0).contiguous()
-        theirs = self.all_gather_object((front.shape[0], str(front.dtype), tuple(front.shape[1:])), name)
-        sizes = [size for size, _, _ in theirs]
-        if len({(dtype, rest) for _, dtype, rest in theirs}) > 1:
-            listed = ", ".join(f"worker {w} {dtype} of shape {(n, *rest)}" for w, (n, dtype, rest) in enumerate(theirs))
-            raise ValueError(f"The workers brought tensors to {name} that cannot be put together: {listed}.")
+        rest = f"rows of shape {tuple(front.shape[1:])} and {front.dtype}"
+        told = self.all_gather_bytes(f"{front.shape[0]} {rest}".encode(), name)
+        sizes = [int(one.partition(b" ")[0]) for one in told]
+        if len({one.partition(b" ")[2] for one in told}) > 1:
+            listed = ", ".join(f"worker {w} {one.decode()}" for w, one in enumerate(told))
+            error = ValueError(f"The workers brought tensors to {name} that cannot be put together: {listed}.")
+            self.note_of_all(error)
+            raise error
         # Bytes, since the backends do not take every dtype.
         padded = front.new_zeros(max(sizes), *front.shape[1:])
         padded[: front.shape[0]] = front
@@ -193,8 +199,16 @@ class ProcessGroup(Workers):
         whole = [one.to(front.device).view(front.dtype).view(padded.shape) for one in all_bytes]
         return [one[:size].movedim(0, axis) for one, size in zip(whole, sizes, strict=True)]
 
+    def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        return self._meet(self._at(name), (), data)
+
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        return [pickle.loads(told) for told in self._meet(self._at(name), (), pickle.dumps(value))]
+        try:
+            data = encode(value)
+        except (TypeError, ValueError) as error:
+            self.refuse(error, name)
+            raise
+        return list(map(decode, self.all_gather_bytes(data, name)))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str) -> None:
         if not tensors:
@@ -213,8 +227,14 @@ class ProcessGroup(Workers):
                 for tensor, part in zip(pack, unflattened(one.view(pack[0].dtype), pack), strict=True):
                     _write(tensor, part)
 
+    def refuse(self, error: Exception, name: str) -> None:
+        if self._why_over is None and not self.is_of_all(error):
+            with suppress(WorkerError):  # this worker raises its own error
+                self._meet(self._at(name), (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
+                self.note_of_all(error)
+
     def failed(self, error: BaseException) -> None:
-        if self._why_over is None and not isinstance(error, WorkerError):
+        if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
             self._say("failed", f"{self._who} failed: {described(error)}")
             self._close(f"this worker has failed: {described(error)}")
 
@@ -229,26 +249,47 @@ class ProcessGroup(Workers):
             )
         return f"{self._point} of run {self._num_runs} ({name})"
 
-    def _meet(self, where: str, signature: object, told: bytes = b"") -> list[bytes]:
-        """What the workers tell each other, if all of them are at this exchange."""
-        self._num_exchanges += 1
+    def _meet(self, where: str, signature: object, told: bytes = b"", refuses: bool = False) -> list[bytes]:
+        """What the workers tell each other, if all of them are at this exchange.
+
+        If this worker refuses the exchange, `told` says why, and it learns only that the others have heard so.
+        """
+        self.num_exchanges += 1
         compared, self._compared = self._compared, []
         place = digest(b"".join([f"{where} {signature}".encode(), *map(_comparable, compared)]))
+        place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
-        header = b"".join([place, len(told).to_bytes(_DIGEST, "big"), *marks])
+        counts = [count.to_bytes(_DIGEST, "big") for count in (len(told), self._num_runs)]
+        header = b"".join([place, *counts, *marks])
         of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
-        if any(one[:_DIGEST] != place for one in of_all):
+        refusing = [w for w, one in enumerate(of_all) if one[:_DIGEST] == _REFUSED]
+        if not refusing and any(one[:_DIGEST] != place for one in of_all):
             told_too = [f"{what} {_printed(value)}" for what, value in compared]
             raise self._apart(", ".join([where, *told_too]), signature)
-        begin, size = len(header), slice(_DIGEST, 2 * _DIGEST)
-        for start, what, mark in zip(range(size.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
+        begin, size, run = len(header), slice(_DIGEST, 2 * _DIGEST), slice(2 * _DIGEST, 3 * _DIGEST)
+        for start, what, mark in zip(range(run.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
             if any(one[start : start + _DIGEST] != mark for one in of_all):
                 self.differing.add(what)
-        sizes = [int.from_bytes(one[size], "big") for one in of_all]
+        of_headers, sizes = of_all, [int.from_bytes(one[size], "big") for one in of_all]
         if begin + max(sizes) > _MESSAGE:
             of_all, begin = self._sent(told.ljust(max(sizes), b"\0"), where), 0
-        return [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]
+        told_by_all = [one[begin : begin + size] for one, size in zip(of_all, sizes, strict=True)]
+        if refusing:  # a worker that refused its batch has not begun the run to which the others have come with theirs
+            self._num_runs = max(int.from_bytes(one[run], "big") for one in of_headers)
+        if refusing and not refuses:
+            raise self._refused(refusing[0], told_by_all[refusing[0]].decode(), where)
+        return told_by_all
+
+    def _refused(self, worker: int, why: str, where: str) -> Exception:
+        """The error for an exchange that another worker has refused. Nothing was sent, and all can go on."""
+        kind = {"TypeError": TypeError, "ValueError": ValueError}.get(why.partition(":")[0], RuntimeError)
+        error = kind(
+            f"{self._names[worker]} refused what it was given, so no worker got a result: {why} This is {self._who}, "
+            f"which waited at {where}. Give all workers what fits; the strategy can be used as before."
+        )
+        self.note_of_all(error)
+        return error
 
     def _sent(self, message: bytes, where: str) -> list[bytes]:
         """The messages of all workers, which have the same length."""
@@ -269,7 +310,7 @@ class ProcessGroup(Workers):
 
     def _apart(self, where: str, signature: object) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
-        keys = [f"at/{self._num_exchanges}/{w}" for w in range(self.count)]
+        keys = [f"at/{self.num_exchanges}/{w}" for w in range(self.count)]
         self._say(keys[self.index], f"{where} with {signature}" if signature else where)
         listed = []
         for w, key in enumerate(keys):

@@ -7,7 +7,8 @@ come to the same exchanges in the same order, as all replicas come to the same s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -44,6 +45,7 @@ class Workers:
         is_asked_to_leave: Whether this process will be ended soon. It is told when the next run begins.
         all_leave: Whether this was so in any process when the newest run began.
         differing: What was mentioned and was not alike in all workers. Whoever looks at it takes it out.
+        num_exchanges: How many exchanges have begun with a message.
     """
 
     can_overlap = True  # whether `begin_all_reduce` returns before all workers have called it
@@ -54,6 +56,7 @@ class Workers:
         self.is_asked_to_leave = False
         self.all_leave = False
         self.differing: set[str] = set()
+        self.num_exchanges = 0
 
     def begin_run(self) -> None:
         """Counts a run: workers that are in different runs are told so at their next exchange."""
@@ -103,15 +106,63 @@ class Workers:
         """The tensors of all workers, in their order. They may differ in the length of `axis`."""
         return [tensor]
 
+    def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        """The bytes of all workers, in their order."""
+        return [data]
+
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        """The values of all workers, in their order. They are pickled."""
+        """The values of all workers, in their order: what `wire` can send. Tensors arrive on the CPU.
+
+        Raises:
+            TypeError: In all workers, if one of them has a value that cannot be sent.
+        """
         return [value]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str) -> None:
         """Writes the values of the tensors of worker `source` on those of all others."""
 
+    def refuse(self, error: Exception, name: str) -> None:
+        """Comes to an exchange without what the others wait for there: they raise an error, too, and all can go on.
+
+        Args:
+            error: Why. The caller raises it.
+            name: The name of the exchange.
+        """
+
     def failed(self, error: BaseException) -> None:
-        """Tells the other workers that this one leaves a run by an exception."""
+        """Tells the other workers that this one leaves by an exception, unless they have it, too."""
+
+    @final
+    def note_of_all(self, error: BaseException) -> None:
+        """Says of an error that all workers raise one at this exchange, so that they can go on together."""
+        _note(error, _OF_ALL, self.num_exchanges)
+
+    @final
+    def is_of_all(self, error: BaseException) -> bool:
+        """Whether all workers have raised an error at the newest exchange, this one among them."""
+        return getattr(error, _OF_ALL, None) == self.num_exchanges
+
+    @final
+    @contextmanager
+    def exchanging(self, name: str, is_run: bool = False) -> Iterator[None]:
+        """A block in which this worker comes to exchanges with the others: if it fails here, they are told why.
+
+        What it refuses before an exchange is refused by all of them, and they go on together. In a run, this is what
+        stands in a block of `refusing`, and all that is refused before the first exchange.
+
+        Args:
+            name: What the user calls in the block.
+            is_run: Whether it is a run, in which the user's code may raise anything.
+        """
+        before = self.num_exchanges
+        try:
+            yield
+        except BaseException as error:
+            is_early = not is_run or self.num_exchanges == before
+            if isinstance(error, (TypeError, ValueError)) and (is_early or is_refusal(error)):
+                self.refuse(error, name)
+            self.failed(error)
+            raise
 
     @final
     def draw_as_first(self, generators: Sequence[GeneratorLike], name: str) -> None:
@@ -125,9 +176,33 @@ class Workers:
 
 LONE = Workers()
 
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A block of a step that checks what a replica brings to an exchange, which begins after it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        _note(error, _REFUSAL, True)
+        raise
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error comes from a block of `refusing`."""
+    return getattr(error, _REFUSAL, None) is True
+
+
+def _note(error: BaseException, mark: str, value: object) -> None:
+    with suppress(AttributeError, TypeError):  # a class of the user's may have no room for it
+        setattr(error, mark, value)
+
+
+_REFUSAL, _OF_ALL = "_torchstrategy_refusal", "_torchstrategy_of_all"
+
 BETWEEN_RUNS = "what was written between runs"
 IN_RUN = "what a step wrote"
-MENTIONED = (BETWEEN_RUNS, IN_RUN)
+ROWS = "the rows of a batch"
+MENTIONED = (BETWEEN_RUNS, IN_RUN, ROWS)
 
 
 def digest(data: bytes) -> bytes:

@@ -15,5 +15,6 @@ which replica a thread is.
     tree                  nested containers and dataclasses: taking them apart, and putting them together again
     context               of each thread: in which strategy and replica it is, on which device, and torch's own state
     distributed_values    one value per replica: how they are made, taken apart and printed, and what they refuse
+    row_lists             lists of Python objects with one for each row, of which each replica has its own
     result_leaves         the leaves of what steps return, those in dataclasses included
 """

@@ -17,7 +17,16 @@ from typing_extensions import Self, TypeVar
 
 from torchstrategy._core.context import current_replica_context
 from torchstrategy._core.errors import plural, unpicklable
-from torchstrategy._core.tree import PLAIN_LEAVES, columns_of, map_leaves, tree_flatten, tree_leaves
+from torchstrategy._core.tree import (
+    PLAIN_LEAVES,
+    RowColumn,
+    columns_of,
+    is_one_thing,
+    is_plain_list,
+    map_leaves,
+    tree_flatten,
+    tree_leaves,
+)
 from torchstrategy._core.types import Tree
 
 # A value of which nobody says what it holds holds anything.
@@ -162,6 +171,7 @@ class PerReplica(DistributedValues[T]):
         understudy: A value of a process whose replicas have no rows or take no part, while those of other processes do.
             A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
         is_kept: Whether it is kept in a module. Then it is copied and pickled with the module.
+        read: What several processes compare of the batch that it was split from. None: they compare nothing.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -177,7 +187,7 @@ class PerReplica(DistributedValues[T]):
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
 
-    __slots__ = ("is_kept", "rows", "understudy")
+    __slots__ = ("is_kept", "read", "rows", "understudy")
 
     def __init__(
         self,
@@ -185,11 +195,13 @@ class PerReplica(DistributedValues[T]):
         rows: tuple[int, ...] | None = None,
         understudy: Tree = None,
         is_kept: bool = False,
+        read: Any = None,
     ) -> None:
         super().__init__(components)
         self.rows = rows
         self.understudy = understudy
         self.is_kept = is_kept
+        self.read = read
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_kept:
@@ -197,7 +209,7 @@ class PerReplica(DistributedValues[T]):
         return (PerReplica, (self._components, self.rows, self.understudy, True))
 
     def _with(self, components: Sequence[Tree]) -> Self:
-        return PerReplica(components, self.rows, self.understudy, self.is_kept)
+        return PerReplica(components, self.rows, self.understudy, self.is_kept, self.read)
 
     def _in_replica(self, replica: int) -> Tree:
         own = self._components[replica]
@@ -381,7 +393,8 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
         always_wrap: Whether every leaf gets a `PerReplica`.
         are_results: Whether the trees are what replicas computed. Then lists of different lengths, such as lists with
             an item for each row, are one component each. So are numbers: Python has only one object for each small
-            integer, so that the same object says nothing about where a number comes from.
+            integer, so that the same object says nothing about where a number comes from. The same holds for the
+            texts and the like in a list that has one for each row.
 
     Raises:
         ValueError: If the containers of two replicas differ in type, length or keys.
@@ -392,7 +405,8 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
     def leaf(column: list[Tree]) -> Tree:
         first, is_alone = column[0], len(by_replica) == 1
         may_be_one = is_alone or (len(column) > 1 and not (are_results and type(first) in _NUMBERS)) or first is None
-        if may_be_one and all(value is first for value in column) and not always_wrap:
+        is_in_row = type(column) is RowColumn and not is_alone
+        if may_be_one and all(value is first for value in column) and not (always_wrap or is_in_row):
             return first
         components: list[Tree] = [ABSENT] * len(by_replica)
         for r, value in zip(present, column, strict=True):
@@ -415,10 +429,18 @@ def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_re
     if count > 1 and not is_understudy:
         return regroup(by_replica, are_results=are_results)
 
+    def wrapped(value: Tree) -> Tree:
+        return PerReplica([ABSENT] * count, understudy=value) if is_understudy else PerReplica([value])
+
     def leaf(value: Tree) -> Tree:
+        if are_results and is_plain_list(value):
+            return map_leaves(wrapped, value)
         is_shared = isinstance(value, (DistributedValues, type(None)))
         if is_shared or not (are_results or isinstance(value, (torch.Tensor, int, float, complex))):
             return value
-        return PerReplica([ABSENT] * count, understudy=value) if is_understudy else PerReplica([value])
+        return wrapped(value)
 
-    return map_leaves(leaf, next(tree for tree in by_replica if tree is not ABSENT))
+    def is_leaf(value: Tree) -> bool:
+        return is_one_thing(value) or (are_results and is_plain_list(value))
+
+    return map_leaves(leaf, next(tree for tree in by_replica if tree is not ABSENT), is_leaf)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, regroup_in_worker
 from torchstrategy._core.tree import (
+    IsLeaf,
     check_depth,
     is_container,
+    is_one_thing,
     is_record,
     leaves_with_names,
     parts_of,
@@ -17,21 +19,27 @@ from torchstrategy._core.tree import (
 from torchstrategy._core.types import Tree
 
 
-def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "") -> Tree:
+def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "", is_leaf: IsLeaf = is_one_thing) -> Tree:
     """What `run` returned, with `fn(leaf)` in place of each leaf. An error of `fn` names one leaf of several.
+
+    Args:
+        fn: The function.
+        value: What `run` returned.
+        path: How Python code reads it, for a message.
+        is_leaf: Which containers not to look into.
 
     Raises:
         ValueError: If the records of two replicas have different parts, or hold themselves.
     """
     try:
-        return _map_results(fn, value, path)
+        return _map_results(fn, value, path, is_leaf)
     except RecursionError:
         for component in value._components if type(value) is PerReplica else [value]:
             check_depth(component)
         raise
 
 
-def _map_results(fn: Callable[[Tree], Tree], value: Tree, path: str) -> Tree:
+def _map_results(fn: Callable[[Tree], Tree], value: Tree, path: str, is_leaf: IsLeaf) -> Tree:
     if type(value) is PerReplica:
         components, spare = value._components, value.understudy
         there = [component for component in components if component is not ABSENT] or [spare]
@@ -44,15 +52,18 @@ def _map_results(fn: Callable[[Tree], Tree], value: Tree, path: str) -> Tree:
                 if is_understudy := there[0] is spare and not value.values:
                     of_each[0] = parts_of(spare)[name]
                 found = regroup_in_worker(of_each, is_understudy=is_understudy, are_results=True)
-                return _map_results(fn, found, path + name)
+                return _map_results(fn, found, path + name, is_leaf)
 
             return with_parts(there[0], part)
-    elif is_container(value):
-        found = [_map_results(fn, leaf, path + name) for name, leaf in leaves_with_names(value)]
-        return tree_flatten(value)[1].unflatten(found)
+    elif is_container(value) and not is_leaf(value):
+        named = leaves_with_names(value, is_leaf)
+        found = [_map_results(fn, leaf, path + name, is_leaf) for name, leaf in named]
+        return tree_flatten(value, is_leaf)[1].unflatten(found)
     try:
         return fn(value)
     except (TypeError, ValueError) as error:
         if not path:
             raise
-        raise type(error)(f"value{path}: {error}") from None
+        located = type(error)(f"value{path}: {error}")
+        vars(located).update(vars(error))  # what is noted on it: whether other processes know of it
+        raise located from None

@@ -10,11 +10,14 @@ not look into them; `leaves_within` and `map_within` do.
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from datetime import date, timedelta
+from pathlib import PurePath
+from typing import Any, final
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -68,6 +71,35 @@ def tree_leaves(tree: Tree) -> list[Tree]:
 
 
 PLAIN_LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
+
+
+_PLAIN_OBJECTS = (str, bytes, int, float, complex, type(None), enum.Enum, date, timedelta, PurePath)
+
+
+@final
+class RowColumn(list[Tree]):
+    """What several replicas have in one place of a list with a plain object for each of their rows.
+
+    The same object in all of them is one for each: there is only one object for a class name that all have found.
+    """
+
+
+def is_plain_list(value: Tree) -> bool:
+    """Whether a value is a list with a text, a number or the like for each row, or with containers of such.
+
+    So is a tuple of texts, as a `DataLoader` makes it of texts.
+    """
+    if type(value) is tuple:
+        return bool(value) and all(isinstance(item, (str, bytes)) for item in value)
+    return type(value) is list and bool(value) and all(map(_is_plain, value))
+
+
+def _is_plain(value: Tree) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN_OBJECTS)
 
 
 def is_container(value: Tree) -> bool:
@@ -145,7 +177,7 @@ def zip_leaves(
     """The leaves of several trees of one structure, side by side, and that structure.
 
     Dicts with the same keys in another order have the same structure. `is_leaf` says which containers not to look into.
-    If `are_results`, lists that differ in length are leaves.
+    If `are_results`, lists that differ in length are leaves, and the columns within plain lists are `RowColumn`s.
 
     Raises:
         Unlike: If the trees differ in structure.
@@ -160,20 +192,33 @@ def zip_leaves(
 
 
 def _zip(
-    path: tuple[object, ...], trees: Sequence[Tree], is_leaf: IsLeaf, are_results: bool, columns: list[list[Tree]]
+    path: tuple[object, ...],
+    trees: Sequence[Tree],
+    is_leaf: IsLeaf,
+    are_results: bool,
+    columns: list[list[Tree]],
+    in_rows: bool = False,
 ) -> TreeSpec:
     kinds = set(map(type, trees))
-    are_uneven = are_results and kinds == {list} and len(set(map(len, trees))) > 1
+    are_uneven = False
+    if are_results and (kinds == {list} or kinds == {tuple}):
+        in_rows = in_rows or all(is_plain_list(tree) for tree in trees if tree)
+        are_uneven = len(set(map(len, trees))) > 1 and (in_rows or kinds == {list})
     nodes = [] if are_uneven or PLAIN_LEAVES.issuperset(kinds) else [_opened(tree, is_leaf) for tree in trees]
     if not any(kind for kind, _ in nodes):
-        columns.append(list(trees))
+        columns.append(RowColumn(trees) if in_rows else list(trees))
         return LEAF
     kind, parts = nodes[0]
     for index, (other, others) in enumerate(nodes):
         if other != kind or others.keys() != parts.keys():
+            if in_rows:  # rows need not be alike
+                columns.append(RowColumn(trees))
+                return LEAF
             where = "".join(f"[{key!r}]" for key in path) or "the result"
             raise Unlike(index, f"{where}: {_difference(trees[0], trees[index])}")
-    inner = [_zip((*path, key), [own[key] for _, own in nodes], is_leaf, are_results, columns) for key in parts]
+    inner = [
+        _zip((*path, key), [own[key] for _, own in nodes], is_leaf, are_results, columns, in_rows) for key in parts
+    ]
     node = torch_internals.kind_of_node(trees[0])
     return TreeSpec(node, torch_internals.kinds_of_nodes[node].flatten_fn(trees[0])[1], inner)
 

@@ -24,7 +24,7 @@ import torch
 
 from torchstrategy._communication.reductions import check_addable, check_gatherable
 from torchstrategy._communication.transfer import added, concatenated, in_buckets, sums
-from torchstrategy._communication.workers import LONE, Workers
+from torchstrategy._communication.workers import LONE, Workers, refusing
 from torchstrategy._core.context import current_replica_context, in_use, nowhere
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.options import ReduceOp
@@ -301,18 +301,19 @@ class ReplicaGroup:
         def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[Tree]:
             # Tensors are matched by their positions, so without this check, a step would add up tensors that have
             # nothing to do with each other.
-            for r, (_, _, other) in zip(self.run.present, brought, strict=True):
-                if other != brought[0][2]:
-                    raise ValueError(
-                        f"Replicas {self.run.present[0]} and {r} brought values of different structure to one {name}: "
-                        f"one has {_listed(brought[0][2])}, the other {_listed(other)}."
-                    )
-            columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
-            for column in columns:
-                check(column)
+            with refusing():
+                for r, (_, _, other) in zip(self.run.present, brought, strict=True):
+                    if other != brought[0][2]:
+                        raise ValueError(
+                            f"Replicas {self.run.present[0]} and {r} brought values of different structure to one "
+                            f"{name}: one has {_listed(brought[0][2])}, the other {_listed(other)}."
+                        )
+                columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
+                for column in columns:
+                    check(column)
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
-                wants_grad = any(self.workers.all_gather_object(wants_grad, name))
+                wants_grad = any(map(any, self.workers.all_gather_bytes(bytes([wants_grad]), name)))
                 columns = [(one,) for one in over_workers(joined(self.run.present[0], columns), name)]
             # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.
             made: dict[Device | None, list[torch.Tensor]] = {}

@@ -7,6 +7,7 @@ replica's gradient is multiplied.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,13 +104,13 @@ class ReplicaWeights:
         distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
         absent = {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
         own = [_Told(float(examples[r]), r in absent, rows is None or rows[r] > 0) for r in range(num_replicas)]
-        of_all = [(own, mark, has_news, workers.is_asked_to_leave)]
+        of_all = [_OfWorker(own, mark, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
-            of_all = workers.all_gather_object(of_all[0], "the beginning of a run")
-        of_workers, marks, have_news, are_asked = zip(*of_all, strict=True)
-        workers.all_leave = any(are_asked)
-        everyone = list(chain.from_iterable(of_workers))
+            told = workers.all_gather_bytes(of_all[0].packed(), "the beginning of a run")
+            of_all = list(map(_OfWorker.unpacked, told))
+        workers.all_leave = any(one.is_asked_to_leave for one in of_all)
+        everyone = list(chain.from_iterable(one.replicas for one in of_all))
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked.
         leaves_out = not options.run_empty_replicas and any(one.has_rows for one in everyone)
         takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
@@ -129,8 +130,8 @@ class ReplicaWeights:
             lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
             is_understudy=not present,
             total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, weights))),
-            streams_agree=len(set(marks)) == 1,
-            has_news=any(have_news),
+            streams_agree=len({one.mark for one in of_all}) == 1,
+            has_news=any(one.has_news for one in of_all),
         )
 
 
@@ -152,6 +153,30 @@ class _Told(NamedTuple):
     weight: float  # how much it counts, if it takes part
     is_absent: bool  # whether an argument is missing
     has_rows: bool
+
+
+class _OfWorker(NamedTuple):
+    """What a worker tells the others when a run begins. Every run sends it, so the bytes are few and quickly made."""
+
+    replicas: list[_Told]
+    mark: int  # tells whether the random generators of the workers agree
+    has_news: bool
+    is_asked_to_leave: bool
+
+    def packed(self) -> bytes:
+        numbers = chain.from_iterable(self.replicas)
+        kinds = f"<I2?{len(self.replicas) * 'd2?'}"
+        return struct.pack(kinds, self.mark, self.has_news, self.is_asked_to_leave, *numbers)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> _OfWorker:
+        count = (len(data) - _HEAD) // _OF_REPLICA
+        mark, has_news, is_asked, *numbers = struct.unpack(f"<I2?{count * 'd2?'}", data)
+        replicas = [_Told(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+        return cls(replicas, mark, has_news, is_asked)
+
+
+_HEAD, _OF_REPLICA = struct.calcsize("<I2?"), struct.calcsize("<d2?")
 
 
 def _rows(leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp) -> tuple[int, ...] | None:

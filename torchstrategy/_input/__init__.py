@@ -9,6 +9,7 @@ caller.
     batch_types        which values of a batch have rows, how many, and how to take some; types of the user's own
     layouts            batches whose first dimension holds no rows: lists of samples, and time first
     loader_state       the saved position of a loader, and what is wrong with one
+    same_rows          whether all workers read the same rows in the same order
     source             the loader or iterable that is read, the rows that a worker loads, and where its iteration stands
     steps              which rows of a batch go to which worker and replica, and their shapes and dtypes
     reading            reads the steps of an epoch, and brings parts to the devices: on demand, or ahead of the caller

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import TypeVar
 
-from torchstrategy._communication.workers import Workers
+from torchstrategy._communication.workers import Workers, is_refusal
 from torchstrategy._core.errors import an, plural, unpicklable, warn
 from torchstrategy._core.types import Device, Tree
 from torchstrategy._input.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
@@ -143,7 +143,10 @@ class DistributedIterator(BatchIterator[T]):
             self.close()
             raise
         except BaseException as error:
-            self._splitter.workers.failed(error)  # they wait for this worker, which does not come
+            workers = self._splitter.workers
+            if isinstance(error, Exception) and is_refusal(error):
+                workers.refuse(error, "the next batch of a dataset")
+            workers.failed(error)  # they wait for this worker, which does not come
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -38,14 +38,15 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._communication.transfer import copy_stream
+from torchstrategy._communication.workers import refusing
 from torchstrategy._core.context import CallerState, is_accelerator
 from torchstrategy._core.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
 from torchstrategy._core.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._core.streams import current_streams, keep_until_used, make_current, on_stream
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import map_leaves
+from torchstrategy._core.tree import map_leaves, tree_flatten
 from torchstrategy._core.types import Device, Tree
-from torchstrategy._input.batch_types import applied_within, moved
+from torchstrategy._input.batch_types import Rows, applied_within, exchanged, moved
 from torchstrategy._input.steps import SplitBatch, Splitter, are_in_host_memory
 
 
@@ -224,7 +225,8 @@ class Reading(ABC):
                 elements, self._elements = self._elements, []
                 if all(element is ABSENT for element in elements):
                     raise StopIteration
-                batch = splitter.split_batch(elements)
+                with refusing():  # the others have come as far with theirs
+                    batch = splitter.split_batch(elements)
                 if splitter.is_to_be_seen:
                     splitter.see(batch)
                 marks = self._marks()
@@ -284,24 +286,37 @@ def in_step(reading: Reading) -> Callable[[], Tree]:
             last[:], has = [reading.next()], True
         except StopIteration:
             has = False
-        of_all = workers.all_gather_object((has, bool(last)), "the next batch of a dataset")
+        of_all = workers.all_gather_bytes(bytes([has, bool(last)]), "the next batch of a dataset")
         if not any(others_have for others_have, _ in of_all):
             raise StopIteration
         if not all(had for _, had in of_all):
             lender = next(w for w, (others_have, _) in enumerate(of_all) if others_have)
-            mine = map_leaves(partial(_copied, device=host), last[0]) if workers.index == lender else None
+            mine = _lent(last[0]) if workers.index == lender else None
             lent = workers.all_gather_object(mine, "the first batch of a dataset")[lender]
-            last[:] = last or [map_leaves(partial(_copied, device=reading.routes[0].device or host), lent)]
+            last[:] = last or [_borrowed(lent, reading.splitter.replicas, reading.routes[0].device or host)]
         return last[0] if has else map_leaves(_unseen, last[0])
 
     return next_of_all
 
 
-def _copied(leaf: Tree, device: Device) -> Tree:
-    """A leaf of a batch that can be pickled, where all replicas have what the first one had, on `device`."""
-    if not isinstance(leaf, PerReplica):
-        return leaf
-    return PerReplica([moved(leaf.values[0], device)] * len(leaf._components), is_kept=True)
+def _lent(batch: Tree) -> Tree:
+    """A batch as it can be sent: its structure, its leaves as one replica has them, and which of these were split."""
+    leaves, spec = tree_flatten(batch)
+    are_split = [isinstance(leaf, PerReplica) for leaf in leaves]
+    own = [leaf.values[0] if is_split else leaf for leaf, is_split in zip(leaves, are_split, strict=True)]
+    return spec.unflatten(range(len(leaves))), [exchanged(leaf, Rows, list) for leaf in own], are_split
+
+
+def _borrowed(lent: Tree, replicas: int, device: Device) -> Tree:
+    """The batch of which `_lent` made these parts: all replicas have what one had, on `device`."""
+    structure, leaves, are_split = lent
+
+    def made(index: int) -> Tree:
+        if not are_split[index]:
+            return leaves[index]
+        return PerReplica([moved(leaves[index], device)] * replicas)
+
+    return map_leaves(made, structure)
 
 
 def _unseen(leaf: Tree) -> Tree:

@@ -28,6 +28,7 @@ from torchstrategy._core.errors import an
 from torchstrategy._core.torch_internals import count_function_modes
 from torchstrategy._core.types import Tree
 from torchstrategy._input.loader_state import State, check_form, check_generators
+from torchstrategy._input.same_rows import Read, begin_alike, mark_of_subsets
 
 
 @final
@@ -65,7 +66,7 @@ class Shard(NamedTuple):
     """What one worker has loaded of a global batch."""
 
     element: Tree
-    total: int  # how many rows the global batch has
+    read: Read  # the indices of the global batch
 
 
 @final
@@ -80,24 +81,24 @@ class ShardedBatches(Sampler[list[Any]]):
         loaded_of: Returns which rows this worker loads of a number of rows.
 
     Attributes:
-        totals: For each batch of the newest iteration that was drawn and not read, how many rows it has in all.
+        drawn: The batches of the newest iteration that were drawn and not read.
     """
 
     def __init__(self, sampler: Iterable[Sequence[Any]], loaded_of: Callable[[int], slice]) -> None:
         self.sampler, self._loaded_of = sampler, loaded_of
-        self.totals: deque[int] = deque()
+        self.drawn: deque[Read] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.totals = deque()
-        return self._drawn(self.totals)
+        self.drawn = deque()
+        return self._parts_of(self.drawn)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # torch's samplers have a length, and others may
 
-    def _drawn(self, totals: deque[int]) -> Iterator[list[Any]]:
-        for batch in self.sampler:
+    def _parts_of(self, drawn: deque[Read]) -> Iterator[list[Any]]:
+        for number, batch in enumerate(self.sampler):
             indices = list(batch)
-            totals.append(len(indices))
+            drawn.append(Read(number, indices, has_indices=True))
             yield indices[self._loaded_of(len(indices))]
 
 
@@ -207,14 +208,14 @@ class Source:
         """A new epoch, from the beginning or from the position of `load_position`. The caller's thread draws its seeds.
 
         Args:
-            workers: The processes that read in the order of worker 0. A position of `load_position` is the same in all.
-                None: each has an order of its own.
+            workers: The processes that read in the order of worker 0. A position of `load_position` is the same in all,
+                with the states of torch's generators. None: each has an order of its own.
 
         Raises:
             RuntimeError: If there was a pass already, and there can be no other.
         """
-        if workers is not None and not self._is_resumed:
-            workers.draw_as_first(_generators(self._dataset), "the beginning of an iteration over a dataset")
+        if workers is not None and workers.count > 1:
+            begin_alike(workers, self._facts(), [] if self._is_resumed else _generators(self._dataset))
         if self._is_spent:
             raise RuntimeError(
                 f"The dataset is a {type(self._dataset).__name__}, which can be iterated over once, and has been. "
@@ -227,11 +228,24 @@ class Source:
             iterator = self._taken_up(position) if self._is_resumed else self._begun(position)
         self.position, self._is_resumed = position, False
         sampler = getattr(self._dataset, "batch_sampler", None)
-        totals = sampler.totals if isinstance(sampler, ShardedBatches) else None
-        if totals:
+        drawn = sampler.drawn if isinstance(sampler, ShardedBatches) else None
+        if drawn:
             for _ in range(position.count):  # of the batches that are left out
-                totals.popleft()
-        return Epoch(self, iterator, position, totals)
+                drawn.popleft()
+        return Epoch(self, iterator, position, drawn)
+
+    def _facts(self) -> dict[str, Any]:
+        """What all workers that read this source have alike, by what a message calls it."""
+        within = getattr(self._given, "dataset", None)
+        facts: dict[str, Any] = {"a dataset of the class": type(self._given if within is None else within).__name__}
+        if within is not None and not isinstance(within, IterableDataset):
+            with suppress(TypeError, NotImplementedError):
+                facts["a dataset with the number of rows"] = len(within)
+        facts["the batch_size"] = self._batch_size
+        facts["a loader with the number of batches"] = self._length()
+        facts["a Subset whose indices have the digest"] = mark_of_subsets(within)
+        facts["a position to go on from, in batches,"] = self.position.count if self._is_resumed else None
+        return facts
 
     def generators_now(self) -> list[torch.Tensor]:
         """The states of the generators that decide the order of the elements."""
@@ -404,18 +418,18 @@ class Source:
 class Epoch:
     """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
 
-    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position, totals: deque[int] | None) -> None:
+    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position, drawn: deque[Read] | None) -> None:
         self.source = source
         self._iterator = iterator
         self.position = position
         self.count = position.count  # how many elements were read, including those that raised an error
-        self._totals = totals  # for each element that was drawn: how many rows all workers load of it
+        self._drawn = drawn  # what all workers load, of each element that was drawn
 
     def __next__(self) -> Tree:
         if not self.count and not self.source.asks_sampler_at_once:
             self.position.asked = self.source.generators_now()
         self.count += 1
-        total = 0
+        read = None
         try:
             element = next(self._iterator)
         except StopIteration:
@@ -423,9 +437,12 @@ class Epoch:
             self._iterator = iter(())  # stays at its end, whatever the loader's iterator would do
             raise
         finally:
-            if self._totals:
-                total = self._totals.popleft()
-        return element if self._totals is None else Shard(element, total)
+            if self._drawn:
+                read = self._drawn.popleft()
+        if self._drawn is None:
+            return element
+        assert read is not None, "the loader yields a batch for each that its sampler has drawn"
+        return Shard(element, read)
 
 
 @final

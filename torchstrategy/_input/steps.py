@@ -26,6 +26,7 @@ from torchstrategy._core.types import Device, Tree
 from torchstrategy._input import batch_types
 from torchstrategy._input.layouts import refuse_samples, warn_of_layout
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
+from torchstrategy._input.same_rows import Read, read_of
 from torchstrategy._input.source import Shard, Source
 
 
@@ -44,6 +45,7 @@ class SplitBatch(NamedTuple):
     leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
     spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
+    read: Read | None = None  # what the workers compare of it
 
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
@@ -59,7 +61,7 @@ class SplitBatch(NamedTuple):
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
         columns = zip(*(parts[:count] for parts in arrived), strict=True)
         with_spare = itertools.zip_longest(columns, arrived[0][count:])
-        values = iter([PerReplica(column, self.rows, spare) for column, spare in with_spare])
+        values = iter([PerReplica(column, self.rows, spare, read=self.read) for column, spare in with_spare])
         return self.spec.unflatten([next(values) if type(leaf) is Parts else leaf for leaf in self.leaves])
 
 
@@ -355,9 +357,10 @@ class SplitSteps(Splitter):
         return [piece.stop - piece.start for piece in self._share_of(rows).slices]
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        (element,), total = elements, None
+        (element,), total, read = elements, None, None
         if type(element) is Shard:
-            element, total = element
+            element, read = element
+            total = len(read.rows)
         if self.may_look and warn_of_layout(element, self.sources[0].samples):
             self._has_seen_layout = True  # so that the warning comes only once
         rows = batch_types.rows_of(element)
@@ -367,6 +370,8 @@ class SplitSteps(Splitter):
                 "Batch it with the global batch size, as in torch.utils.data.DataLoader(dataset, batch_size=...)."
             )
         share = self._share_of(rows if total is None else total)
+        if read is None and self.workers.count > 1 and not self.reads_its_own:
+            read = read_of(element, rows)
         if total is not None:
             samples = share.loaded.stop - share.loaded.start
             if rows != samples:
@@ -388,7 +393,7 @@ class SplitSteps(Splitter):
             return Parts([leaf] * len(pieces)) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
-        return SplitBatch(list(map(parts, leaves)), spec, counts)
+        return SplitBatch(list(map(parts, leaves)), spec, counts, read)
 
 
 @final

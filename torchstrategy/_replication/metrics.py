@@ -98,16 +98,31 @@ class Metric:
         touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
         point = f"the states of {self.name}"
         of_any = sorted(set().union(*self.workers.all_gather_object(touched, point)))
-        sent = {name: here[name] for name in of_any if name in here}
-        of_all = self.workers.all_gather_object(sent, point) if of_any else []
+        if of_any and self.workers.count > 1:
+            own = self._of_all_workers({name: here[name] for name in of_any if name in here}, point)
         for name in of_any:
-            self._together[name] = self._one(name, [one for counted in of_all for one in counted.get(name, [])])
+            self._together[name] = self._one(name, own[name])
+
+    def _of_all_workers(self, here: dict[str, list[_Counted]], point: str) -> dict[str, list[_Counted]]:
+        """What the replicas of all processes have counted, by the names of the states."""
+        sent = {name: [tuple(one) for one in counted] for name, counted in here.items()}
+        together: dict[str, list[_Counted]] = {}
+        for of_worker in self.workers.all_gather_object(sent, point):
+            for name, counted in of_worker.items():
+                device = self._device_of(name)
+                arrived = [_Counted(_on(device, value), *rest) for value, *rest in counted]
+                together.setdefault(name, []).extend(arrived)
+        return together
+
+    def _device_of(self, name: str) -> Any:
+        """Where a state of the user's metric is."""
+        default = self.original["_defaults"][name]
+        return default.device if isinstance(default, torch.Tensor) else self.original["_device"]
 
     def _counted(self, name: str, r: int, fraction: float) -> _Counted:
         """What one replica has counted, on the device of the user's metric."""
-        default, state = self.original["_defaults"][name], self.local[r][name]
-        device = default.device if isinstance(default, torch.Tensor) else self.original["_device"]
-        return _Counted(_on(device, state), not are_same(self._given[r, name], _noted(state)), fraction)
+        state = self.local[r][name]
+        return _Counted(_on(self._device_of(name), state), not are_same(self._given[r, name], _noted(state)), fraction)
 
     def write_back(self) -> None:
         """Writes the states on the user's metric."""

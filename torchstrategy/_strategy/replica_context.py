@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor
+from torchstrategy._communication.workers import refusing
 from torchstrategy._core.context import Frame, current_frame, current_replica_context
 from torchstrategy._core.distributed_values import check_component_counts, select
 from torchstrategy._core.options import ReduceOp
@@ -130,13 +131,16 @@ class ReplicaContext:
 
         def combine(brought: Sequence[Tree]) -> list[Tree]:
             trees = dict(zip(group.run.present, brought, strict=True))
-            merged_args, merged_kwargs = group.run.regrouped(trees, group.workers)
+            with refusing():
+                merged_args, merged_kwargs = group.run.regrouped(trees, group.workers)
             with Frame(self._strategy), self._published():
                 result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], len(group.devices))
             return [select(result, r) for r in group.run.present]
 
-        return group.replica.synchronize("merge_call", combine, (tuple(args), dict(kwargs or {})))
+        with refusing():
+            given = tuple(args), dict(kwargs or {})
+        return group.replica.synchronize("merge_call", combine, given)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
         """Synchronizes with the other replicas, and returns the sum or mean of their values, of any nesting.
@@ -166,13 +170,14 @@ class ReplicaContext:
             TypeError: If a value cannot be added.
         """
         group = self._require_active("all_reduce")
-        op = ReduceOp.of(reduce_op)
-        said = as_options("all_reduce", options)
-        check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.run.present])
-        names, leaves, put_back = by_name(value)
+        with refusing():
+            op = ReduceOp.of(reduce_op)
+            said = as_options("all_reduce", options)
+            check_usable("all_reduce", said, lambda: [self._strategy.extended._device_of(r) for r in group.run.present])
+            names, leaves, put_back = by_name(value)
+            tensors = [as_tensor(leaf) for leaf in leaves]
         if not leaves:
             return value
-        tensors = [as_tensor(leaf) for leaf in leaves]
         sums = group.in_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / group.run.num_present for total in sums]
@@ -203,11 +208,12 @@ class ReplicaContext:
                 option asks for what cannot be done.
         """
         group = self._require_active("all_gather")
-        said = as_options("all_gather", options)
-        check_usable("all_gather", said)
-        names, leaves, put_back = by_name(value)
-        tensors = [as_tensor(leaf) for leaf in leaves]
-        return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, as_axis(axis), names))
+        with refusing():
+            said = as_options("all_gather", options)
+            check_usable("all_gather", said)
+            names, leaves, put_back = by_name(value)
+            tensors, along = [as_tensor(leaf) for leaf in leaves], as_axis(axis)
+        return put_back(group.in_buckets(said.bytes_per_pack).all_gather(tensors, along, names))
 
     def __enter__(self) -> Self:
         entry = Frame(self._strategy, self)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,11 +18,19 @@ from torchstrategy._communication.cross_device_ops import ON_ONE_DEVICE, CrossDe
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, check_usable
 from torchstrategy._communication.reductions import as_axis, as_tensor, check_gatherable, combined, gathered
 from torchstrategy._core import distributed_values
-from torchstrategy._core.context import Frame, in_use, is_accelerator, needs_device_context, this_thread
+from torchstrategy._core.context import (
+    Frame,
+    in_use,
+    is_accelerator,
+    is_in_replica,
+    needs_device_context,
+    this_thread,
+)
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
 from torchstrategy._core.errors import require_type
 from torchstrategy._core.options import ReduceOp, RunOptions
+from torchstrategy._core.row_lists import own_rows
 from torchstrategy._core.torch_internals import are_parametrizations_cached, parametrizations_computed_anew
 from torchstrategy._core.trace import traced
 from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
@@ -33,6 +42,7 @@ from torchstrategy._execution.replica_threads import Replicas
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._input.dataset import distributed, distributed_from_function
 from torchstrategy._input.options import DatasetFn, InputOptions
+from torchstrategy._input.same_rows import mention_reads
 from torchstrategy._replication.storage import ReplicatedStorage, Storage
 from torchstrategy._strategy.replica_context import LoneFrame, running_context
 from torchstrategy._strategy.strategy_extended import StrategyExtended
@@ -108,12 +118,17 @@ class ReplicatedExtended(StrategyExtended):
     #    replicas do not fit together, the run raises an error and is undone.
     # A strategy with a plain `Storage` has nothing of this to do: it calls the step with the user's own objects.
     def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
-        if not callable(fn):
-            raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+        if self._workers.count > 1:
+            return self._run_with_others(fn, args, kwargs, options)
+        _require_callable(fn)
         if not isinstance(self._storage, ReplicatedStorage):
             return self._run_alone(fn, args, kwargs, options)
-        if self._workers.count == 1:
-            return self._run_together(fn, args, kwargs, options)
+        return self._run_together(fn, args, kwargs, options)
+
+    def _run_with_others(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Tree:
+        """A run in which other workers have replicas, too."""
         if self._is_running:
             raise RuntimeError(
                 "strategy.run was called in a merge function, or on a second thread, during another run of the same "
@@ -122,19 +137,19 @@ class ReplicatedExtended(StrategyExtended):
         self._is_running = True
         self._workers.begin_run()
         try:
-            with self._telling_others():
+            with self._workers.exchanging("the beginning of a run", is_run=True):
+                _require_callable(fn)
                 return self._run_together(fn, args, kwargs, options)
         finally:
             self._is_running = False
 
-    @contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """A block in which the workers exchange values: if it fails here, the others are told why."""
-        try:
-            yield
-        except BaseException as error:
-            self._workers.failed(error)
-            raise
+    def _refuse_run(self, error: Exception) -> None:
+        if not self._is_running and not is_in_replica():
+            self._workers.begin_run()  # as in the workers that do not refuse theirs
+            self._workers.refuse(error, "the beginning of a run")
+
+    def _exchanging(self, call: str) -> AbstractContextManager[None]:
+        return super()._exchanging(call) if self._workers.count == 1 else self._workers.exchanging(call)
 
     def _run_together(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
@@ -188,7 +203,9 @@ class ReplicatedExtended(StrategyExtended):
         known = leaves, self._num_local, options, self._gradient_reduction
         if self._streams is None:
             return ReplicaWeights.of(*known)
+        refuse_other_rows = mention_reads(self._workers, leaves)
         weights = ReplicaWeights.of(*known, self._workers, self._streams.begin(), storage.has_news)
+        refuse_other_rows()
         if not weights.streams_agree:
             self._streams.follow()
         return weights
@@ -224,16 +241,19 @@ class ReplicatedExtended(StrategyExtended):
             return super()._first_of(value)
         (own, *_), matters = self._parts_of(value)
         told = (matters, own.cpu() if isinstance(own, torch.Tensor) else own)
-        with self._telling_others():
+        with self._exchanging("the assignment of a variable"):
             of_all = self._workers.all_gather_object(told, "the assignment of a variable")
         return next((value for matters, value in of_all if matters), own)
 
     def _of_all_workers(self, put_together: Callable[..., torch.Tensor], value: Tree) -> torch.Tensor:
         """One tensor of what all workers have of a value; `put_together` is `combined` or `gathered`."""
-        check_component_counts([value], self._num_local)
-        with self._telling_others():
+        with self._exchanging("strategy.reduce or strategy.gather"):
+            check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
-            return put_together(values, self._storage.parameter_device, self._workers, matter)
+            refuse_other_rows = mention_reads(self._workers, [value])
+            total = put_together(values, self._storage.parameter_device, self._workers, matter)
+            refuse_other_rows()
+            return total
 
     def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
         """What this worker has of a value, and whether it counts. A plain value is the same in every replica.
@@ -307,6 +327,15 @@ class ReplicatedExtended(StrategyExtended):
             return gathered_alone(value, axis) if self._num_replicas_in_sync == 1 else value
         return self._of_all_workers(lambda *of_this: gathered(as_axis(axis), *of_this), value)
 
+    def _gather_rows(self, value: Tree) -> list[Any]:
+        if self._workers.count == 1 or (own_rows(value) is None and value):
+            return super()._gather_rows(value)  # the same list in all workers
+        refuse_other_rows = mention_reads(self._workers, [value])
+        rows = list(chain.from_iterable(own_rows(value) or []))
+        of_all = self._workers.all_gather_object(rows, "gather(axis=0) of Python objects")
+        refuse_other_rows()
+        return list(chain.from_iterable(of_all))
+
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         return _sent(tensor, destinations)
 
@@ -335,6 +364,11 @@ class ReplicatedExtended(StrategyExtended):
         if self._workers.count > 1:
             raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
         return type(self)(type(self._storage)(self._storage.layout), self._gradient_reduction, self._ops)
+
+
+def _require_callable(fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
 
 
 def _holds_tensors(value: Tree) -> bool:

@@ -25,6 +25,7 @@ from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import hide_frames, plural, require_type, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
+from torchstrategy._core.row_lists import is_row_list_or_one_thing
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import Device, ReplicaFn, StrategyLike, Tree
@@ -227,12 +228,11 @@ class StrategyBase:
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
         """
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}.")
-        if options is not None and not isinstance(options, RunOptions):
-            raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
+        try:
+            _check_run(args, kwargs, options)
+        except (TypeError, ValueError) as error:
+            self._extended._refuse_run(error)
+            raise
         require_cross_replica(self, "Strategy.run")
         call = fn, tuple(args), dict(kwargs or {}), options or NO_OPTIONS
         try:
@@ -385,17 +385,19 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#reduce
         """
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
-        op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
-        if weights is not None:
-            if op is not ReduceOp.MEAN or axis is not None:
-                raise ValueError(
-                    f"weights=... weighs the replicas in a mean, and this is a {op.value} along axis={axis}, in which "
-                    'every row counts once. Leave them out, or write reduce("mean", value, axis=None, weights=batch).'
-                )
-            return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
-        if axis is None:
-            return self._extended._reduce_leaves(op, value)
-        return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
+        with self._extended._exchanging("strategy.reduce"):
+            op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
+            if weights is not None:
+                if op is not ReduceOp.MEAN or axis is not None:
+                    raise ValueError(
+                        f"weights=... weighs the replicas in a mean, and this is a {op.value} along axis={axis}, in "
+                        "which every row counts once. Leave them out, or write "
+                        'reduce("mean", value, axis=None, weights=batch).'
+                    )
+                return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
+            if axis is None:
+                return self._extended._reduce_leaves(op, value)
+            return map_results(lambda leaf: self._extended._reduce_along(op, leaf, axis), value)
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[T] | Dataset[T], options: InputOptions | None = None
@@ -591,19 +593,25 @@ class Strategy(StrategyBase):
     """
 
     @overload
+    def gather(self, value: PerReplica[list[T]] | list[T], axis: int) -> list[T]: ...
+    @overload
     def gather(self, value: torch.Tensor | PerReplica[Any], axis: int) -> torch.Tensor: ...
     @overload
     def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Tree, axis: int) -> Tree:
         """The components of a value one after the other along `axis`, in replica order, as one tensor.
 
+        A list with a Python object for each row, such as texts, ids or dicts of them, becomes a list of the rows of all
+        replicas. The outermost list is the one of rows; put several such lists into a dict or a tuple.
+
         Args:
             value: What `run` returned, with components of at least one dimension; containers and dataclasses are
                 gathered leaf by leaf. A value that is not distributed is returned as it is.
-            axis: Along which dimension; sizes along it may differ. Negative ones count from the end.
+            axis: Along which dimension; sizes along it may differ. Negative ones count from the end. Of a list of
+                Python objects it is 0.
 
         Returns:
-            Tensors on the parameter device.
+            Tensors on the parameter device, and lists.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -611,15 +619,24 @@ class Strategy(StrategyBase):
             >>> strategy.gather(value, axis=0)
             tensor([[3., 3.],
                     [3., 3.]])
+            >>> batch = next(iter(strategy.experimental_distribute_dataset([["one", "two", "three"]])))
+            >>> strategy.gather(strategy.run(lambda texts: [text.upper() for text in texts], args=(batch,)), axis=0)
+            ['ONE', 'TWO', 'THREE']
+
+        Differs from tf.distribute:
+            Lists of Python objects are ours.
 
         Raises:
             ValueError: If components are scalars, differ elsewhere than along `axis`, or have no such axis.
+            TypeError: If a component is neither a tensor nor a list; under several workers, if an object in a list is
+                of a class of yours, which cannot be sent.
             RuntimeError: If called in a replica (use `ReplicaContext.all_gather` there) or in another strategy's scope.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
         """
         require_cross_replica(self, "Strategy.gather", instead="all_gather()")
-        return map_results(lambda leaf: self._extended._gather(leaf, axis), value)
+        with self._extended._exchanging("strategy.gather"):
+            return map_results(self._extended._gathering(axis), value, is_leaf=is_row_list_or_one_thing)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
         """A map-style dataset of the rows of arrays, for a `torch.utils.data.DataLoader`. Nothing is copied.
@@ -751,6 +768,15 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_replicate_to_logical_devices
         """
         return tensor
+
+
+def _check_run(args: object, kwargs: object, options: object) -> None:
+    if not isinstance(args, (list, tuple)):
+        raise ValueError(f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}.")
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
 
 
 def _listed(devices: Sequence[Device]) -> str:

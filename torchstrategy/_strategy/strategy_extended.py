@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -16,13 +17,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from torchstrategy._communication.options import USUAL_OPTIONS, CommunicationOptions, as_options
-from torchstrategy._communication.reductions import as_tensor, summed_along
+from torchstrategy._communication.reductions import as_axis, as_tensor, summed_along
 from torchstrategy._core.context import current_replica_context, current_strategy, in_use, require_cross_replica
 from torchstrategy._core.devices import canonical_device
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, regroup
 from torchstrategy._core.errors import plural, require_type
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._core.result_leaves import map_results
+from torchstrategy._core.row_lists import is_row_list, own_rows
 from torchstrategy._core.types import Device, DeviceLike, ReplicaFn, StrategyLike, Tree
 from torchstrategy._input.arrays import ArrayDataset
 from torchstrategy._input.dataset import next_of
@@ -155,7 +157,12 @@ class StrategyExtended(VariablesOfExtended):
             2
         """
         require_cross_replica(self._container_strategy(), "call_for_each_replica")
-        return self._run(fn, tuple(args), dict(kwargs or {}), NO_OPTIONS)
+        try:
+            given = tuple(args), dict(kwargs or {})
+        except (TypeError, ValueError) as error:
+            self._refuse_run(error)
+            raise
+        return self._run(fn, *given, NO_OPTIONS)
 
     def reduce_to(
         self,
@@ -190,8 +197,9 @@ class StrategyExtended(VariablesOfExtended):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
         require_cross_replica(self._container_strategy(), "reduce_to")
-        _check_destinations(destinations)
-        return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
+        with self._exchanging("reduce_to"):
+            _check_destinations(destinations)
+            return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
 
     def batch_reduce_to(
         self,
@@ -211,12 +219,13 @@ class StrategyExtended(VariablesOfExtended):
             ValueError: If an entry is not a pair, or `reduce_to` would raise one.
         """
         require_cross_replica(self._container_strategy(), "batch_reduce_to")
-        pairs = list(value_destination_pairs)
-        for pair in pairs:
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
-            _check_destinations(pair[1])
-        return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
+        with self._exchanging("batch_reduce_to"):
+            pairs = list(value_destination_pairs)
+            for pair in pairs:
+                if not isinstance(pair, tuple) or len(pair) != 2:
+                    raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
+                _check_destinations(pair[1])
+            return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
 
     def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
         """A tensor on the devices of one's choice.
@@ -359,8 +368,9 @@ class StrategyExtended(VariablesOfExtended):
         """
         strategy = self._container_strategy()
         require_cross_replica(strategy, "experimental_run_steps_on_iterator")
-        if iterations < 0:
-            raise ValueError(f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches.")
+        with self._exchanging("experimental_run_steps_on_iterator"):
+            if iterations < 0:
+                raise ValueError(f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches.")
         context = MultiStepContext(initial_loop_values or {})
         with strategy.scope():
             for _ in range(iterations):
@@ -423,6 +433,26 @@ class StrategyExtended(VariablesOfExtended):
     def _gather(self, value: Tree, axis: int) -> Tree:
         raise self._missing("_gather")
 
+    def _gathering(self, axis: int) -> Callable[[Tree], Tree]:
+        """A function that gathers a leaf: a value of all replicas, or a list of Python objects."""
+
+        def gather(leaf: Tree) -> Tree:
+            if not is_row_list(leaf):
+                return self._gather(leaf, axis)
+            if as_axis(axis) != 0:
+                raise ValueError(
+                    f"A list with a Python object for each row is gathered along axis=0; got axis={axis!r}. Only "
+                    "tensors have other dimensions: make one of the numbers in the step, or leave them as rows."
+                )
+            return self._gather_rows(leaf)
+
+        return gather
+
+    def _gather_rows(self, value: Tree) -> list[Any]:
+        """The rows of all replicas, of a list with a Python object for each row."""
+        rows = own_rows(value)
+        return list(value) if rows is None else list(chain.from_iterable(rows))
+
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         raise self._missing("_broadcast_to")
 
@@ -444,11 +474,21 @@ class StrategyExtended(VariablesOfExtended):
     def _distribute_optimizer(self, optimizer: Optimizer) -> None:
         raise self._missing("_distribute_optimizer")
 
+    def _exchanging(self, call: str) -> AbstractContextManager[None]:
+        """A block of a call in which several processes exchange values: if it fails, the others are told why."""
+        return _ALONE
+
+    def _refuse_run(self, error: Exception) -> None:
+        """Tells the other processes that this one refuses the arguments of a run before it begins."""
+
     def _creation_scope(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def _device_of(self, replica: int) -> Device:
         return self.worker_devices[replica]
+
+
+_ALONE = nullcontext()  # what no other process waits for
 
 
 def _check_destinations(destinations: object) -> None:

@@ -41,12 +41,13 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
     refuse_in_replica("assert_workers_agree")
     if not isinstance(strategy, StrategyBase):
         raise TypeError(f"assert_workers_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
-    if not things:
-        raise TypeError("assert_workers_agree(strategy) looks at nothing: name the modules to look at.")
-    for thing in things:
-        if not isinstance(thing, (nn.Module, Optimizer)):
-            raise TypeError(f"assert_workers_agree looks at modules and optimizers; got a {type(thing).__name__}.")
     workers, point = strategy.extended._workers, "assert_workers_agree"
+    with workers.exchanging(point):
+        if not things:
+            raise TypeError("assert_workers_agree(strategy) looks at nothing: name the modules to look at.")
+        for thing in things:
+            if not isinstance(thing, (nn.Module, Optimizer)):
+                raise TypeError(f"assert_workers_agree looks at modules and optimizers; got a {type(thing).__name__}.")
     if workers.count == 1:
         return
     own = dict(tensors_of(things))
