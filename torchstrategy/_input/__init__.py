@@ -10,7 +10,8 @@ caller.
     layouts            batches whose first dimension holds no rows: lists of samples, and time first
     loader_state       the saved position of a loader, and what is wrong with one
     same_rows          whether all workers read the same rows in the same order
-    source             the loader or iterable that is read, the rows that a worker loads, and where its iteration stands
+    shards             the rows of a global batch that one worker loads
+    source             the loader or iterable that is read, and where its iteration stands
     steps              which rows of a batch go to which worker and replica, and their shapes and dtypes
     reading            reads the steps of an epoch, and brings parts to the devices: on demand, or ahead of the caller
     dataset            the distributed dataset, its iterators, and the ways to make one

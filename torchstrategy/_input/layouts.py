@@ -66,19 +66,27 @@ def warn_of_layout(batch: Tree, samples: int | None) -> bool:
 
 def _sequences(name: str, value: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     """The lists and tuples in a batch, each with its path."""
+    try:
+        yield from _sequences_within(name, value)
+    except RecursionError:
+        tree.check_depth(value)
+        raise
+
+
+def _sequences_within(name: str, value: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     if registration_of(value) is not None:
         return
     if isinstance(value, (list, tuple)) and not tree.is_one_thing(value):
         if type(value) in (list, tuple):
             yield name, value
         for index, item in enumerate(value):
-            yield from _sequences(f"{name}[{index}]", item)
+            yield from _sequences_within(f"{name}[{index}]", item)
     elif type(value) is dict:
         for key, item in value.items():
-            yield from _sequences(f"{name}[{key!r}]", item)
+            yield from _sequences_within(f"{name}[{key!r}]", item)
     elif tree.is_record(value):
         for part, held in tree.parts_of(value).items():
-            yield from _sequences(name + part, held)
+            yield from _sequences_within(name + part, held)
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:

@@ -27,7 +27,8 @@ from torchstrategy._input import batch_types
 from torchstrategy._input.layouts import refuse_samples, warn_of_layout
 from torchstrategy._input.options import AutoShardPolicy, InputOptions
 from torchstrategy._input.same_rows import Read, read_of
-from torchstrategy._input.source import Shard, Source
+from torchstrategy._input.shards import Shard
+from torchstrategy._input.source import Source
 
 
 @final

@@ -145,11 +145,7 @@ class ModuleReplica:
         # What this replica has in the place of the user's objects, by the ids of these; also the memo of `deepcopy`.
         self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
-        named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
-        named += [
-            (f"{type(m).__name__}.{name}", tensor) for m in modules for name, tensor in tensors_with_attributes(m)
-        ]
-        named += [(owner.name, owner) for owner in owners if isinstance(owner, Variable) and vars(owner)]
+        named = list(_named_values(modules, owners))
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
         own = self._own_in(named, known, is_new=True)
         # While the ids of the user's tensors are in the memo, no other object may get these ids.
@@ -406,6 +402,19 @@ _OUTDATED = (
     "{path} is a function that a step has made over parts of each replica. The replicas are made anew now, since a "
     "layer or hook was added, and have other parts: set the attribute to None before."
 )
+
+
+def _named_values(modules: Sequence[nn.Module], owners: Sequence[torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    """What a replica needs copies of, beside parameters and buffers, each with what to call it."""
+    for module in modules:
+        for name, value in plain_attributes(module).items():
+            yield f"{type(module).__name__}.{name}", value
+    for module in modules:
+        for name, tensor in tensors_with_attributes(module):
+            yield f"{type(module).__name__}.{name}", tensor
+    for owner in owners:
+        if isinstance(owner, Variable) and vars(owner):
+            yield owner.name, owner
 
 
 def _is_value(edit: Edit) -> bool:
