@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.torch_hooks import Stepper, guards
+from torchstrategy._binding.torch_hooks import Stepper, guards, others_are_told
 from torchstrategy._core.context import local_object
 from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 
@@ -97,6 +97,16 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether the class of an optimizer is torch's own."""
     return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
+
+
+def has_own_code_only(optimizer: Optimizer) -> bool:
+    """Whether a step of an optimizer is torch's own code, and calls none of the user's."""
+    inside: dict[str, Any] = vars(optimizer)
+    cls: Any = plain_class(type(optimizer))
+    step = inside.get("step")  # a learning-rate scheduler puts one there that calls that of the class
+    is_of_class = step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step)
+    has_hooks = inside.get("_optimizer_step_pre_hooks") or inside.get("_optimizer_step_post_hooks")
+    return is_torchs(optimizer) and is_of_class and not has_hooks and not others_are_told()
 
 
 def _of_replica(name: str) -> property:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, TypeGuard, final
 
@@ -20,7 +20,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import drop, things_in
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, differing, write_value
+from torchstrategy._binding.changes import (
+    MISSING,
+    Edit,
+    Snapshot,
+    StepWrites,
+    TrackedTensors,
+    Writes,
+    bring_value,
+    differing,
+    has_bits_of,
+)
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TABLES, plain_attributes, tables_of
 from torchstrategy._binding.object_attributes import in_replica
@@ -205,14 +215,14 @@ class ModuleReplica:
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 table.update({key: rebinding.of(hook) for key, hook in table.items()})
 
-    def bring_parameters(self, owners: Sequence[torch.Tensor], changed: Sequence[int], moved: set[int]) -> Write:
+    def bring_parameters(self, owners: Sequence[torch.Tensor], found: Writes) -> Write:
         """The writes that bring the values of parameters. Parameters that share the user's memory need none.
 
         Args:
             owners: The user's parameters.
-            changed: The positions of those that were written or moved.
-            moved: The positions of those that lie in other memory now.
+            found: Which of them were written or moved.
         """
+        changed, moved = found.all, found.moved
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index in moved if self._is_counted_by_users else changed:
@@ -224,7 +234,7 @@ class ModuleReplica:
             elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
                 self.aliased[index] = False
-            else:
+            elif index not in found.unsure or not has_bits_of(local, owner):
                 # The source is the same tensor for every replica, so that `write` can broadcast it.
                 targets.append(local)
                 sources.append(owner)
@@ -243,8 +253,8 @@ class ModuleReplica:
     def _counted(self) -> list[int]:
         return [] if self._is_counted_by_users else versions(self.parameters)
 
-    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> None:
-        """Brings the values of buffers."""
+    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors, unsure: Set[int]) -> None:
+        """Brings the values of buffers, of which some may agree already."""
         tensors, are_others = list(self.buffers.tensors), False
         for index in indices:
             own, original = self.buffers.tensors[index], originals.tensors[index]
@@ -255,7 +265,7 @@ class ModuleReplica:
                 own, are_others = original.detach().to(own.device, copy=True), True
                 self.local_objects[id(original)] = own
             else:
-                write_value(own, original, index in originals.running)
+                bring_value(own, original, index in unsure, index in originals.running)
             position, name = self._slots[index]
             self.insides[position]["_buffers"][name] = own
             tensors[index] = own

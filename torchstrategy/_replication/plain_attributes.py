@@ -19,7 +19,15 @@ from torch import nn
 
 from torchstrategy._binding import attribute_contents as contents
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, PLAIN, Place
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
+from torchstrategy._binding.changes import (
+    MISSING,
+    Edit,
+    Snapshot,
+    StepWrites,
+    TrackedTensors,
+    bring_value,
+    write_value,
+)
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
@@ -105,15 +113,19 @@ class PlainAttributes:
         pairs = [(type(place.original), type(place.local[0])) for place in self._containers.values()]
         if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
             return False
-        written = self.tensors.take_changes()[0] if self._leaves else []
+        written: list[int] = []
+        unsure: set[int] = set()
+        if self._leaves:
+            written, _, _, unsure = self.tensors.take_changes()
         edits, changed = list(self._known_modules.edits()), sorted(self._unbrought.union(self._known.differing()))
         leaves = list(self._leaves.values())
-        for _, original, local in map(leaves.__getitem__, written):
+        for index in written:
+            _, original, local = leaves[index]
             # A tensor of another shape, or with a history, is not written: a step may have other references to it.
             if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
                 return False
             for one in local:
-                write_value(one, original, False)
+                bring_value(one, original, index in unsure)
         if not self._bring_changed(edits, changed):
             return False
         if edits or changed:
@@ -292,7 +304,7 @@ class PlainAttributes:
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""
         for tensor, before in self._backups:
-            write_value(tensor, before, False)
+            write_value(tensor, before)
 
     def agree(self) -> None:
         """Says that the tensors agree with the user's: what is written on them from here on, the step writes."""

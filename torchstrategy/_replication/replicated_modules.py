@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, are_same
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same, can_compare
 from torchstrategy._binding.copies import ClosureRebinder
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
@@ -31,7 +31,7 @@ from torchstrategy._binding.proxies import plain_class
 from torchstrategy._communication.transfer import write
 from torchstrategy._communication.workers import BETWEEN_RUNS
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.torch_internals import requires_grad_of, versions
+from torchstrategy._core.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
@@ -150,15 +150,16 @@ class ReplicatedModules:
             self._trained = trained
         # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
         buffers, first = self._buffers, self.replicas[0]
-        uncounted = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
-        changed = sorted({*buffers.take_changes()[0], *uncounted})
+        unseen = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
+        found = buffers.take_changes()
+        changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
             are_written = self._buffer_versions != versions(self._buffers.tensors)
             self._workers.mention(BETWEEN_RUNS, (written, are_written))
         if changed:
             for replica in self.replicas:
-                replica.bring_buffers(changed, self._buffers)
+                replica.bring_buffers(changed, self._buffers, found.unsure)
         if self._overlaps:  # what was brought to one of these was written on all that share its memory
             self.attributes.agree()
             for replica in self.replicas:
@@ -190,24 +191,43 @@ class ReplicatedModules:
             names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]
             worker_values.refuse_other_values(self._workers, names, tensors)
 
-    def refresh_parameters(self) -> list[int]:
-        """Brings changed values of parameters to the copies, and returns their positions."""
+    def refresh_parameters(self, in_run: bool = False, counts_all: bool = False) -> list[int]:
+        """Brings changed values of parameters to the copies, and returns their positions.
+
+        Args:
+            in_run: Whether the values were written in a run.
+            counts_all: Whether torch has counted all writes since the last refresh, unless a hook of a parameter wrote.
+        """
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
-        changed, moved = self._parameters.take_changes()
+        if counts_all and self._parameters.is_watching:
+            counts_all = not have_gradient_hooks(self.owners)
+        found = self._parameters.take_changes(counts_all)
+        changed, moved = found.all, found.moved
         try:
             if changed:
                 with traced("bring parameters"):
                     owners = self.owners
-                    self._sent += write([replica.bring_parameters(owners, changed, moved) for replica in self.replicas])
+                    writes = [replica.bring_parameters(owners, found) for replica in self.replicas]
+                    with keeping_version(self._uncounted_copies(found, in_run)):
+                        self._sent += write(writes)
         except BaseException:
             # Some copies may not have got the values: the next refresh brings them again.
-            self._parameters.note_uncounted(changed)
+            self._parameters.note_outdated(changed)
             raise
         for replica in self.replicas:
             replica.note_parameters()
         if moved:
             self._watch_parameters()
         return changed
+
+    def _uncounted_copies(self, found: Writes, in_run: bool) -> tuple[torch.Tensor, ...]:
+        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `changes`."""
+        kept: list[torch.Tensor] = []
+        owners = self.owners
+        for index in found.uncounted if in_run else found.unsure:
+            copies = [replica.parameters[index] for replica in self.replicas]
+            kept += [copied for copied in copies if in_run or not can_compare(copied, owners[index])]
+        return tuple(kept)
 
     def wait_until_sent(self) -> None:
         """Waits until the values of parameters have left the user's memory. Before, nobody may write there."""
