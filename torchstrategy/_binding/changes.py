@@ -224,11 +224,6 @@ class TrackedTensors:
         self._watched = set(range(len(self.tensors)) if indices is None else indices)
         self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether uncounted writes are looked for on any of the tensors."""
-        return bool(self._watched)
-
     def written(self) -> list[int]:
         """The indices of the tensors whose version or address has changed.
 

@@ -22,12 +22,13 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same, can_compare
 from torchstrategy._binding.copies import ClosureRebinder
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
-from torchstrategy._binding.proxies import plain_class
+from torchstrategy._binding.proxies import has_own_code_only, plain_class
 from torchstrategy._communication.transfer import write
 from torchstrategy._communication.workers import BETWEEN_RUNS
 from torchstrategy._core.devices import memory_device
@@ -191,16 +192,17 @@ class ReplicatedModules:
             names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]
             worker_values.refuse_other_values(self._workers, names, tensors)
 
-    def refresh_parameters(self, in_run: bool = False, counts_all: bool = False) -> list[int]:
+    def refresh_parameters(self, in_run: bool = False, optimizer: Optimizer | None = None) -> list[int]:
         """Brings changed values of parameters to the copies, and returns their positions.
 
         Args:
             in_run: Whether the values were written in a run.
-            counts_all: Whether torch has counted all writes since the last refresh, unless a hook of a parameter wrote.
+            optimizer: The optimizer of which a method was called since the last refresh, and nothing else.
         """
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
-        if counts_all and self._parameters.is_watching:
-            counts_all = not have_gradient_hooks(self.owners)
+        # Torch's own optimizers count their writes, but for fused ones, whose parameters are noted.
+        is_torchs_code = self._is_watched and optimizer is not None and has_own_code_only(optimizer)
+        counts_all = is_torchs_code and not have_gradient_hooks(self.owners)
         found = self._parameters.take_changes(counts_all)
         changed, moved = found.all, found.moved
         try:
@@ -238,7 +240,9 @@ class ReplicatedModules:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
         # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
         by_all = map(all, zip(*self.sharing(), strict=True))
-        self._parameters.watch(index for index, is_shared in enumerate(by_all) if not is_shared)
+        watched = [index for index, is_shared in enumerate(by_all) if not is_shared]
+        self._is_watched = bool(watched)
+        self._parameters.watch(watched)
 
     def sharing(self) -> list[list[bool]]:
         """For each replica, which of its parameters share the memory of the user's."""

@@ -16,14 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
-from torchstrategy._binding.proxies import (
-    has_own_code_only,
-    is_torchs,
-    parameters_of,
-    plain_class,
-    suspended,
-    users_own,
-)
+from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, in_use, is_in_replica, undisturbed
 from torchstrategy._core.devices import memory_device
 from torchstrategy._core.torch_internals import version
@@ -243,10 +236,8 @@ class ReplicatedRun(OptimizerHost):
             yield
         for own in chain.from_iterable(self._optimizers.values()):
             own.forget_settings()
-        # Torch's own optimizers count their writes, but for fused ones, which are noted.
-        counts_all = optimizer is not None and has_own_code_only(optimizer)
         with undisturbed():
-            self.copies.replicated.refresh_parameters(in_run=True, counts_all=counts_all)
+            self.copies.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
         for trainer in self.trainers:
             trainer.refresh()
         for shared in self.shared_trainers:
