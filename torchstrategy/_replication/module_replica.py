@@ -39,6 +39,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, make_parameter, versions
 from torchstrategy._core.types import Device
+from torchstrategy._replication.late_attributes import Late, postpone
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history
@@ -109,6 +110,7 @@ class ModuleReplica:
         parameters: Their parameters.
         buffers: Their buffers.
         slots: Where each of the buffers is: the position of its module, and its name there.
+        late: The plain attributes that are copied when a step reads them.
         layout: Where the copies are.
         replica: Which replica this is.
 
@@ -123,6 +125,7 @@ class ModuleReplica:
         parameters: TrackedTensors,
         buffers: TrackedTensors,
         slots: Sequence[tuple[int, str]],
+        late: Late,
         layout: Placement,
         replica: int,
     ) -> None:
@@ -143,6 +146,7 @@ class ModuleReplica:
         self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
         named = [(f"{type(m).__name__}.{name}", value) for m in modules for name, value in plain_attributes(m).items()]
+        waiting = {id(vars(modules[position])[name]): later for (position, name), later in late.items()}
         # The user's tensors in plain attributes: while their ids are in the memo, no other object may get these ids.
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
         outputs, self._held = self._own_in(named, known, is_new=True)
@@ -151,7 +155,7 @@ class ModuleReplica:
         self.local_objects.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         try:
             # All roots are copied at once, so that objects that they share stay shared.
-            copied = deep_copied(list(roots), {**self.local_objects, **outputs, **_empty_tables(modules)})
+            copied = deep_copied(list(roots), {**self.local_objects, **outputs, **waiting, **_empty_tables(modules)})
         except Exception as error:
             raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
         pairs = {id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pairs(one, other)}
@@ -160,6 +164,8 @@ class ModuleReplica:
         self.local_objects.update(pairs)
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own()
+        for position in {position for position, _ in late}:
+            postpone(pairs[id(modules[position])], {name for other, name in late if other == position})
         if any(value is MISSING for value in outputs.values()):
             for inside in self.insides:
                 kept = {name: inside.pop(name) for name in inside.keys() - TABLES}

@@ -8,6 +8,7 @@ becomes one value for the user's modules after the run: see `merged_values`. The
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import InitVar, dataclass
@@ -35,6 +36,7 @@ from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_trainable
+from torchstrategy._replication.late_attributes import Late, Later, settle
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
@@ -50,6 +52,7 @@ class PlainAttributes:
         replicas: The copies of the modules in each replica.
         modules: The user's modules.
         paths: What to call each of them.
+        late: The attributes that are copied when a step reads them.
         parameters: The ids of the user's parameters.
         buffers: The user's buffers, which other code keeps in step, as it does the parameters.
         device: Where the user's parameters are.
@@ -58,15 +61,17 @@ class PlainAttributes:
     replicas: Sequence[ModuleReplica]
     modules: InitVar[Sequence[nn.Module]]
     paths: InitVar[Sequence[str]]
+    late: InitVar[Late]
     parameters: Set[int]
     buffers: TrackedTensors
     device: Device
 
-    def __post_init__(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> None:
+    def __post_init__(self, modules: Sequence[nn.Module], paths: Sequence[str], late: Late) -> None:
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it, in the other workers too.
         self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
         by_path = dict(zip(self._modules, modules, strict=True))
+        self._copies = {path: [r.local_objects[id(module)] for r in self.replicas] for path, module in by_path.items()}
         self._of_packages = {path for path, module in by_path.items() if _is_of_package(module)}
         # The attributes that hooks compute, in each replica for itself.
         self._computed = {path: computed_by_hooks(module) for path, module in by_path.items()}
@@ -77,6 +82,11 @@ class PlainAttributes:
         own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._brought: list[LateCopies] = []  # attributes that waited, and that a step has read since the run began
+        self._bringing = threading.Lock()
+        all_paths = list(self._modules)
+        for (position, name), later in late.items():
+            later.bring = functools.partial(self._bring_late, all_paths[position], name)
         self._collect()
 
     def _collect(self) -> None:
@@ -92,6 +102,7 @@ class PlainAttributes:
         self.tensors.watch()
         self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
+        self._brought = []
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
@@ -103,7 +114,7 @@ class PlainAttributes:
             left_out = self._left_out[path]
             for name in [name for name in inside if name not in left_out]:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
-                is_everywhere = not any(value is MISSING for value in local)
+                is_everywhere = not any(value is MISSING or type(value) is Later for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
                     yield Place(f"{path}.{name}", inside[name], local)
 
@@ -117,7 +128,9 @@ class PlainAttributes:
         unsure: set[int] = set()
         if self._leaves:
             written, _, _, unsure = self.tensors.take_changes()
-        edits, changed = list(self._known_modules.edits()), sorted(self._unbrought.union(self._known.differing()))
+        edits = list(self._known_modules.edits())
+        unbrought = self._unbrought.union(*(one.originals.differing() for one in self._brought))
+        changed = sorted(unbrought.union(self._known.differing()))
         leaves = list(self._leaves.values())
         for index in written:
             _, original, local = leaves[index]
@@ -128,7 +141,9 @@ class PlainAttributes:
                 bring_value(one, original, index in unsure)
         if not self._bring_changed(edits, changed):
             return False
-        if edits or changed:
+        if edits or changed or self._brought:
+            for known in self._known_insides:
+                known.take()
             self._collect()
         elif written:
             self.agree()
@@ -137,6 +152,37 @@ class PlainAttributes:
         constant = (own for own in kept if isinstance(own, torch.Tensor) and not own.requires_grad)
         self._backups = [(own, own.clone()) for own in constant]
         return True
+
+    def _bring_late(self, path: str, name: str) -> None:
+        """Copies an attribute of a module for all replicas, if it waits. Called on the thread of any replica."""
+        with self._bringing:
+            _, original, insides = self._modules[path]
+            waiting = [r for r, inside in enumerate(insides) if type(inside.get(name)) is Later]
+            if not waiting:
+                return
+            value = original[name]
+            if contents.data_in(value) is None:
+                raise RuntimeError(_NO_DATA.format(path=f"{path}.{name}"))
+            key = path, f".{name}"
+            copies = [self.replicas[r].copied({key: value}, {})[key] for r in waiting]
+            places: dict[int, Place] = {}
+            if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
+                places, _, _ = contents.places_and_leaves([Place(f"{path}.{name}", value, copies)])
+            brought = LateCopies.of(path, name, copies, _by_path(places.values()))
+            self._containers.update(brought.places)
+            self._places.update(brought.places)
+            self._known_things += brought.places.values()
+            self._brought.append(brought)
+            # Last, since other replicas go on as soon as they find their copies.
+            for r, copied in zip(waiting, copies, strict=True):
+                insides[r][name] = copied
+        for module in self._copies[path]:
+            settle(module)
+
+    def _is_brought(self, edit: Edit) -> bool:
+        """Whether an edit is no write of a step: a copy came in the place of what stood for it."""
+        copies = (one.copies for one in self._brought if (one.path, one.name) == (edit.place, edit.name))
+        return type(edit.before) is Later and any(edit.after is own for of_one in copies for own in of_one)
 
     def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
         """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
@@ -181,7 +227,11 @@ class PlainAttributes:
         # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
+        edits = [edit for edit in edits if not self._is_brought(edit)]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
+        changed.update(
+            path for one in self._brought if one.places for r in present for path in one.local[r].differing()
+        )
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
@@ -211,6 +261,7 @@ class PlainAttributes:
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._modules[path]
+            self._bring_late(path, name)  # other replicas have not read what one of them has replaced
             merged = self._merged.setdefault(path, {})
             before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
             if name in self._computed[path]:
@@ -311,6 +362,41 @@ class PlainAttributes:
         for writes in self._writes:
             writes.note()
 
+
+@final
+@dataclass(eq=False)
+class LateCopies:
+    """An attribute that a step has read in this run, which made the copies.
+
+    Args:
+        path: The path of its module.
+        name: Its name.
+        copies: The copies.
+        places: The containers in it, by their paths.
+        originals: What these held then in the user's attribute.
+        local: What they held then in the copies, by replica.
+    """
+
+    path: str
+    name: str
+    copies: Sequence[Any]
+    places: dict[str, Place]
+    originals: Snapshot
+    local: Sequence[Snapshot]
+
+    @classmethod
+    def of(cls, path: str, name: str, copies: Sequence[Any], places: dict[str, Place]) -> LateCopies:
+        """Notes what all containers hold now."""
+        originals = Snapshot({where: place.original for where, place in places.items()})
+        local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
+        return cls(path, name, copies, places, originals, local)
+
+
+_NO_DATA = (
+    "{path} was nothing but data when replicas got their copies of the module, and since then something else was put "
+    "into it: a tensor, an array, a module or a function. Assign the attribute anew, and replicas get it before the "
+    "next run: module.index = dict(module.index)."
+)
 
 _TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write
 

@@ -37,6 +37,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import is_running, refuse_uncopyable, tensors_in
+from torchstrategy._replication.late_attributes import find_late
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.placement import Placement
@@ -102,7 +103,8 @@ class ReplicatedModules:
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        originals = roots, modules, self._parameters, self._buffers, self._slots
+        late = find_late(modules, self._paths)
+        originals = roots, modules, self._parameters, self._buffers, self._slots, late
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
@@ -116,7 +118,7 @@ class ReplicatedModules:
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         known = self.index_of.keys(), self._buffers
-        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *known, self._home)
+        self.attributes = PlainAttributes(self.replicas, modules, self._paths, late, *known, self._home)
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
