@@ -6,6 +6,7 @@ The first run copied them for each replica, walked through each several times an
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, central_in_one_place, mirrored, mirrored_with_copies
+from torchstrategy._binding import attribute_contents
+from torchstrategy._replication import late_attributes
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}
-COUNT = 1500
+COUNT = 40
 
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "central": lambda: central(2),
@@ -29,6 +32,12 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "mirrored": lambda: mirrored(3),
     "mirrored with copies": lambda: mirrored_with_copies(2),
 }
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_attributes, "LARGE", COUNT)
+    monkeypatch.setattr(attribute_contents, "_MANY", COUNT // 2)
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -103,7 +112,7 @@ THINGS: dict[str, Thing] = {
     "a counter": Thing(lambda: Counter(range(COUNT)), lambda t, k: t.update([7, k]), lambda t: t[7]),
     "an ordered dict": Thing(
         lambda: OrderedDict((i, [i]) for i in range(COUNT)),
-        lambda t, k: (t.move_to_end(k), t[7].append(k)),
+        lambda t, k: (t.move_to_end(k % COUNT), t[7].append(k)),
         lambda t: sum(t[7]) + next(reversed(t)),
     ),
     "a deque": Thing(lambda: deque(range(COUNT), COUNT), lambda t, k: t.append(k), lambda t: t[0] + t[-1]),
@@ -187,3 +196,96 @@ def check(strategy: torchstrategy.Strategy, act: str, between: str, name: str) -
         torch.testing.assert_close(seen.cpu(), expected, msg=lambda m, k=k: f"{name}, run {k}: {m}")
         assert contents(vars(model).get("thing")) == contents(vars(plain).get("thing")), f"{name}, run {k}"
     assert_replicas_agree(strategy, model)
+
+
+def run(strategy: torchstrategy.Strategy, step: Callable[[], Any]) -> Any:
+    return strategy.experimental_local_results(strategy.run(step))
+
+
+def waits(strategy: torchstrategy.Strategy, model: Any) -> bool:
+    """Whether replicas have no copy of the large attribute."""
+    storage: Any = strategy.extended._storage
+    replica = storage._idle[-1].replicated.replicas[0]
+    return type(vars(replica.local_objects[id(model)])["thing"]) is late_attributes.Later
+
+
+def test_a_part_that_two_attributes_hold_is_one_thing_in_replicas(strategy: torchstrategy.Strategy) -> None:
+    """A part that another attribute begins to hold between runs, too."""
+    with strategy.scope():
+        model: Any = Holder({i: [i] for i in range(COUNT)})
+    run(strategy, lambda: None)
+    assert waits(strategy, model)
+    model.part = model.thing[7]
+
+    def step() -> int:
+        model.part.append(1)
+        return len(model.thing[7])
+
+    assert run(strategy, step)[0] == 2
+    assert model.part is model.thing[7] and model.part == [7, 1]
+    model.part.append(2)
+    assert set(run(strategy, lambda: sum(model.thing[7]))) == {10}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_is_assigned_between_runs_waits_as_well(strategy: torchstrategy.Strategy, is_first: bool) -> None:
+    with strategy.scope():
+        model: Any = Holder(None if is_first else list(range(COUNT)))
+    run(strategy, lambda: None)
+    for k in range(3):
+        model.thing = [k] * COUNT
+        run(strategy, lambda: None)
+        assert waits(strategy, model)
+        model.thing.append(k)
+    assert set(run(strategy, lambda: sum(model.thing))) == {2 * COUNT + 2}
+    assert not waits(strategy, model)
+
+
+def test_a_tensor_that_is_put_into_it_later_is_refused_by_name(strategy: torchstrategy.Strategy) -> None:
+    with strategy.scope():
+        model: Any = Holder({i: [i] for i in range(COUNT)})
+    run(strategy, lambda: None)
+    model.thing[7].append(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"Holder.thing was nothing but data .* Assign the attribute anew"):
+        run(strategy, lambda: len(model.thing))
+    model.thing = dict(model.thing)
+    assert run(strategy, lambda: len(model.thing))[0] == COUNT
+
+
+def test_a_copy_of_a_module_that_a_step_makes_has_it(strategy: torchstrategy.Strategy) -> None:
+    class Copying(Holder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return len(copy.deepcopy(self).thing)
+
+    with strategy.scope():
+        model: Any = Copying(list(range(COUNT)))
+    assert run(strategy, lambda: model(torch.ones(1, 1)))[0] == COUNT
+
+
+def test_a_step_sees_no_other_class_than_the_users(strategy: torchstrategy.Strategy) -> None:
+    class Named(Holder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.__class__ is Named and type(self).__name__, hasattr(self, "thing"), hasattr(self, "other")
+
+    with strategy.scope():
+        model: Any = Named(list(range(COUNT)))
+    assert run(strategy, lambda: model(torch.ones(1, 1)))[0] == ("Named", True, False)
+
+
+def test_what_no_step_reads_is_not_looked_at_in_a_run(strategy: torchstrategy.Strategy) -> None:
+    """Not one of its entries: a run took as much longer as there were."""
+    seen: list[str] = []
+
+    class Table(dict[Any, Any]):
+        def __len__(self) -> int:
+            seen.append("len")
+            return super().__len__()
+
+    with strategy.scope():
+        model: Any = Holder({"table": {i: Table(a=i) for i in range(COUNT)}})
+    run(strategy, lambda: None)
+    assert waits(strategy, model)
+    seen.clear()
+    for _ in range(3):
+        run(strategy, lambda: float(model.inner.weight.detach()))
+    assert not seen

@@ -18,9 +18,9 @@ from typing import Any, NoReturn, final
 
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import PLAIN, data_in, things_in
+from torchstrategy._binding.attribute_contents import PLAIN, Data, data_in, things_in
 from torchstrategy._binding.changes import MISSING
-from torchstrategy._binding.module_traversal import computed_by_hooks, plain_attributes
+from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.proxies import Proxy, hidden_subclass, plain_class
 
 LARGE = 1000  # entries: to look through fewer in each run costs little
@@ -54,39 +54,50 @@ class Later:
     __getitem__ = __setitem__ = __len__ = __iter__ = __contains__ = __call__ = __reduce_ex__ = _refuse
 
 
-def find_late(modules: Sequence[nn.Module], paths: Sequence[str]) -> Late:
-    """The attributes of the user's modules that replicas get when a step reads them."""
+def is_large(data: Data | None) -> bool:
+    """Whether something is data, and has many entries."""
+    return data is not None and data.entries >= LARGE
+
+
+def find_late(modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]) -> set[tuple[int, str]]:
+    """The attributes that replicas may get when a step reads them, by the position of the module and their name.
+
+    Args:
+        modules: The user's modules, or the copies of a replica.
+        insides: The `__dict__`s of the user's modules.
+    """
+    if any(map(_is_compiled, modules)):
+        return set()  # the compiler is to see no descriptors of ours
     holders: dict[tuple[int, str], list[Any]] = {}
     held: Counter[int] = Counter()  # how many attributes hold something, by its id
-    if any(map(_is_compiled, modules)):
-        return {}  # the compiler is to see no descriptors of ours
-    for position, module in enumerate(modules):
-        computed = computed_by_hooks(module)
-        for name, value in plain_attributes(module).items():
+    for position, (module, inside) in enumerate(zip(modules, insides, strict=True)):
+        left_out = TORCHS_OWN | computed_by_hooks(module)
+        for name in inside.keys() - left_out:
+            value = inside[name]
             if isinstance(value, PLAIN):
                 continue
-            data = None if name in computed or _is_hidden(module, name) else data_in(value)
-            if data is not None and data.entries >= LARGE:
+            data = None if _is_hidden(module, name) else data_in(value)
+            if data is not None and is_large(data):
                 holders[position, name] = data.holders
                 held.update(set(map(id, data.holders)))
             else:
                 held.update({id(thing) for _, thing in things_in("", value, has_data=True)})
-    alone = [key for key, of_one in holders.items() if all(held[id(holder)] == 1 for holder in of_one)]
-    return {(position, name): Later(f"{paths[position]}.{name}") for position, name in alone}
+    return {key for key, of_one in holders.items() if all(held[id(holder)] == 1 for holder in of_one)}
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return module._compiled_call_impl is not None or plain_class(type(module)).__name__ == "OptimizedModule"
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:
     """Whether the class has something else of this name, which comes before the attribute: a property."""
-    return hasattr(type(getattr(type(module), name, None)), "__set__")
+    return hasattr(type(getattr(plain_class(type(module)), name, None)), "__set__")
 
 
 def postpone(copied: nn.Module, names: Set[str]) -> None:
-    """Makes some attributes of a replica's copy of a module wait until a step reads them."""
-    _set_class(copied, _waiting_class(plain_class(type(copied)), frozenset(names)))
+    """Makes some attributes of a replica's copy of a module, beside those that wait, wait until a step reads them."""
+    waiting = {name for name, value in _inside_of(copied).items() if type(value) is Later}
+    _set_class(copied, _waiting_class(plain_class(type(copied)), frozenset(waiting | names)))
 
 
 def settle(copied: nn.Module) -> None:

@@ -36,7 +36,7 @@ from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_trainable
-from torchstrategy._replication.late_attributes import Late, Later, settle
+from torchstrategy._replication.late_attributes import Late, Later, find_late, is_large, postpone, settle
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
@@ -85,8 +85,9 @@ class PlainAttributes:
         self._brought: list[LateCopies] = []  # attributes that waited, and that a step has read since the run began
         self._bringing = threading.Lock()
         all_paths = list(self._modules)
+        self._waiting: set[tuple[str, str]] = set()  # the attributes that wait, by the path of the module and the name
         for (position, name), later in late.items():
-            later.bring = functools.partial(self._bring_late, all_paths[position], name)
+            self._let_wait(all_paths[position], name, later)
         self._collect()
 
     def _collect(self) -> None:
@@ -153,6 +154,26 @@ class PlainAttributes:
         self._backups = [(own, own.clone()) for own in constant]
         return True
 
+    def _let_wait(self, path: str, name: str, later: Later) -> None:
+        later.bring = functools.partial(self._bring_late, path, name)
+        self._waiting.add((path, name))
+
+    def _find_waiting(self, edits: Sequence[Edit], new: Iterable[Any]) -> set[tuple[str, str]] | None:
+        """Which attributes that the user has replaced may wait; None if one that waits may wait no longer.
+
+        An attribute may not wait if another one holds a part of it.
+        """
+        values = [edit.after for edit in edits if edit.after is not MISSING]
+        are_large = any(map(is_large, map(contents.data_in, values)))
+        if not are_large and not (self._waiting and any(map(_has_containers, new))):
+            return set()
+        paths = list(self._modules)
+        modules = [copies[0] for copies in self._copies.values()]
+        found = find_late(modules, [place.original for place in self._modules.values()])
+        late = {(paths[position], name) for position, name in found}
+        edited = {(edit.place, edit.name) for edit in edits}
+        return late & edited if self._waiting - edited <= late else None
+
     def _bring_late(self, path: str, name: str) -> None:
         """Copies an attribute of a module for all replicas, if it waits. Called on the thread of any replica."""
         with self._bringing:
@@ -173,6 +194,7 @@ class PlainAttributes:
             self._places.update(brought.places)
             self._known_things += brought.places.values()
             self._brought.append(brought)
+            self._waiting.discard((path, name))
             # Last, since other replicas go on as soon as they find their copies.
             for r, copied in zip(waiting, copies, strict=True):
                 insides[r][name] = copied
@@ -193,14 +215,23 @@ class PlainAttributes:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
         new.update(((path, ""), contents.named_items(self._containers[path].original)) for path in changed)
-        if self.replicas[0].lacks_parts_in(new.values()):
+        waiting = self._find_waiting(brought, new.values())
+        if waiting is None or self.replicas[0].lacks_parts_in(new.values()):
             return False
+        self._waiting -= {(edit.place, edit.name) for edit in brought}
+        laters = {(path, f".{name}"): Later(f"{path}.{name}") for path, name in waiting}
+        for path, name in waiting:
+            self._let_wait(path, name, laters[path, f".{name}"])
+            for copied in self._copies[path]:
+                postpone(copied, {name})
+        new = {key: value for key, value in new.items() if key not in laters}
         known = [*self._leaves.values(), *self._containers.values()]
         for r, replica in enumerate(self.replicas if brought or changed else ()):
             try:
                 copies = replica.copied(new, {id(one.original): one.local[r] for one in known})
             except Exception as error:
                 raise uncopyable(", ".join(map("".join, new)), error) from error
+            copies.update(laters)
             for edit in brought:
                 local = self._modules[edit.place].local[r]
                 edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
@@ -390,6 +421,12 @@ class LateCopies:
         originals = Snapshot({where: place.original for where, place in places.items()})
         local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
         return cls(path, name, copies, places, originals, local)
+
+
+def _has_containers(value: Any) -> bool:
+    """Whether a value holds anything, beside tensors and modules, that may be changed in place."""
+    closed = (*PLAIN, torch.Tensor, nn.Module, PerReplica)
+    return any(not isinstance(thing, closed) for _, thing in contents.things_in("", value, has_data=True))
 
 
 _NO_DATA = (

@@ -37,7 +37,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import is_running, refuse_uncopyable, tensors_in
-from torchstrategy._replication.late_attributes import find_late
+from torchstrategy._replication.late_attributes import Later, find_late
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.placement import Placement
@@ -103,7 +103,7 @@ class ReplicatedModules:
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        late = find_late(modules, self._paths)
+        late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in find_late(modules, self._insides)}
         originals = roots, modules, self._parameters, self._buffers, self._slots, late
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
