@@ -22,8 +22,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
-from itertools import chain
-from operator import is_, itemgetter
+from itertools import chain, islice
+from operator import is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, final
 
 import torch
@@ -85,7 +85,10 @@ class Snapshot:
     def __init__(self, containers: Mapping[Any, Any], left_out: Set[str] = frozenset()) -> None:
         self._left_out = left_out
         self._tables = {key: container for key, container in containers.items() if _is_table(container)}
-        self._others = {key: container for key, container in containers.items() if key not in self._tables}
+        others = {key: container for key, container in containers.items() if key not in self._tables}
+        # Lists come first, of which there may be many.
+        self._lists = [container for container in others.values() if type(container) is list]
+        self._others = dict(sorted(others.items(), key=lambda pair: type(pair[1]) is not list))
         self.take()
 
     def take(self) -> None:
@@ -141,12 +144,15 @@ class Snapshot:
             for read, table in zip(self._readers, self._full, strict=True):
                 values.extend(read(table))
         else:
-            for table in self._full:
-                names.extend(table)
-                values.extend(table.values())
-        others = list(map(_items, self._others.values()))
-        values += chain.from_iterable(others)
-        return list(map(len, (*self._full, *others))), names, values
+            names.extend(chain.from_iterable(self._full))
+            values.extend(chain.from_iterable(map(_values_of, self._full)))
+        others = list(map(_items, islice(self._others.values(), len(self._lists), None)))
+        values += chain.from_iterable((*self._lists, *others))
+        sizes = [*map(len, self._full), *map(len, self._lists), *map(len, others)]
+        return sizes, names, values
+
+
+_values_of = methodcaller("values")
 
 
 def _is_table(container: Any) -> bool:

@@ -103,6 +103,8 @@ class PlainAttributes:
         self.tensors.watch()
         self._containers = {path: place for path, place in self._places.items() if path not in self._modules}
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
+        self._held = [place.original for place in self._containers.values()]
+        self._held_here = [place.local[0] for place in self._containers.values()]
         self._brought = []
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
@@ -122,8 +124,8 @@ class PlainAttributes:
     def bring(self) -> bool:
         """Before a run: brings what the user changed to the copies. False if the copies have to be made anew."""
         # Somebody may have given an object another class. During a run of another thread it may be a proxy.
-        pairs = [(type(place.original), type(place.local[0])) for place in self._containers.values()]
-        if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
+        kinds, others = list(map(type, self._held)), list(map(type, self._held_here))
+        if kinds != others and list(map(plain_class, kinds)) != list(map(plain_class, others)):
             return False
         written: list[int] = []
         unsure: set[int] = set()
@@ -192,6 +194,8 @@ class PlainAttributes:
             brought = LateCopies.of(path, name, copies, _by_path(places.values()))
             self._containers.update(brought.places)
             self._places.update(brought.places)
+            self._held += [place.original for place in brought.places.values()]
+            self._held_here += [place.local[0] for place in brought.places.values()]
             self._known_things += brought.places.values()
             self._brought.append(brought)
             self._waiting.discard((path, name))
