@@ -87,8 +87,9 @@ class Snapshot:
         self._tables = {key: container for key, container in containers.items() if _is_table(container)}
         others = {key: container for key, container in containers.items() if key not in self._tables}
         # Lists come first, of which there may be many.
-        self._lists = [container for container in others.values() if type(container) is list]
-        self._others = dict(sorted(others.items(), key=lambda pair: type(pair[1]) is not list))
+        lists = {key: container for key, container in others.items() if type(container) is list}
+        self._lists = list(lists.values())
+        self._others = {**lists, **others}
         self.take()
 
     def take(self) -> None:

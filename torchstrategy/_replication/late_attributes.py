@@ -118,9 +118,11 @@ class _WithLateAttributes(Proxy):
     """A replica's copy of a module, of which some attributes wait until a step reads them."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        for value in _waiting(self):  # type: ignore[arg-type]
+        copied: Any = self
+        for value in _waiting(copied):
             value.bring()
-        return super().__reduce_ex__(protocol)
+        settle(copied)
+        return copied.__reduce_ex__(protocol)  # of the user's class, which it has again
 
 
 @functools.cache

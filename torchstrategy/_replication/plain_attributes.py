@@ -29,6 +29,7 @@ from torchstrategy._binding.changes import (
     bring_value,
     write_value,
 )
+from torchstrategy._binding.copies import deep_copied
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
@@ -82,7 +83,8 @@ class PlainAttributes:
         own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._brought: list[LateCopies] = []  # attributes that waited, and that a step has read since the run began
+        self._brought: list[LateCopies] = []  # attributes that waited, and that a step has read since `_collect`
+        self._has_brought = False  # whether a step has done so since the run began
         self._bringing = threading.Lock()
         all_paths = list(self._modules)
         self._waiting: set[tuple[str, str]] = set()  # the attributes that wait, by the path of the module and the name
@@ -144,9 +146,11 @@ class PlainAttributes:
                 bring_value(one, original, index in unsure)
         if not self._bring_changed(edits, changed):
             return False
-        if edits or changed or self._brought:
+        if self._has_brought:
             for known in self._known_insides:
                 known.take()
+            self._has_brought = False
+        if edits or changed:
             self._collect()
         elif written:
             self.agree()
@@ -186,8 +190,10 @@ class PlainAttributes:
             value = original[name]
             if contents.data_in(value) is None:
                 raise RuntimeError(_NO_DATA.format(path=f"{path}.{name}"))
-            key = path, f".{name}"
-            copies = [self.replicas[r].copied({key: value}, {})[key] for r in waiting]
+            try:
+                copies = [deep_copied(value, {}) for _ in waiting]  # of data only: replicas have nothing of it already
+            except Exception as error:
+                raise uncopyable(f"{path}.{name}", error) from error
             places: dict[int, Place] = {}
             if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
                 places, _, _ = contents.places_and_leaves([Place(f"{path}.{name}", value, copies)])
@@ -198,6 +204,7 @@ class PlainAttributes:
             self._held_here += [place.local[0] for place in brought.places.values()]
             self._known_things += brought.places.values()
             self._brought.append(brought)
+            self._has_brought = True
             self._waiting.discard((path, name))
             # Last, since other replicas go on as soon as they find their copies.
             for r, copied in zip(waiting, copies, strict=True):
@@ -401,15 +408,15 @@ class PlainAttributes:
 @final
 @dataclass(eq=False)
 class LateCopies:
-    """An attribute that a step has read in this run, which made the copies.
+    """An attribute that waited until a step has read it, which made the copies.
 
     Args:
         path: The path of its module.
         name: Its name.
         copies: The copies.
         places: The containers in it, by their paths.
-        originals: What these held then in the user's attribute.
-        local: What they held then in the copies, by replica.
+        originals: What these hold in the user's attribute.
+        local: What they hold in the copies, by replica.
     """
 
     path: str
