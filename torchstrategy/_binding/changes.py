@@ -304,8 +304,9 @@ class TrackedTensors:
 # replica is to be refused where that of the user's own tensors would be.
 # - What torch has counted on the user's tensor is counted on the copies, too.
 # - What was perhaps not written is not counted: the copies get the values that they have. So it is with a large tensor
-#   whose memory nobody has compared, and with one on an accelerator whose `.data` somebody holds. Where the copy is in
-#   the memory of the CPU as well, the two are compared, and only a copy that differs is written.
+#   whose memory nobody has compared, and with one on an accelerator whose `.data` somebody holds. A copy of a buffer or
+#   a constant in the memory of the CPU is compared, and written only if it differs. Parameters are not: they are unsure
+#   after each update, and to compare them takes longer than to write them.
 # - What was written in a run, as by a merge function through `.data`, is not counted, either. In plain PyTorch, a
 #   backward after it computes with the new values, and so it does in replicas.
 # - What was written between runs through `.data` is counted on the copies. A backward of an earlier run is refused: it
@@ -331,8 +332,12 @@ def can_compare(copied: torch.Tensor, original: torch.Tensor) -> bool:
 
 def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a copy can be compared with the original, and has the same bits."""
-    # Of numbers, 0.0 and -0.0 would be equal.
-    return can_compare(copied, original) and torch.equal(_bits(copied), _bits(original))
+    if not can_compare(copied, original):
+        return False
+    one, other = _bits(copied), _bits(original)  # of numbers, 0.0 and -0.0 would be equal
+    whole = len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0  # words are compared faster
+    are_same_words = torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64))
+    return are_same_words and torch.equal(one[whole:], other[whole:])
 
 
 def bring_value(copied: torch.Tensor, original: torch.Tensor, is_unsure: bool, is_running: bool = False) -> None:

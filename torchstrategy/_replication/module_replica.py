@@ -29,7 +29,6 @@ from torchstrategy._binding.changes import (
     Writes,
     bring_value,
     differing,
-    has_bits_of,
 )
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
 from torchstrategy._binding.module_traversal import HOOK_TABLES, TABLES, plain_attributes, tables_of
@@ -240,7 +239,7 @@ class ModuleReplica:
             elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
                 self.aliased[index] = False
-            elif index not in found.unsure or not has_bits_of(local, owner):
+            else:
                 # The source is the same tensor for every replica, so that `write` can broadcast it.
                 targets.append(local)
                 sources.append(owner)

@@ -144,7 +144,7 @@ class PlainAttributes:
                 return False
             for one in local:
                 bring_value(one, original, index in unsure)
-        if not self._bring_changed(edits, changed):
+        if (edits or changed) and not self._bring_changed(edits, changed):
             return False
         if self._has_brought:
             for known in self._known_insides:

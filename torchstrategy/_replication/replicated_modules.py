@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same, can_compare
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same
 from torchstrategy._binding.copies import ClosureRebinder
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
@@ -226,12 +226,8 @@ class ReplicatedModules:
 
     def _uncounted_copies(self, found: Writes, in_run: bool) -> tuple[torch.Tensor, ...]:
         """The copies that keep their version. See Note [Writes that count, and writes that do not] in `changes`."""
-        kept: list[torch.Tensor] = []
-        owners = self.owners
-        for index in found.uncounted if in_run else found.unsure:
-            copies = [replica.parameters[index] for replica in self.replicas]
-            kept += [copied for copied in copies if in_run or not can_compare(copied, owners[index])]
-        return tuple(kept)
+        positions = found.uncounted if in_run else found.unsure
+        return tuple(replica.parameters[index] for replica in self.replicas for index in positions)
 
     def wait_until_sent(self) -> None:
         """Waits until the values of parameters have left the user's memory. Before, nobody may write there."""
