@@ -303,10 +303,10 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
     originals.watch([0])
     for _ in range(2):  # of what is large, a checksum is made when twice nothing was counted
         originals.take_changes()
-    assert originals.take_changes() == ([], set())
+    assert originals.take_changes().all == []
     change(tensor.data)
-    assert originals.take_changes() == ([0], set())
-    assert originals.take_changes() == ([], set())
+    assert originals.take_changes().all == [0]
+    assert originals.take_changes().all == []
 
 
 def test_what_is_large_counts_as_written_until_there_is_a_checksum() -> None:
@@ -316,13 +316,13 @@ def test_what_is_large_counts_as_written_until_there_is_a_checksum() -> None:
     originals.watch([0])
     for _ in range(2):
         tensor.add_(1)
-        assert originals.take_changes() == ([0], set())  # after the optimizer
+        assert originals.take_changes().all == [0]  # after the optimizer
         tensor.data.add_(1)
-        assert originals.take_changes() == ([0], set())  # when the next run begins
+        assert originals.take_changes().all == [0]  # when the next run begins
     for _ in range(2):
         tensor.data.add_(1)
-        assert originals.take_changes() == ([0], set())
-    assert originals.take_changes() == ([], set())
+        assert originals.take_changes().all == [0]
+    assert originals.take_changes().all == []
 
 
 def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
@@ -333,7 +333,7 @@ def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
         originals.take_changes()
     memory.data[:10].add_(1)
     memory.data[40_000:].add_(1)
-    assert originals.take_changes() == ([], set())
+    assert originals.take_changes().all == []
 
 
 def test_on_an_accelerator_nothing_is_read_back(simulated_devices: list[torch.device]) -> None:
@@ -343,11 +343,11 @@ def test_on_an_accelerator_nothing_is_read_back(simulated_devices: list[torch.de
     originals = TrackedTensors([tensor])
     originals.watch([0])
     with torchstrategy.testing.count_traffic() as traffic:
-        assert originals.take_changes() == ([], set())
+        assert originals.take_changes().all == []
         kept = tensor.data
-        assert originals.take_changes() == ([0], set())
-        assert originals.take_changes() == ([0], set()), "what was given out is still there"
+        assert originals.take_changes().all == [0]
+        assert originals.take_changes().all == [0], "what was given out is still there"
         del kept
-        assert originals.take_changes() == ([0], set())
-        assert originals.take_changes() == ([], set())
+        assert originals.take_changes().all == [0]
+        assert originals.take_changes().all == []
     assert traffic.bytes == 0

@@ -74,6 +74,22 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[An
         lambda s, v: _kept(s, s.__setitem__("k", v)),
     ),
     "deque": (lambda: collections.deque([1.0], 2), lambda s: s[-1], lambda s, v: _kept(s, s.append(v))),
+    "large dict": (
+        lambda: {"scale": 1.0, **{f"w{i}": i for i in range(1200)}},
+        lambda s: s["scale"],
+        lambda s, v: _kept(s, s.update({"scale": v, f"w{v}": v})),
+    ),
+    "dict of many dicts": (
+        lambda: {i: {"k": [1.0]} for i in range(600)},
+        lambda s: s[7]["k"][-1],
+        lambda s, v: _kept(s, s[7]["k"].append(v)),
+    ),
+    "list of many tuples": (
+        lambda: [(1.0, str(i)) for i in range(600)],
+        lambda s: s[-1][0],
+        lambda s, v: _kept(s, s.append((v, "new"))),
+    ),
+    "large list that is replaced": (lambda: [1.0] * 1200, lambda s: s[3], lambda s, v: [v] * 1200),
     "function": (lambda: partial(float, 1.0), lambda s: s(), lambda s, v: partial(float, v)),
 }
 SETTINGS = list(_SETTINGS)
@@ -184,6 +200,10 @@ def _deleted(m: Any, n: int) -> None:
         del m.seen
 
 
+def _append_deep(m: Any, n: int) -> None:
+    m.seen[7][0].append(len(m.seen[7][0]))
+
+
 _COUNTS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None]]] = {
     "number": (lambda: 0, _add_number),
     "float": (lambda: 0.0, _add_float),
@@ -201,6 +221,8 @@ _COUNTS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None]]] = {
     "list of tuples": (list, _append_tuple),
     "none": (lambda: None, _none),
     "array": (lambda: numpy.zeros(2), _array),
+    "large dict": (lambda: {"calls": 0, **{i: i for i in range(1200)}}, _counter),
+    "many lists": (lambda: [([i], "n") for i in range(600)], _append_deep),
     "new name": (lambda: 0, _new_name),
     "deleted": (lambda: 0, _deleted),
 }

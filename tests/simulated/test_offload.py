@@ -14,7 +14,14 @@ from torch.nn import functional as F
 
 import torchstrategy
 from conditions import takes_long
-from torchstrategy.testing import DeviceProfile, VirtualTrace, record_streams, simulated_devices, virtual_time
+from torchstrategy.testing import (
+    DeviceProfile,
+    VirtualTrace,
+    count_traffic,
+    record_streams,
+    simulated_devices,
+    virtual_time,
+)
 
 DEVICE = simulated_devices()[0]
 WIDTH, LAYERS, STEPS = 1024, 12, 3
@@ -266,6 +273,42 @@ def test_nobody_writes_parameters_before_their_values_have_left(step: Step) -> N
         with pytest.raises(KeyError) if step is fail else nullcontext():
             strategy.run(step, (net,))
         write_parameters(net)
+
+
+@pytest.mark.parametrize("extra", ["nothing", "a scheduler", "a hook of the optimizer", "a hook of a parameter"])
+def test_an_update_of_one_model_sends_nothing_of_another(extra: str) -> None:
+    """Nobody knew whether the other model was written, and so it went to the devices at each update."""
+    one, other = make_model(False), nn.Linear(WIDTH, 1)
+    strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
+    strategy.distribute_module(nn.ModuleList([one, other]))
+    of_one = strategy.distribute_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+    of_other = strategy.distribute_optimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    if extra == "a scheduler":
+        torch.optim.lr_scheduler.ExponentialLR(of_other, 0.5)
+    first = one.get_parameter("0.weight")
+
+    def write(*_: Any) -> None:
+        first.data.fill_(0.25)
+
+    if extra == "a hook of the optimizer":
+        of_other.register_step_post_hook(write)
+    if extra == "a hook of a parameter":
+        other.weight.register_post_accumulate_grad_hook(write)
+
+    def step() -> torch.Tensor:
+        run_backward(one)
+        of_one.step()
+        other(torch.ones(2, WIDTH, device=DEVICE)).sum().backward()
+        of_other.step()
+        return one.get_parameter("0.weight").detach().mean()
+
+    for _ in range(3):
+        with count_traffic() as traffic:
+            mean = strategy.run(step)
+        if "hook" in extra:
+            assert mean == 0.25
+    # The gradients go down, and the values go up when the run begins and after their update.
+    assert "hook" in extra or traffic.bytes < 3.1 * BYTES
 
 
 def test_the_program_goes_on_while_values_leave() -> None:

@@ -77,13 +77,16 @@ def _over(array: Any) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def things_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors, arrays, modules, `PerReplica`s, containers and other objects in a value, each with its path."""
-    walked = () if type(value) in _PLAIN_TYPES else _walk(path, value, (), set())
+def things_in(path: str, value: Any, has_data: bool = False) -> Iterator[tuple[str, Any]]:
+    """The tensors, arrays, modules, `PerReplica`s, containers and other objects in a value, each with its path.
+
+    What is in a container of many entries is left out if all of it is data, unless `has_data`.
+    """
+    walked = () if type(value) in _PLAIN_TYPES else _walk(path, value, (), set(), has_data)
     return ((where, held) for where, held, _ in walked)
 
 
-def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterator[Place]:
+def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data: bool = True) -> Iterator[Place]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
         yield Place(path, value, local)
     has_attributes = isinstance(value, torch.Tensor) and bool(vars(value))
@@ -98,11 +101,69 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int]) -> Iterat
         yield Place(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= _PLAIN_TYPES:
         return  # there may be many
+    if not has_data and isinstance(value, (list, tuple, dict)) and len(value) > _MANY and data_in(value) is not None:
+        return
     items, of_copies = named_items(value), list(map(named_items, local))
     for place, item in items.items():
         if type(item) not in _PLAIN_TYPES and all(place in of_copy for of_copy in of_copies):
             shown, key = place
-            yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen)
+            yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen, has_data)
+
+
+_MANY = 256  # entries of a container: it takes long to walk through so many one by one
+_DEPTH = 20  # how deep data may be nested
+_MOST = 10_000_000  # entries of what is equally deep
+
+
+class Data(NamedTuple):
+    """What is in a value that is nothing but data: numbers, strings and the like, in containers and plain objects."""
+
+    entries: int  # how many all containers have
+    holders: list[Any]  # the containers and objects that may be changed in place
+
+
+def data_in(value: Any) -> Data | None:
+    """What is in a value that is nothing but data; None if it holds anything else.
+
+    There may be many entries. So there is no Python call for each of them: all that is equally deep is looked at in
+    one.
+    """
+    count, level = 0, [value]
+    holders: list[Any] = []
+    for _ in range(_DEPTH):
+        kinds = [kind for kind in set(map(type, level)) if not issubclass(kind, PLAIN)]
+        if not kinds:
+            return Data(count, holders)
+        held: list[Any] = []
+        for kind in kinds:
+            alike = [one for one in level if type(one) is kind]
+            inside = _entries(kind, alike)
+            if inside is None:
+                return None
+            held += inside
+            if not issubclass(kind, (tuple, frozenset)):
+                holders += alike
+        count, level = count + len(held), held
+    return None
+
+
+def _entries(kind: Any, alike: Sequence[Any]) -> Iterable[Any] | None:
+    """What some containers or objects of one class hold, one after the other; None if they may hold more than that."""
+    is_sized = issubclass(kind, (tuple, dict)) or kind in (list, set, frozenset, deque)
+    if is_sized and sum(map(len, alike)) > _MOST:
+        return None  # a list that holds itself often
+    if issubclass(kind, tuple):
+        return None if kind.__dictoffset__ else chain.from_iterable(map(tuple.__iter__, alike))
+    if kind in (list, set, frozenset, deque):
+        return chain.from_iterable(alike)
+    if kind in (dict, defaultdict, OrderedDict, Counter):
+        keys = set(map(type, chain.from_iterable(map(dict.keys, alike))))
+        has_more = kind.__dictoffset__ and any(map(vars, alike))
+        are_data = all(issubclass(key, (*PLAIN, tuple, frozenset)) for key in keys)
+        return chain.from_iterable(map(dict.values, alike)) if are_data and not has_more else None
+    if not is_container(alike[0]):
+        return None
+    return chain.from_iterable(named_items(one).values() for one in alike)
 
 
 ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute

@@ -22,17 +22,25 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
-from itertools import chain
-from operator import is_, itemgetter
+from itertools import chain, islice
+from operator import is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, final
 
 import torch
 
 from torchstrategy._binding.attribute_contents import SEQUENCES, attributes, table_type
-from torchstrategy._core.torch_internals import keeping_version, marks_of, num_users, pointers, version, versions
+from torchstrategy._core.torch_internals import (
+    are_dense,
+    keeping_version,
+    marks_of,
+    num_users,
+    pointers,
+    version,
+    versions,
+)
 
 MISSING = object()
-_UNCOUNTED = -1  # takes the place of a version: the tensor was written without a change of its version
+_OUTDATED = -1  # takes the place of a version: the copies do not agree with the tensor
 _SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
 _COLUMNS = (1021, 1019, 1013)  # primes: the checksums of a tensor have a number of columns that divides no stride
 
@@ -77,7 +85,11 @@ class Snapshot:
     def __init__(self, containers: Mapping[Any, Any], left_out: Set[str] = frozenset()) -> None:
         self._left_out = left_out
         self._tables = {key: container for key, container in containers.items() if _is_table(container)}
-        self._others = {key: container for key, container in containers.items() if key not in self._tables}
+        others = {key: container for key, container in containers.items() if key not in self._tables}
+        # Lists come first, of which there may be many.
+        lists = {key: container for key, container in others.items() if type(container) is list}
+        self._lists = list(lists.values())
+        self._others = {**lists, **others}
         self.take()
 
     def take(self) -> None:
@@ -133,12 +145,15 @@ class Snapshot:
             for read, table in zip(self._readers, self._full, strict=True):
                 values.extend(read(table))
         else:
-            for table in self._full:
-                names.extend(table)
-                values.extend(table.values())
-        others = list(map(_items, self._others.values()))
-        values += chain.from_iterable(others)
-        return list(map(len, (*self._full, *others))), names, values
+            names.extend(chain.from_iterable(self._full))
+            values.extend(chain.from_iterable(map(_values_of, self._full)))
+        others = list(map(_items, islice(self._others.values(), len(self._lists), None)))
+        values += chain.from_iterable((*self._lists, *others))
+        sizes = [*map(len, self._full), *map(len, self._lists), *map(len, others)]
+        return sizes, names, values
+
+
+_values_of = methodcaller("values")
 
 
 def _is_table(container: Any) -> bool:
@@ -169,6 +184,15 @@ def _items(container: Any) -> list[Any]:
 # Writes on tensors
 
 
+class Writes(NamedTuple):
+    """The positions of tensors that were written, or may have been, since somebody last looked."""
+
+    all: list[int]
+    moved: set[int]  # those whose address, shape, strides or dtype has changed
+    uncounted: set[int]  # those whose version torch has not changed
+    unsure: set[int]  # those of the uncounted that may hold what they held before
+
+
 @final
 class TrackedTensors:
     """Some tensors of the user's.
@@ -190,6 +214,7 @@ class TrackedTensors:
         self._memory: list[object] = []  # keeps the memory, so that no other tensor can get one of the addresses
         self._watched: set[int] = set()
         self._uncounted = UncountedWrites({})
+        self._noted: set[int] = set()
         self.take_changes()
 
     @property
@@ -214,27 +239,35 @@ class TrackedTensors:
         tensors = self.tensors
         return differing((versions(tensors), pointers(tensors)), (self._versions, self.pointers))
 
-    def take_changes(self) -> tuple[list[int], set[int]]:
-        """The tensors that have changed since the copies agreed with them, and among these, the tensors that moved.
+    def take_changes(self, counts_all: bool = False) -> Writes:
+        """The tensors that have changed since the copies agreed with them.
 
-        A tensor has moved if its address, shape, strides or dtype has changed. The caller brings the copies up to date:
-        later calls compare with the tensors as they are now.
+        The caller brings the copies up to date: later calls compare with the tensors as they are now.
+
+        Args:
+            counts_all: Whether torch has counted all writes since the last call. Then a large tensor of which nobody
+                knows whether it was written does not count as written.
         """
         tensors = self.tensors
         count, where, how = marks_of(tensors)
         moved = set(differing((where, *how), (self.pointers, *self._layouts)))
-        written = set(differing((count,), (self._versions,)))
+        counted = set(differing((count,), (self._versions,)))
+        uncounted, self._noted = self._noted, set()
+        unsure: set[int] = set()
         self._versions = count
         if moved:
             self.pointers, self._layouts = where, how
             self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
             # All watched tensors count as written: to look at the old memory of those that did not move is not worth
             # its risk.
-            written |= moved | self._watched
+            unsure = self._watched - moved
             self.watch(self._watched)
         elif self._watched:
-            written |= self._uncounted.take(written)
-        return sorted(written), moved
+            changed, unsure = self._uncounted.take(counted, counts_all)
+            uncounted |= changed
+        unsure -= uncounted | counted
+        uncounted = (uncounted | unsure) - counted - moved
+        return Writes(sorted(counted | moved | uncounted), moved, uncounted, unsure)
 
     def note_agreement(self, indices: Iterable[int]) -> None:
         """Says that the copies agree with some of the tensors."""
@@ -243,14 +276,18 @@ class TrackedTensors:
             self._versions[index] = version(tensors[index])
 
     def note_uncounted(self, indices: Iterable[int]) -> None:
-        """Says that some of the tensors were written without a change of their version."""
+        """Says that some of the tensors were, or may have been, written without a change of their version."""
+        self._noted.update(indices)
+
+    def note_outdated(self, indices: Iterable[int]) -> None:
+        """Says that the copies do not agree with some of the tensors: these count as written."""
         for index in indices:
-            self._versions[index] = _UNCOUNTED
+            self._versions[index] = _OUTDATED
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Takes another tensor, one that is part of a module, in the place of one. The copies do not agree with it."""
         self._held[index] = tensor
-        self.note_uncounted([index])
+        self.note_outdated([index])
 
     def fits(self, index: int, value: torch.Tensor) -> bool:
         """Whether one of the tensors has the shape and dtype of a value."""
@@ -258,20 +295,56 @@ class TrackedTensors:
 
     def take(self, index: int, value: torch.Tensor) -> None:
         """Writes one of the tensors. After this, the copies do not agree with it."""
-        write_value(self.tensors[index], value, index in self.running)
-        self.note_uncounted([index])
+        write_value(self.tensors[index], value, is_counted=index not in self.running)
+        self.note_outdated([index])
 
 
-def write_value(buffer: torch.Tensor, value: torch.Tensor, is_running: bool) -> None:
-    """Writes a buffer, or a copy of one."""
-    # torch's kernels write running statistics without changing their version, so that an earlier forward, which has
-    # saved them for its backward, may still run this backward. The library does the same.
+# Note [Writes that count, and writes that do not]
+# torch refuses a backward if a tensor that its forward has saved has got another version since. The backward of a
+# replica is to be refused where that of the user's own tensors would be.
+# - What torch has counted on the user's tensor is counted on the copies, too.
+# - What was perhaps not written is not counted: the copies get the values that they have. So it is with a large tensor
+#   whose memory nobody has compared, and with one on an accelerator whose `.data` somebody holds. A copy of a buffer or
+#   a constant in the memory of the CPU is compared, and written only if it differs. Parameters are not: they are unsure
+#   after each update, and to compare them takes longer than to write them.
+# - What was written in a run, as by a merge function through `.data`, is not counted, either. In plain PyTorch, a
+#   backward after it computes with the new values, and so it does in replicas.
+# - What was written between runs through `.data` is counted on the copies. A backward of an earlier run is refused: it
+#   would compute with the new values only if another run had begun meanwhile.
+# - torch's kernels write running statistics without changing their version, so that an earlier forward, which has saved
+#   them, may still have its backward. The library does the same.
+def write_value(buffer: torch.Tensor, value: torch.Tensor, is_counted: bool = True) -> None:
+    """Writes a buffer, or a copy of one. See Note [Writes that count, and writes that do not]."""
     if buffer.is_inference():
         with torch.inference_mode():
             buffer.copy_(value)
         return
-    with keeping_version(buffer) if is_running else nullcontext():
+    with nullcontext() if is_counted else keeping_version(buffer):
         buffer.copy_(value.detach())
+
+
+def can_compare(copied: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether a copy can be compared with the original, bit by bit and without waiting for an accelerator."""
+    if not (copied.is_cpu and original.is_cpu and are_dense((copied, original))):
+        return False
+    return marks_of([copied])[2] == marks_of([original])[2]  # the shapes, for example, and the strides
+
+
+def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether a copy can be compared with the original, and has the same bits."""
+    if not can_compare(copied, original):
+        return False
+    one, other = _bits(copied), _bits(original)  # of numbers, 0.0 and -0.0 would be equal
+    whole = len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0  # words are compared faster
+    are_same_words = torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64))
+    return are_same_words and torch.equal(one[whole:], other[whole:])
+
+
+def bring_value(copied: torch.Tensor, original: torch.Tensor, is_unsure: bool, is_running: bool = False) -> None:
+    """Writes a copy of a buffer, or of a constant. `is_unsure`: it may agree already."""
+    if not is_unsure or not has_bits_of(copied, original):
+        is_counted = not is_unsure or can_compare(copied, original)
+        write_value(copied, original, is_counted and not is_running)
 
 
 def differing(columns: tuple[Sequence[object], ...], others: tuple[Sequence[object], ...]) -> list[int]:
@@ -309,18 +382,26 @@ class UncountedWrites:
         self._never_known = tensors.keys() - dense.keys()
         self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
 
-    def take(self, counted: Set[int]) -> set[int]:
-        """The tensors that were, or may have been, written since the last call.
+    def take(self, counted: Set[int], counts_all: bool = False) -> tuple[set[int], set[int]]:
+        """The tensors that were written since the last call, and those that may have been.
 
         Args:
             counted: The tensors whose version has changed, of which the caller knows that they were written.
+            counts_all: Whether all writes since the last call were counted.
         """
-        written = set(self._never_known) | self._reads.take()
+        written: set[int] = set()
+        unsure = set() if counts_all else self._never_known | self._reads.take()
         for key, large in self._large.items():
+            if counts_all and key not in counted:
+                continue
             is_at_rest, before = key in self._sums, self._sums.pop(key, None)
             if key not in counted or self._is_exact:
                 self._sums[key] = sums = _sums(*large) if is_at_rest or self._is_exact else None
-                if key not in counted and (before is None or sums is None or not torch.equal(before, sums)):
+                if key in counted:
+                    continue
+                if before is None or sums is None:
+                    unsure.add(key)
+                elif not torch.equal(before, sums):
                     written.add(key)
         now, before = self._bits_of_small(), self._kept
         if not torch.equal(now, before):
@@ -328,7 +409,7 @@ class UncountedWrites:
             pairs = zip(self._small, now.split(sizes), before.split(sizes), strict=True)
             written.update(key for key, one, other in pairs if not torch.equal(one, other))
             self._kept = now
-        return written
+        return written, unsure
 
     def _bits_of_small(self) -> torch.Tensor:
         return torch.cat(list(self._small.values())) if self._small else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -400,7 +481,7 @@ class StepWrites:
     def written(self) -> set[int]:
         """The positions of the tensors that were written, or got other memory through `.data`."""
         counted = set(differing((versions(self.tensors), pointers(self.tensors)), (self._versions, self._pointers)))
-        return counted | self._uncounted.take(counted)
+        return counted.union(*self._uncounted.take(counted))
 
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.

@@ -14,7 +14,7 @@ import threading
 import types
 from abc import ABCMeta
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.torch_hooks import Stepper, guards
+from torchstrategy._binding.torch_hooks import Stepper, guards, others_are_told
 from torchstrategy._core.context import local_object
 from torchstrategy._core.torch_internals import raw_grad, set_raw_grad
 
@@ -45,7 +45,7 @@ _lock = threading.Lock()
 #   the replicas of other strategies, since `local_object` asks the innermost replica of this very thread.
 # - If several runs have proxies of one object at the same time, it gets its class back when the last of them ends.
 # - torch's optimizers look at `type()` of parameters. So these can get their class back while the replicas stand still.
-class _Proxy:
+class Proxy:
     """The base of all proxy classes. A proxy is pickled and copied as an object of the user's class."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class _Proxy:
         return function, (plain_class(type(self)), *arguments), *rest
 
 
-class _ModuleProxy(_Proxy):
+class _ModuleProxy(Proxy):
     """A module that acts, in a replica, as this replica's copy."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -99,6 +99,16 @@ def is_torchs(optimizer: Optimizer) -> bool:
     return plain_class(type(optimizer)).__module__.startswith("torch.optim.")
 
 
+def has_own_code_only(optimizer: Optimizer) -> bool:
+    """Whether a step of an optimizer is torch's own code, and calls none of the user's."""
+    inside: dict[str, Any] = vars(optimizer)
+    cls: Any = plain_class(type(optimizer))
+    step = inside.get("step")  # a learning-rate scheduler puts one there that calls that of the class
+    is_of_class = step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step)
+    has_hooks = inside.get("_optimizer_step_pre_hooks") or inside.get("_optimizer_step_post_hooks")
+    return is_torchs(optimizer) and is_of_class and not has_hooks and not others_are_told()
+
+
 def _of_replica(name: str) -> property:
     """The `param_groups`, `state` or `step` of a proxy: in a replica, that of the replica's `ReplicaOptimizer`."""
 
@@ -117,7 +127,7 @@ def _of_replica(name: str) -> property:
     return property(get, put)
 
 
-class _OptimizerProxy(_Proxy):
+class _OptimizerProxy(Proxy):
     """An optimizer that acts, in a replica, as this replica's `ReplicaOptimizer`."""
 
     param_groups = _of_replica("param_groups")
@@ -244,7 +254,7 @@ def _of_class(thing: object, name: str) -> Any:
     return found.__get__(thing, type(thing)) if hasattr(found, "__get__") else found
 
 
-class _ParameterProxy(_Proxy, ShowsLocalGrad, _Attributes):
+class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
     """The user's own parameter, which shows, in a replica, the gradient and the attributes of that replica's parameter.
 
     All else is the user's: operations on it use the user's own parameter, also in a replica. This is enough for a step
@@ -266,7 +276,7 @@ class _ParameterProxy(_Proxy, ShowsLocalGrad, _Attributes):
 _FIELDS = {name for name in dir(torch.Tensor) if hasattr(type(getattr(torch.Tensor, name)), "__set__")} - {"__dict__"}
 
 
-class _SharedStepperProxy(_Proxy):
+class _SharedStepperProxy(Proxy):
     """A scheduler or a scaler. What it does once per step, it does once for all replicas that call it."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -347,19 +357,29 @@ def _without_proxy(cls: type) -> type:
     """The user's class, if `cls` is its proxy class; else `cls` itself."""
     if cls is _ParameterProxy:
         return nn.Parameter
-    return cls.__bases__[0] if issubclass(cls, _Proxy) else cls
+    return cls.__bases__[0] if issubclass(cls, Proxy) else cls
 
 
 def _with_proxy(cls: type) -> type:
     """The proxy class of a class of the user's; or `cls` itself, if it is one."""
-    if issubclass(cls, _Proxy):
+    if issubclass(cls, Proxy):
         return cls
     if cls is nn.Parameter:
         return _ParameterProxy
     kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
+    return hidden_subclass(cls, kind, _methods_of(cls) if kind is _OptimizerProxy else {})
+
+
+def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) -> type:
+    """A subclass of a class of the user's that shows, by its name and `__class__`, as that class.
+
+    Args:
+        cls: The user's class.
+        kind: A subclass of `Proxy` whose attributes come before those of the user's class; None: that of trainers.
+        members: What the subclass has besides.
+    """
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
-    if kind is _OptimizerProxy:
-        body |= _methods_of(cls)
+    body |= members
     made: Any = type(type(cls))  # usually `type`
     meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _looked_up_in(new, cls, kind)})
     # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
@@ -377,9 +397,9 @@ _proxy_class: Callable[[type], type] = functools.cache(_with_proxy)
 def _looked_up_in(proxy: type, cls: type, kind: type | None) -> list[type]:
     """The method resolution order of a proxy class: `kind` comes first, though the user's class is the only base.
 
-    `_Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`
+    `Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`
     and `Generic` have, the memory layouts would then differ, and CPython would refuse the change of `__class__`.
     """
     if kind is None:
-        return [proxy, _Proxy, *cls.__mro__[:-1], _Attributes, object]
+        return [proxy, Proxy, *cls.__mro__[:-1], _Attributes, object]
     return [proxy, *kind.__mro__[:-1], *cls.__mro__]

@@ -38,6 +38,8 @@ _OBJECTS = 3  # how deep attributes are followed: the model may be an attribute 
 _ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
 _FEW = 32  # how many items a list or dict may have for each of them to be looked into
 
+_DATA = {bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set}
+
 _MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
 _NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
 _NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
@@ -165,7 +167,10 @@ def references_of(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepRe
 def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
     """The values of an object's attributes, with their names; of a list or tuple, its items."""
     for attribute, held in list(attributes(thing).items()):
-        for item in held if type(held) in (list, tuple) else (held,):
+        items = held if type(held) in (list, tuple) else (held,)
+        if len(items) > _ITEMS and set(map(type, islice(items, _ITEMS))) <= _DATA:
+            continue  # looking at each would take long
+        for item in items:
             yield attribute, item
 
 

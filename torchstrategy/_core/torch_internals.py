@@ -183,9 +183,11 @@ default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 # different classes of data; this is the constructor that it calls in the end.
 make_parameter = torch.Tensor._make_subclass
 
-# A block in which writes on a tensor do not change its version, as some writes of torch's own kernels do not.
+# A block in which writes on a tensor, or on several, do not change its version, as some writes of torch's own kernels
+# do not.
 _autograd: Any = torch.autograd
-keeping_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
+_Kept = torch.Tensor | tuple[torch.Tensor, ...]
+keeping_version: Callable[[_Kept], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
 
 
 # These are public, but torch has no type annotations for them.

@@ -8,6 +8,7 @@ has changed.
     copyable                 the parameters and buffers of modules, and refusals of what cannot be copied
     tensor_copies            copies of tensors, which share memory where the user's tensors do
     merged_values            what the user's modules get for the attributes that replicas wrote
+    late_attributes          large attributes of modules, which replicas get when a step first reads them
     module_replica           the copies of the user's modules and variables that one replica has
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     run_warnings             warnings of a run: of batches, of lost numbers and of writes on shared tensors

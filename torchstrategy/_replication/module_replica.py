@@ -10,7 +10,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard, final
 
@@ -21,7 +21,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import PLAIN, drop, things_in
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, differing, write_value
+from torchstrategy._binding.changes import (
+    MISSING,
+    Edit,
+    Snapshot,
+    StepWrites,
+    TrackedTensors,
+    Writes,
+    bring_value,
+    differing,
+)
 from torchstrategy._binding.copies import ClosureRebinder, deep_copied, is_function
 from torchstrategy._binding.module_traversal import (
     HOOK_TABLES,
@@ -36,6 +45,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, versions
 from torchstrategy._core.types import Device
+from torchstrategy._replication.late_attributes import Late, postpone
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
 from torchstrategy._training.replica_gradients import ReplicaParameter, end_history, make_local
@@ -112,6 +122,7 @@ class ModuleReplica:
         parameters: Their parameters.
         buffers: Their buffers.
         slots: Where each of the buffers is: the position of its module, and its name there.
+        late: The plain attributes that are copied when a step reads them.
         layout: Where the copies are.
         replica: Which replica this is.
 
@@ -126,6 +137,7 @@ class ModuleReplica:
         parameters: TrackedTensors,
         buffers: TrackedTensors,
         slots: Sequence[tuple[int, str]],
+        late: Late,
         layout: Placement,
         replica: int,
     ) -> None:
@@ -146,6 +158,7 @@ class ModuleReplica:
         self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
         named = list(_named_values(modules, owners))
+        waiting = {id(vars(modules[position])[name]): later for (position, name), later in late.items()}
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
         own = self._own_in(named, known, is_new=True)
         # While the ids of the user's tensors are in the memo, no other object may get these ids.
@@ -155,7 +168,7 @@ class ModuleReplica:
         self.local_objects.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
         try:
             # All roots are copied at once, so that objects that they share stay shared.
-            memo = {**self.local_objects, **own.objects, **_empty_tables(modules)}
+            memo = {**self.local_objects, **own.objects, **waiting, **_empty_tables(modules)}
             copied, with_attributes = _copied_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
         except Exception as error:
             raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
@@ -165,6 +178,8 @@ class ModuleReplica:
         self.local_objects.update(pairs)
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own(with_attributes)
+        for position in {position for position, _ in late}:
+            postpone(pairs[id(modules[position])], {name for other, name in late if other == position})
         if any(value is MISSING for value in own.objects.values()):
             drop(with_attributes, MISSING)
             for inside in self.insides:
@@ -224,14 +239,14 @@ class ModuleReplica:
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 table.update({key: rebinding.of(hook) for key, hook in table.items()})
 
-    def bring_parameters(self, owners: Sequence[torch.Tensor], changed: Sequence[int], moved: set[int]) -> Write:
+    def bring_parameters(self, owners: Sequence[torch.Tensor], found: Writes) -> Write:
         """The writes that bring the values of parameters. Parameters that share the user's memory need none.
 
         Args:
             owners: The user's parameters.
-            changed: The positions of those that were written or moved.
-            moved: The positions of those that lie in other memory now.
+            found: Which of them were written or moved.
         """
+        changed, moved = found.all, found.moved
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index in moved if self._is_counted_by_users else changed:
@@ -278,8 +293,12 @@ class ModuleReplica:
         is_other = own.shape != original.shape or own.dtype != original.dtype
         return is_other or own.requires_grad or self.has_replaced(index)
 
-    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
-        """Brings the values of buffers. Returns whether the replica has other tensors in their place now."""
+    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors, unsure: Set[int]) -> bool:
+        """Brings the values of buffers, of which some may agree already.
+
+        Returns:
+            Whether the replica has other tensors in their place now.
+        """
         tensors, are_others = list(self.buffers.tensors), False
         for index in indices:
             own, original = self.buffers.tensors[index], originals.tensors[index]
@@ -288,7 +307,7 @@ class ModuleReplica:
                 vars(own).update(vars(original))  # plain values: see `can_bring_buffers`
                 self.local_objects[id(original)] = own
             else:
-                write_value(own, original, index in originals.running)
+                bring_value(own, original, index in unsure, index in originals.running)
             position, name = self._slots[index]
             self.insides[position]["_buffers"][name] = own
             tensors[index] = own

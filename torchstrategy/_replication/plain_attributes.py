@@ -11,6 +11,7 @@ becomes one value for the user's modules after the run: see `merged_values`. The
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
@@ -23,7 +24,16 @@ from torch import nn
 
 from torchstrategy._binding import attribute_contents as contents
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, PLAIN, Place
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, StepWrites, TrackedTensors, write_value
+from torchstrategy._binding.changes import (
+    MISSING,
+    Edit,
+    Snapshot,
+    StepWrites,
+    TrackedTensors,
+    bring_value,
+    write_value,
+)
+from torchstrategy._binding.copies import deep_copied
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
@@ -31,6 +41,7 @@ from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_trainable
+from torchstrategy._replication.late_attributes import Late, Later, find_late, is_large, postpone, settle
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
@@ -46,6 +57,7 @@ class PlainAttributes:
         replicas: The copies of the modules in each replica.
         modules: The user's modules.
         paths: What to call each of them.
+        late: The attributes that are copied when a step reads them.
         owners: The user's parameters. Other code keeps their values in step.
         names: What to call each of them.
         buffers: The user's buffers. Other code keeps their values in step, too.
@@ -56,6 +68,7 @@ class PlainAttributes:
     replicas: Sequence[ModuleReplica]
     modules: InitVar[Sequence[nn.Module]]
     paths: InitVar[Sequence[str]]
+    late: InitVar[Late]
     owners: InitVar[Sequence[torch.Tensor]]
     names: InitVar[Sequence[str]]
     buffers: TrackedTensors
@@ -63,7 +76,12 @@ class PlainAttributes:
     device: Device
 
     def __post_init__(
-        self, modules: Sequence[nn.Module], paths: Sequence[str], owners: Sequence[torch.Tensor], names: Sequence[str]
+        self,
+        modules: Sequence[nn.Module],
+        paths: Sequence[str],
+        late: Late,
+        owners: Sequence[torch.Tensor],
+        names: Sequence[str],
     ) -> None:
         self.parameters = set(map(id, owners))
         # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
@@ -72,6 +90,7 @@ class PlainAttributes:
         # All that may change has a path of its own, and is known by it, in the other workers too.
         self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
         by_path = dict(zip(self._modules, modules, strict=True))
+        self._copies = {path: [r.local_objects[id(module)] for r in self.replicas] for path, module in by_path.items()}
         self._of_packages = {path for path, module in by_path.items() if _is_of_package(module)}
         # The attributes that hooks compute, in each replica for itself.
         self._computed = {path: computed_by_hooks(module) for path, module in by_path.items()}
@@ -83,6 +102,13 @@ class PlainAttributes:
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect_fixed_tables()
+        self._brought: list[LateCopies] = []  # attributes that waited, and that a step has read since `_collect`
+        self._has_brought = False  # whether a step has done so since the run began
+        self._bringing = threading.Lock()
+        all_paths = list(self._modules)
+        self._waiting: set[tuple[str, str]] = set()  # the attributes that wait, by the path of the module and the name
+        for (position, name), later in late.items():
+            self._let_wait(all_paths[position], name, later)
         self._collect()
 
     def _collect(self) -> None:
@@ -99,6 +125,9 @@ class PlainAttributes:
         self.tensors = TrackedTensors(leaf.original for leaf in self._leaves.values())
         self.tensors.watch()
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
+        self._held = [place.original for place in self._containers.values()]
+        self._held_here = [place.local[0] for place in self._containers.values()]
+        self._brought = []
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
@@ -135,7 +164,7 @@ class PlainAttributes:
             left_out = self._left_out.get(path, frozenset())
             for name in [name for name in inside if name not in left_out]:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
-                is_everywhere = not any(value is MISSING for value in local)
+                is_everywhere = not any(value is MISSING or type(value) is Later for value in local)
                 if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
                     yield Place(f"{path}.{name}", inside[name], local)
 
@@ -159,21 +188,30 @@ class PlainAttributes:
         if not self._are_known(owners):
             return False
         # Somebody may have given an object another class. During a run of another thread it may be a proxy.
-        pairs = [(type(place.original), type(place.local[0])) for place in self._containers.values()]
-        if any(one is not other and plain_class(one) is not plain_class(other) for one, other in pairs):
+        kinds, others = list(map(type, self._held)), list(map(type, self._held_here))
+        if kinds != others and list(map(plain_class, kinds)) != list(map(plain_class, others)):
             return False
-        written = self.tensors.take_changes()[0] if self._leaves else []
+        written: list[int] = []
+        unsure: set[int] = set()
+        if self._leaves:
+            written, _, _, unsure = self.tensors.take_changes()
         edits = [*self._known_modules.edits(), *self._known_tensors.edits()]
-        changed = sorted(self._unbrought.union(self._known.differing()))
+        unbrought = self._unbrought.union(*(one.originals.differing() for one in self._brought))
+        changed = sorted(unbrought.union(self._known.differing()))
         leaves = list(self._leaves.values())
-        for _, original, local in map(leaves.__getitem__, written):
+        for index in written:
+            _, original, local = leaves[index]
             # A tensor of another shape, or with a history, is not written: a step may have other references to it.
             if any((one.shape, one.dtype) != (original.shape, original.dtype) or one.requires_grad for one in local):
                 return False
             for one in local:
-                write_value(one, original, False)
-        if not self._bring_changed(edits, changed):
+                bring_value(one, original, index in unsure)
+        if (edits or changed) and not self._bring_changed(edits, changed):
             return False
+        if self._has_brought:
+            for known in self._known_insides:
+                known.take()
+            self._has_brought = False
         if edits or changed:
             self._collect()
         elif written:
@@ -184,6 +222,62 @@ class PlainAttributes:
         self._backups = [(own, own.clone()) for own in constant]
         return True
 
+    def _let_wait(self, path: str, name: str, later: Later) -> None:
+        later.bring = functools.partial(self._bring_late, path, name)
+        self._waiting.add((path, name))
+
+    def _find_waiting(self, edits: Sequence[Edit], new: Iterable[Any]) -> set[tuple[str, str]] | None:
+        """Which attributes that the user has replaced may wait; None if one that waits may wait no longer.
+
+        An attribute may not wait if another one holds a part of it.
+        """
+        values = [edit.after for edit in edits if edit.after is not MISSING]
+        are_large = any(map(is_large, map(contents.data_in, values)))
+        if not are_large and not (self._waiting and any(map(_has_containers, new))):
+            return set()
+        paths = list(self._modules)
+        modules = [copies[0] for copies in self._copies.values()]
+        found = find_late(modules, [place.original for place in self._modules.values()])
+        late = {(paths[position], name) for position, name in found}
+        edited = {(edit.place, edit.name) for edit in edits}
+        return late & edited if self._waiting - edited <= late else None
+
+    def _bring_late(self, path: str, name: str) -> None:
+        """Copies an attribute of a module for all replicas, if it waits. Called on the thread of any replica."""
+        with self._bringing:
+            _, original, insides = self._modules[path]
+            waiting = [r for r, inside in enumerate(insides) if type(inside.get(name)) is Later]
+            if not waiting:
+                return
+            value = original[name]
+            if contents.data_in(value) is None:
+                raise RuntimeError(_NO_DATA.format(path=f"{path}.{name}"))
+            try:
+                copies = [deep_copied(value, {}) for _ in waiting]  # of data only: replicas have nothing of it already
+            except Exception as error:
+                raise uncopyable(f"{path}.{name}", error) from error
+            places: dict[int, Place] = {}
+            if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
+                places, _, _ = contents.places_and_leaves([Place(f"{path}.{name}", value, copies)])
+            brought = LateCopies.of(path, name, copies, _by_path(places.values()))
+            self._containers.update(brought.places)
+            self._held += [place.original for place in brought.places.values()]
+            self._held_here += [place.local[0] for place in brought.places.values()]
+            self._known_things += brought.places.values()
+            self._brought.append(brought)
+            self._has_brought = True
+            self._waiting.discard((path, name))
+            # Last, since other replicas go on as soon as they find their copies.
+            for r, copied in zip(waiting, copies, strict=True):
+                insides[r][name] = copied
+        for module in self._copies[path]:
+            settle(module)
+
+    def _is_brought(self, edit: Edit) -> bool:
+        """Whether an edit is no write of a step: a copy came in the place of what stood for it."""
+        copies = (one.copies for one in self._brought if (one.path, one.name) == (edit.place, edit.name))
+        return type(edit.before) is Later and any(edit.after is own for of_one in copies for own in of_one)
+
     def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
         """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
         if any(edit.name in _TORCHS for edit in edits if edit.place in self._modules):
@@ -193,14 +287,23 @@ class PlainAttributes:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
         new.update(((path, ""), contents.named_items(self._containers[path].original)) for path in changed)
-        if self.replicas[0].lacks_parts_in(new.values()):
+        waiting = self._find_waiting(brought, new.values())
+        if waiting is None or self.replicas[0].lacks_parts_in(new.values()):
             return False
+        self._waiting -= {(edit.place, edit.name) for edit in brought}
+        laters = {(path, f".{name}"): Later(f"{path}.{name}") for path, name in waiting}
+        for path, name in waiting:
+            self._let_wait(path, name, laters[path, f".{name}"])
+            for copied in self._copies[path]:
+                postpone(copied, {name})
+        new = {key: value for key, value in new.items() if key not in laters}
         known = [*self._leaves.values(), *self._containers.values()]
         for r, replica in enumerate(self.replicas if brought or changed else ()):
             try:
                 copies = replica.copied(new, {id(one.original): one.local[r] for one in known})
             except Exception as error:
                 raise uncopyable(", ".join(map("".join, new)), error) from error
+            copies.update(laters)
             for edit in brought:
                 local = self._tables[edit.place].local[r]
                 edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
@@ -232,7 +335,11 @@ class PlainAttributes:
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
         edits += [edit for r in present for edit in self._known_tensors_local[r].edits()]
         edits += self._edits_of_new_buffers(present, replaced)
+        edits = [edit for edit in edits if not self._is_brought(edit)]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
+        changed.update(
+            path for one in self._brought if one.places for r in present for path in one.local[r].differing()
+        )
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
             memory = functools.cache(functools.partial(self._memory, [edit.after for edit in edits]))
@@ -276,6 +383,8 @@ class PlainAttributes:
     def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: Merger) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._tables[path]
+            if path in self._modules:
+                self._bring_late(path, name)  # other replicas have not read what one of them has replaced
             merged = self._merged.setdefault(path, {})
             before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
             if name in self._computed.get(path, ()):
@@ -380,7 +489,7 @@ class PlainAttributes:
     def restore(self) -> None:
         """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""
         for tensor, before in self._backups:
-            write_value(tensor, before, False)
+            write_value(tensor, before)
 
     def agree(self) -> None:
         """Says that the tensors agree with the user's: what is written on them from here on, the step writes."""
@@ -419,6 +528,46 @@ class _OfTensors:
         if self._known is not None and path in self._tables:
             self._known.forget(path, name)
 
+
+@dataclass(eq=False)
+class LateCopies:
+    """An attribute that waited until a step has read it, which made the copies.
+
+    Args:
+        path: The path of its module.
+        name: Its name.
+        copies: The copies.
+        places: The containers in it, by their paths.
+        originals: What these hold in the user's attribute.
+        local: What they hold in the copies, by replica.
+    """
+
+    path: str
+    name: str
+    copies: Sequence[Any]
+    places: dict[str, Place]
+    originals: Snapshot
+    local: Sequence[Snapshot]
+
+    @classmethod
+    def of(cls, path: str, name: str, copies: Sequence[Any], places: dict[str, Place]) -> LateCopies:
+        """Notes what all containers hold now."""
+        originals = Snapshot({where: place.original for where, place in places.items()})
+        local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
+        return cls(path, name, copies, places, originals, local)
+
+
+def _has_containers(value: Any) -> bool:
+    """Whether a value holds anything, beside tensors and modules, that may be changed in place."""
+    closed = (*PLAIN, torch.Tensor, nn.Module, PerReplica)
+    return any(not isinstance(thing, closed) for _, thing in contents.things_in("", value, has_data=True))
+
+
+_NO_DATA = (
+    "{path} was nothing but data when replicas got their copies of the module, and since then something else was put "
+    "into it: a tensor, an array, a module or a function. Assign the attribute anew, and replicas get it before the "
+    "next run: module.index = dict(module.index)."
+)
 
 _TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write
 

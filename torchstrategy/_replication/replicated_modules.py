@@ -22,20 +22,22 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, are_same
+from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same
 from torchstrategy._binding.copies import ClosureRebinder
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
 from torchstrategy._binding.object_attributes import Trainer
-from torchstrategy._binding.proxies import plain_class
+from torchstrategy._binding.proxies import has_own_code_only, plain_class
 from torchstrategy._communication.transfer import write
 from torchstrategy._communication.workers import BETWEEN_RUNS
 from torchstrategy._core.devices import memory_device
-from torchstrategy._core.torch_internals import requires_grad_of, versions
+from torchstrategy._core.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of, versions
 from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import is_running, refuse_uncopyable, tensors_in
+from torchstrategy._replication.late_attributes import Later, find_late
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.placement import Placement
@@ -101,7 +103,8 @@ class ReplicatedModules:
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        originals = roots, modules, self._parameters, self._buffers, self._slots
+        late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in find_late(modules, self._insides)}
+        originals = roots, modules, self._parameters, self._buffers, self._slots, late
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
@@ -115,7 +118,7 @@ class ReplicatedModules:
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         tensors = self.owners, self.names, self._buffers, self._buffer_names
-        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *tensors, self._home)
+        self.attributes = PlainAttributes(self.replicas, modules, self._paths, late, *tensors, self._home)
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
@@ -150,8 +153,9 @@ class ReplicatedModules:
             self._trained = trained
         # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
         buffers, first = self._buffers, self.replicas[0]
-        uncounted = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
-        changed = sorted({*buffers.take_changes()[0], *uncounted})
+        unseen = [index for index in buffers.running if differ(first.buffer(index), buffers.tensors[index])]
+        found = buffers.take_changes()
+        changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
             are_written = self._buffer_versions != versions(self._buffers.tensors)
@@ -160,7 +164,7 @@ class ReplicatedModules:
             if not all(replica.can_bring_buffers(changed, self._buffers) for replica in self.replicas):
                 return False
             # A list, since all replicas get the values.
-            if any([replica.bring_buffers(changed, self._buffers) for replica in self.replicas]):
+            if any([replica.bring_buffers(changed, self._buffers, found.unsure) for replica in self.replicas]):
                 self.attributes.take_new_buffers()
         if self._overlaps:  # what was brought to one of these was written on all that share its memory
             self.attributes.agree()
@@ -193,24 +197,40 @@ class ReplicatedModules:
             names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]
             worker_values.refuse_other_values(self._workers, names, tensors)
 
-    def refresh_parameters(self) -> list[int]:
-        """Brings changed values of parameters to the copies, and returns their positions."""
+    def refresh_parameters(self, in_run: bool = False, optimizer: Optimizer | None = None) -> list[int]:
+        """Brings changed values of parameters to the copies, and returns their positions.
+
+        Args:
+            in_run: Whether the values were written in a run.
+            optimizer: The optimizer of which a method was called since the last refresh, and nothing else.
+        """
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
-        changed, moved = self._parameters.take_changes()
+        # Torch's own optimizers count their writes, but for fused ones, whose parameters are noted.
+        is_torchs_code = self._is_watched and optimizer is not None and has_own_code_only(optimizer)
+        counts_all = is_torchs_code and not have_gradient_hooks(self.owners)
+        found = self._parameters.take_changes(counts_all)
+        changed, moved = found.all, found.moved
         try:
             if changed:
                 with traced("bring parameters"):
                     owners = self.owners
-                    self._sent += write([replica.bring_parameters(owners, changed, moved) for replica in self.replicas])
+                    writes = [replica.bring_parameters(owners, found) for replica in self.replicas]
+                    with keeping_version(self._uncounted_copies(found, in_run)):
+                        self._sent += write(writes)
         except BaseException:
             # Some copies may not have got the values: the next refresh brings them again.
-            self._parameters.note_uncounted(changed)
+            self._parameters.note_outdated(changed)
             raise
         for replica in self.replicas:
             replica.note_parameters()
         if moved:
             self._watch_parameters()
         return changed
+
+    def _uncounted_copies(self, found: Writes, in_run: bool) -> tuple[torch.Tensor, ...]:
+        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `changes`."""
+        positions = found.uncounted if in_run else found.unsure
+        return tuple(replica.parameters[index] for replica in self.replicas for index in positions)
 
     def wait_until_sent(self) -> None:
         """Waits until the values of parameters have left the user's memory. Before, nobody may write there."""
@@ -221,7 +241,9 @@ class ReplicatedModules:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
         # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
         by_all = map(all, zip(*self.sharing(), strict=True))
-        self._parameters.watch(index for index, is_shared in enumerate(by_all) if not is_shared)
+        watched = [index for index, is_shared in enumerate(by_all) if not is_shared]
+        self._is_watched = bool(watched)
+        self._parameters.watch(watched)
 
     def sharing(self) -> list[list[bool]]:
         """For each replica, which of its parameters share the memory of the user's."""

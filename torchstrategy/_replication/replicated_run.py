@@ -217,10 +217,11 @@ class ReplicatedRun(OptimizerHost):
         return local
 
     @contextmanager
-    def published(self, is_for_optimizer: bool = False) -> Iterator[None]:
+    def published(self, optimizer: Optimizer | None = None, is_for_optimizer: bool = False) -> Iterator[None]:
         """For the length of the block, the user's own parameters have the accumulated gradients of the run.
 
         Args:
+            optimizer: The optimizer of which the block does no more than call a method.
             is_for_optimizer: Whether an optimizer acts in the block. All else may write on gradients there in ways that
                 torch does not count: a merge function through `.data`; a scaler, which divides them by its scale.
         """
@@ -233,10 +234,10 @@ class ReplicatedRun(OptimizerHost):
             if not is_for_optimizer:
                 self.copies.gradients.forget_arrived()
             yield
-        for optimizer in chain.from_iterable(self._optimizers.values()):
-            optimizer.forget_settings()
+        for own in chain.from_iterable(self._optimizers.values()):
+            own.forget_settings()
         with undisturbed():
-            self.copies.replicated.refresh_parameters()
+            self.copies.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
         for trainer in self.trainers:
             trainer.refresh()
         for shared in self.shared_trainers:
@@ -244,7 +245,7 @@ class ReplicatedRun(OptimizerHost):
         self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._known_outsiders]
 
     def together(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
-        with self.enter_cross_replica(), self._updating(optimizer is not None):
+        with self.enter_cross_replica(), self._updating(optimizer, optimizer is not None):
             result = call()
             self._has_written(optimizer)
             return result
@@ -263,7 +264,7 @@ class ReplicatedRun(OptimizerHost):
             self._threads = before
 
     def show(self) -> None:
-        self._shown.enter_context(self._updating(is_for_optimizer=True))
+        self._shown.enter_context(self._updating(None, is_for_optimizer=True))
         self.copies.gradients.keep()
 
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
@@ -367,12 +368,12 @@ class ReplicatedRun(OptimizerHost):
                 if version(tensor) != known:
                     raise RuntimeError(written_in_replica(name))
 
-    def _updating(self, is_for_optimizer: bool) -> AbstractContextManager[None]:
+    def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[None]:
         self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.
         self._return_settings()
-        return self.published(is_for_optimizer)
+        return self.published(optimizer, is_for_optimizer)
 
     def _check_settings(self) -> None:
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""

@@ -105,7 +105,7 @@ class OptimizerCopies:
         """Says that the copies agree with the state that the optimizer has now. Returns whether it is a new one."""
         values = [value for state in vars(optimizer)["state"].values() for value in state.values()]
         if are_same(values, self._known):
-            return bool(self._tensors.take_changes()[0])
+            return bool(self._tensors.take_changes().all)
         self._known = values
         self._tensors = TrackedTensors(value for value in values if isinstance(value, torch.Tensor))
         self._tensors.watch()
