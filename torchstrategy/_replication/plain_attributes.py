@@ -27,6 +27,7 @@ from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_trainable
+from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
@@ -45,6 +46,7 @@ class PlainAttributes:
         parameters: The ids of the user's parameters.
         buffers: The user's buffers, which other code keeps in step, as it does the parameters.
         device: Where the user's parameters are.
+        kept: What hooks keep. It is not looked at here, also if an attribute holds it.
     """
 
     replicas: Sequence[ModuleReplica]
@@ -53,6 +55,7 @@ class PlainAttributes:
     parameters: Set[int]
     buffers: TrackedTensors
     device: Device
+    kept: KeptByHooks
 
     def __post_init__(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> None:
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
@@ -74,6 +77,8 @@ class PlainAttributes:
     def _collect(self) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places, leaves, self._others = contents.places_and_leaves(self._named())
+        for key in places.keys() & self.kept.own[0].keys():
+            del places[key]
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
         self._places = _by_path(chain(self._modules.values(), places.values()))
