@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
-from conditions import takes_long
+from conditions import needs_simulated_devices, takes_long
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
 from torchstrategy._core.context import in_use, is_accelerator
@@ -523,3 +523,49 @@ def test_replicas_that_sit_out_do_not_change_what_the_others_draw() -> None:
     assert len(everyone) == 4
     assert numbers(2) == everyone[:2]
     assert numbers(1) == everyone[:1]
+
+
+class Noisy(nn.Linear):
+    """Draws the same noise on every machine, by a generator of the CPU, and moves it."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape[1:], generator=self.generator, dtype=x.dtype)
+        order = torch.randperm(x.shape[1], generator=self.generator)
+        return super().forward(x[:, order.to(x.device)] + noise.to(x.device))
+
+
+def test_a_generator_of_the_cpu_draws_on_the_cpu_where_plain_torch_has_it_do_so(
+    strategy: torchstrategy.Strategy,
+) -> None:
+    """The default device of a replica is its own, and torch refused a generator that cannot draw there."""
+    plain = Noisy()
+    model = strategy.distribute_module(copy.deepcopy(plain))
+    x = torch.randn(5, 3, device="cpu")
+    for _ in range(3):
+        batch = next(iter(strategy.experimental_distribute_dataset([x])))
+        outputs = strategy.run(lambda rows: model(rows).detach(), args=(batch,))
+        torch.testing.assert_close(strategy.gather(outputs, axis=0).cpu(), plain.cpu()(x).detach())
+
+
+@needs_simulated_devices
+def test_torchs_refusal_of_another_device_comes_with_what_the_default_device_is() -> None:
+    strategy = central(2)
+    device = strategy.extended.worker_devices[0]
+    mask = torch.ones(3, device="cpu")
+
+    def mixes() -> torch.Tensor:
+        return torch.zeros(3) + mask
+
+    def draws() -> torch.Tensor:
+        return torch.rand(3, generator=torch.Generator("cpu"), device=torch.get_default_device())
+
+    for step in (mixes, draws):
+        with pytest.raises(RuntimeError) as caught:
+            strategy.run(step)
+        (_, note) = caught.value.__notes__
+        assert f"the default device is {device}" in note
+        assert "mask.to(x.device)" in note and "device=g.device" in note

@@ -111,12 +111,12 @@ def test_hooks_of_the_module_run_in_each_replica_and_those_of_the_wrapper_once()
     model.module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.register_forward_hook(lambda module, args, output: output + 1)
     output = model(here(ROWS))
-    assert rows == [1] * 4
+    assert rows == [1]  # in each replica
     close(output, F.linear(here(ROWS) * 2, model.module.weight, model.module.bias) + 1)
     backward: list[int] = []
     model.module.register_full_backward_hook(lambda module, before, after: backward.append(len(after[0])))
     model(here(ROWS).requires_grad_()).sum().backward()
-    assert backward == [1] * 4
+    assert backward == [1] * 4  # outside of replicas, where the list is the user's own
 
 
 def test_batch_statistics_are_those_of_all_replicas_in_one_momentum_step() -> None:

@@ -5,6 +5,7 @@ a user's code, and knows nothing of strategies; only the loop around the parts d
 
     programs      what a program is, and how it is printed
     layers        what models are made of; `modules` and `marked` have the classes that torch has not
+    keeping       hooks that keep what they see outside of the model
     optimizers    torch's own, and such as users write
     actions       what a step does, and what comes right before and after it
     events        what a user does between steps; `writing` has the ways of writing on a tensor

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import torchstrategy
 
+from .keeping import kept_rows
 from .marked import Varied
 from .training import Batch, Hands
 
@@ -389,3 +390,29 @@ class OnSideStream(Action):
 @functools.cache
 def _side_stream(device: torch.device, replica: int) -> torch.Stream:
     return torch.Stream(device=device)
+
+
+@dataclass(frozen=True)
+class Kept(Action):
+    """A backward of the losses, and of what hooks keep outside of the model; `again`: it is what the step returns."""
+
+    again: bool = False
+
+    def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
+        assert batch is not None
+        outputs = hands.forward(batch[0])
+        kept = kept_rows(hands.reads, outputs)
+        rows = _losses("squares", hands, batch, outputs) + kept
+        loss = rows.sum() / len(batch[0])
+        if loss.requires_grad:
+            loss.backward()
+        return kept_rows(hands.reads, outputs).detach() if self.again else rows.detach()
+
+
+@dataclass(frozen=True)
+class LookAtKept(Action):
+    """Reads what hooks keep, after an update perhaps, where replicas have waited for each other."""
+
+    def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
+        assert batch is not None
+        return kept_rows(hands.reads, batch[0]).detach()

@@ -285,6 +285,7 @@ class SwapLayer(Event):
     index: int = 0
 
     def do(self, training: Training) -> None:
+        training.reads = []  # the hook of which they know may no longer be called
         if not len(training.model):
             return
         linear = [i for i, module in enumerate(training.model) if type(module) is nn.Linear]
@@ -405,6 +406,7 @@ class Copy(Event):
     goes_on: bool = False
 
     def do(self, training: Training) -> None:
+        training.reads = []  # the hook of which they know may no longer be called
         if not _can_be_copied(training.model, self.way):
             return
         copied = _copied(training.model, self.way)
@@ -424,6 +426,7 @@ class CopyBoth(Event):
     way: str = "deepcopy"
 
     def do(self, training: Training) -> None:
+        training.reads = []  # the hook of which they know may no longer be called
         around = any("inner" in vars(optimizer) for optimizer in training.optimizers)
         if around or not _can_be_copied(training.model, self.way):
             return

@@ -15,6 +15,7 @@ import torchstrategy
 from torchstrategy.testing import assert_replicas_agree, assert_workers_agree, record_streams
 
 from .comparison import Snapshot, snapshot
+from .keeping import read_of
 from .modules import numbers
 from .programs import Program
 from .training import Batch, Hands, Training
@@ -32,11 +33,15 @@ class Trial(Training):
         with place.scope() if program.made_in_scope else contextlib.nullcontext():
             model = _model(program)
             teacher = _model(program) if program.teacher else None
+        reads = read_of(model)
+        if teacher is not None:
+            read_of(teacher)  # nobody reads what its hooks keep
         if not program.made_in_scope:
             model = place.adopt(model)
             teacher = teacher if teacher is None else place.adopt(teacher)
         super().__init__(place, model, program.optimizers)
         self.results_width = program.width
+        self.reads = reads
         self.teacher = teacher
         if teacher is not None:
             self.others.append(teacher)
@@ -70,15 +75,14 @@ class Trial(Training):
             self.trainer.take(self)
             self.trainer.actions = actions
             return self.place.run(self.trainer.step, batch, k)
-        hands = (self.model, self.optimizers, self.schedulers, self.scaler, self.teacher, self.forward)
-        if self.forward is self.model:
-            hands = (*hands[:-1], None)
+        forward = None if self.forward is self.model else self.forward
+        hands = (self.model, self.optimizers, self.schedulers, self.scaler, self.teacher, forward, self.reads)
         if self.program.reach == "arguments":
             return self.place.run(_step, actions, batch, k, *hands)
-        model, optimizers, schedulers, scaler, teacher, forward = hands
+        model, optimizers, schedulers, scaler, teacher, forward, reads = hands
 
         def step(batch: Any) -> list[Any]:
-            return _step(actions, batch, k, model, optimizers, schedulers, scaler, teacher, forward)
+            return _step(actions, batch, k, model, optimizers, schedulers, scaler, teacher, forward, reads)
 
         return self.place.run(step, batch)
 
@@ -88,10 +92,11 @@ class Trial(Training):
         actions = self.program.step
         model, optimizers, schedulers = self.model, self.optimizers, self.schedulers
         scaler, teacher, forward = self.scaler, self.teacher, None if self.forward is self.model else self.forward
+        reads = self.reads
 
         def step(batch: Any) -> None:
             if late:
-                _step(actions, batch, 0, model, optimizers, schedulers, scaler, teacher, forward)
+                _step(actions, batch, 0, model, optimizers, schedulers, scaler, teacher, forward, reads)
             context = torchstrategy.get_replica_context()
             if everywhere or context is None or context.replica_id_in_sync_group == 0:
                 raise StepFailed("on purpose")
@@ -109,12 +114,13 @@ class _Trainer:
     def take(self, hands: Hands) -> None:
         """It goes on with these."""
         self.model, self.optimizers, self.schedulers = hands.model, hands.optimizers, hands.schedulers
-        self.scaler, self.teacher = hands.scaler, hands.teacher
+        self.scaler, self.teacher, self.reads = hands.scaler, hands.teacher, hands.reads
         self.forward = None if hands.forward is hands.model else hands.forward
 
     def hands(self) -> list[Any]:
         """What the step works with."""
-        return [self.model, self.optimizers, self.schedulers, self.scaler, self.teacher, self.forward]
+        taken = [self.model, self.optimizers, self.schedulers, self.scaler, self.teacher]
+        return [*taken, self.forward, self.reads]
 
     def step(self, batch: Any, k: int) -> list[Any]:
         """The step."""
@@ -128,13 +134,13 @@ class _TrainerWithParts(_Trainer):
 
     def take(self, hands: Hands) -> None:
         forward = None if hands.forward is hands.model else hands.forward
-        self.parts = {"model": hands.model, "forward": forward, "teachers": [hands.teacher]}
+        self.parts = {"model": hands.model, "forward": forward, "teachers": [hands.teacher], "reads": hands.reads}
         self.updates = (hands.optimizers, {"schedulers": hands.schedulers, "scaler": hands.scaler})
 
     def hands(self) -> list[Any]:
         optimizers, others = self.updates
         model, forward, teachers = self.parts["model"], self.parts["forward"], self.parts["teachers"]
-        return [model, optimizers, others["schedulers"], others["scaler"], teachers[0], forward]
+        return [model, optimizers, others["schedulers"], others["scaler"], teachers[0], forward, self.parts["reads"]]
 
 
 def _step(actions: Any, batch: Batch, k: int, *hands: Any) -> list[Any]:

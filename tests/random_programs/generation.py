@@ -11,6 +11,7 @@ from typing import Any, TypeVar, final
 from . import actions, events, layers, marked, modules, optimizers, writing
 from .actions import Action
 from .events import Event
+from .keeping import KEEPERS
 from .layers import Layer
 from .optimizers import Optimizer
 from .programs import Program
@@ -57,7 +58,7 @@ class _Draw:
         self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
         self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])  # how many there are
         self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
-        self._may_fail_late = self._some_rows = False
+        self._may_fail_late = self._some_rows = self._keeps = False
         self._text = ""  # of the layers
 
     def program(self, most_steps: int) -> Program:
@@ -69,12 +70,16 @@ class _Draw:
         chosen = self._parts(self._layer, draw.randint(2, 5))
         if not any(isinstance(layer, layers.Linear) for layer in chosen):
             chosen.insert(draw.randint(0, len(chosen)), layers.Linear())
+        if draw.random() < 0.15:
+            index = draw.randrange(len(chosen))
+            chosen[index] = layers.Keeping(chosen[index], draw.choice(list(KEEPERS)))
         sparse = any("sparse" in repr(layer) for layer in chosen)
         text = self._text = repr(chosen)
         self._sees_the_batch = "Norm(kind='batch" in text or "running mean" in text
         counts = ("Count(", "Buffer(", "Marked(", "spectral", "shared buffer", "'property'")
         self._sees_calls = self._sees_the_batch or any(word in text for word in counts)
         self._some_rows = "of some rows" in text
+        self._keeps = "Keeping(" in text
         self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
         made = self._optimizers(sparse)
         scaler = draw.random() < 0.08 and not sparse
@@ -86,7 +91,7 @@ class _Draw:
         has_deeds = any(isinstance(action, actions.Deed) for action in step)
         self._may_fail_late = ends_with_update and not (self._sees_calls or has_deeds)
         line = [*step, *then]
-        backwards = sum(repr(line).count(name) for name in ("Backward(", "Penalty(", "Closure("))
+        backwards = sum(repr(line).count(name) for name in ("Backward(", "Penalty(", "Kept(", "Closure("))
         self._repeats = backwards > 1 or any(word in repr(line) for word in ("twice", "micro=2", "assign", "add"))
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
@@ -255,7 +260,10 @@ class _Draw:
         for part in rest:
             line.insert(draw.randint(0, len(line)), part)
         line = [part for part in line if self._without is None or not self._without.search(repr(part))]
-        of_rows = (actions.Backward, actions.Look, actions.Peek, actions.UpdateWithClosure, actions.Penalty)
+        if self._keeps and "micro=2" not in repr(line):
+            line.append(actions.LookAtKept())
+        looks = (actions.Look, actions.Peek, actions.LookAtKept)
+        of_rows = (actions.Backward, actions.Kept, actions.UpdateWithClosure, actions.Penalty, *looks)
         needs = [i for i, part in enumerate(line) if isinstance(part, of_rows)]
         if not needs:
             return [], line, []
@@ -265,6 +273,8 @@ class _Draw:
 
     def _backward(self) -> Action:
         draw = self._draw
+        if self._keeps and draw.random() < 0.6:
+            return actions.Kept(draw.random() < 0.5)
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
         if way in ("backward twice", "assign", "add") and (self._sees_calls or self._some_rows):
             way = "backward"

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import torchstrategy
 
 from . import marked, modules
+from .keeping import KEEPERS
 from .modules import filled
 
 
@@ -294,4 +295,17 @@ class Hooked(Layer):
     def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
         module = self.layer.build(width, so_far)
         _HOOKS[self.kind](module)
+        return module
+
+
+@dataclass(frozen=True)
+class Keeping(Layer):
+    """A layer with a hook that keeps its output outside of the model; a step reads it."""
+
+    layer: Layer = Linear()
+    kind: str = "dict"
+
+    def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
+        module = self.layer.build(width, so_far)
+        vars(module)["kept_read"] = KEEPERS[self.kind](module)
         return module

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .actions import OnSideStream
-from .layers import Hooked, Layer, Linear, Nested, Wrapped
+from .layers import Hooked, Keeping, Layer, Linear, Nested, Wrapped
 from .optimizers import Optimizer
 from .programs import Program
 from .topologies import Topology
@@ -58,7 +58,7 @@ def _with_fewer_batches(program: Program) -> Iterator[Program]:
 
 def _with_simpler_parts(program: Program) -> Iterator[Program]:
     for i, layer in enumerate(program.layers):
-        simpler: list[Layer] = [layer.layer] if isinstance(layer, (Wrapped, Hooked)) else []
+        simpler: list[Layer] = [layer.layer] if isinstance(layer, (Wrapped, Hooked, Keeping)) else []
         simpler += layer.layers if isinstance(layer, Nested) else ()
         simpler += [Linear()] if not isinstance(layer, Linear) else []
         for other in simpler:

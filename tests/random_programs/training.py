@@ -25,6 +25,7 @@ class Hands:
         scaler: Any = None,
         teacher: Any = None,
         forward: Any = None,
+        reads: Any = (),
     ) -> None:
         self.model = model
         self.optimizers = optimizers
@@ -32,6 +33,7 @@ class Hands:
         self.scaler = scaler
         self.teacher = teacher
         self.forward = model if forward is None else forward
+        self.reads = list(reads)  # what hooks keep outside of the model
 
     def parameters(self) -> list[Any]:
         """The model's, each once."""

@@ -11,5 +11,6 @@ find what the user has changed since the last run.
     proxies               how the user's object acts as the replica's own
     changes               how changes of what containers hold, and writes on tensors, are seen
     step_references       the modules, tensors, optimizers and trainers that a step uses by name
+    hook_references       what hooks reach outside of the model, and so may write
     object_attributes     the attributes of the user's trainers, in each replica
 """

@@ -29,9 +29,9 @@ from torchstrategy._core.distributed_values import PerReplica
 
 _NUMBERS = (bool, int, float, complex, np.generic, Decimal, Fraction, datetime, date, time, timedelta)
 PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice, PurePath)
-_PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
+PLAIN_TYPES = {bool, int, float, complex, str, bytes, type(None)}
 SEQUENCES = (list, deque, set)
-_COPIED = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
+COPIED = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
 _CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, torch.Generator, types.ModuleType, type)
@@ -82,7 +82,7 @@ def things_in(path: str, value: Any, has_data: bool = False) -> Iterator[tuple[s
 
     What is in a container of many entries is left out if all of it is data, unless `has_data`.
     """
-    walked = () if type(value) in _PLAIN_TYPES else _walk(path, value, (), set(), has_data)
+    walked = () if type(value) in PLAIN_TYPES else _walk(path, value, (), set(), has_data)
     return ((where, held) for where, held, _ in walked)
 
 
@@ -99,13 +99,13 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data:
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset, torch.Tensor)):
         yield Place(path, value, local)
-    if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= _PLAIN_TYPES:
+    if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= PLAIN_TYPES:
         return  # there may be many
     if not has_data and isinstance(value, (list, tuple, dict)) and len(value) > _MANY and data_in(value) is not None:
         return
     items, of_copies = named_items(value), list(map(named_items, local))
     for place, item in items.items():
-        if type(item) not in _PLAIN_TYPES and all(place in of_copy for of_copy in of_copies):
+        if type(item) not in PLAIN_TYPES and all(place in of_copy for of_copy in of_copies):
             shown, key = place
             yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen, has_data)
 
@@ -167,6 +167,7 @@ def _entries(kind: Any, alike: Sequence[Any]) -> Iterable[Any] | None:
 
 
 ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
+CONTENTS = ""  # how a path shows what a variable holds: by the name of the variable
 
 
 def named_items(value: Any) -> dict[tuple[str, Any], Any]:
@@ -180,6 +181,9 @@ def named_items(value: Any) -> dict[tuple[str, Any], Any]:
         named.update(((ITEM, key), item) for key, item in table_type(value).items(value))
     elif isinstance(value, functools.partial):
         named.update(((ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
+    elif isinstance(value, types.CellType):
+        with suppress(ValueError):  # the variable is not assigned
+            named[CONTENTS, None] = value.cell_contents
     named.update(((ATTRIBUTE, key), item) for key, item in attributes(value).items())
     return named
 
@@ -215,7 +219,7 @@ def is_container(value: Any) -> bool:
     Such an object has no lock, file or random generator, and nothing that is called.
     """
     cls: Any = type(value)
-    if isinstance(value, (tuple, frozenset)) or cls in _COPIED:
+    if isinstance(value, (tuple, frozenset)) or cls in COPIED:
         return True
     is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
     is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")
@@ -243,6 +247,11 @@ def drop(value: Any, item: object) -> None:
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
     """Gives a container, which stays the same object, what `named_items` returned for another one."""
+    if isinstance(container, types.CellType):
+        del container.cell_contents
+        for value in named.values():
+            container.cell_contents = value
+        return
     items, inside = ({key: v for (how, key), v in named.items() if how == shown} for shown in (ITEM, ATTRIBUTE))
     if isinstance(container, SEQUENCES):
         container.clear()

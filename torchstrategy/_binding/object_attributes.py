@@ -10,17 +10,19 @@ it is, and values that differ become a `PerReplica`. In the next run, each repli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 
 from torchstrategy._binding.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
 from torchstrategy._binding.changes import MISSING, Edit, edits
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, DistributedValues, PerReplica
+from torchstrategy._core.torch_internals import version
 from torchstrategy._core.tree import tree_flatten
 
 
@@ -37,7 +39,37 @@ KEPT = ""  # the text of a process whose value stays that from before the run, s
 NOTHING = Told("\0", ABSENT, False)  # of a process that wrote no value, whose text differs from that of any value
 
 
-@final
+class Translation:
+    """What stands in a replica for a value of the user's objects, and the reverse.
+
+    Args:
+        num_replicas: How many replicas the strategy has.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+
+    def in_replica(self, value: Any, replica: int) -> Any:
+        """What a replica has in the place of a value; `MISSING` if it has none."""
+        return in_replica(value, replica, self.num_replicas)
+
+    def of_users(self, value: Any) -> Any:
+        """What the user has in the place of a value of a replica."""
+        return value
+
+    def is_written(self, value: Any, present: Sequence[int]) -> bool:
+        """Whether a step wrote in place on what replicas have in the place of a value, which is a tensor or array."""
+        return False
+
+    def in_one(self, value: PerReplica[Any]) -> PerReplica[Any]:
+        """A per-replica value, or one of the same components that was made before."""
+        return value
+
+    def merged_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
+        """What the user has for a tensor or array on which replicas wrote in place; `MISSING` if they differ."""
+        return MISSING
+
+
 @dataclass(eq=False)
 class Trainer:
     """A trainer that becomes a proxy, and its attributes in each replica of one run.
@@ -48,6 +80,7 @@ class Trainer:
         present: The replicas that take part in the run.
         has_others: Whether other processes have replicas, too.
         is_understudy: Whether what this process computes does not count. Then the first replica is present.
+        translation: What stands in the replicas for the values of attributes. None: the same values.
     """
 
     original: Any
@@ -55,30 +88,52 @@ class Trainer:
     present: Sequence[int]
     has_others: bool = False
     is_understudy: bool = False
+    translation: Translation | None = None
 
     def __post_init__(self) -> None:
-        self._inside: dict[str, Any] = object.__getattribute__(self.original, "__dict__")
-        self._known: dict[str, Any] = {}
-        self.attributes: list[dict[str, Any]] = [{} for _ in range(self.num_replicas)]
+        self._translation = self.translation or Translation(self.num_replicas)
+        self._known: dict[Any, Any] = {}
+        self._merged: dict[Any, Any] = {}
+        self._begin()
         self.refresh()
+
+    def _begin(self) -> None:
+        self._inside: dict[str, Any] = object.__getattribute__(self.original, "__dict__")
+        self.attributes: list[dict[Any, Any]] = [{} for _ in range(self.num_replicas)]
+
+    def _now(self) -> dict[Any, Any]:
+        """What the user's object holds now."""
+        return dict(self._inside)
+
+    def _of_replica(self, replica: int) -> dict[Any, Any]:
+        """What the object holds in a replica."""
+        return self.attributes[replica]
+
+    def _change(self, replica: int, changes: Sequence[Edit]) -> None:
+        """Makes changes to what the object holds in a replica."""
+        for edit in changes:
+            edit.apply(self.attributes[replica])
 
     def refresh(self) -> None:
         """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
-        now = dict(self._inside)
-        for edit in edits(self._known, now):
-            for r, table in enumerate(self.attributes):
-                edit._replace(after=in_replica(edit.after, r, self.num_replicas)).apply(table)
+        now = self._now()
+        found = list(edits(self._known, now))
+        for r in range(self.num_replicas) if found else ():
+            self._change(r, [edit._replace(after=self._translation.in_replica(edit.after, r)) for edit in found])
         self._known = now
 
     def put_together(self) -> None:
         """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
-        self._merged: dict[str, Any] = {}
-        for name in dict.fromkeys(chain(self._known, *self.attributes)):
-            before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in self.attributes]
-            if any(now[r] is not in_replica(before, r, self.num_replicas) for r in self.present):
+        self._merged = {}
+        of_replicas = [self._of_replica(r) for r in range(self.num_replicas)]
+        translation = self._translation
+        for name in dict.fromkeys(chain(self._known, *of_replicas)):
+            before, now = self._known.get(name, MISSING), [own.get(name, MISSING) for own in of_replicas]
+            is_replaced = any(now[r] is not translation.in_replica(before, r) for r in self.present)
+            if is_replaced or translation.is_written(before, self.present):
                 self._merged[name] = self._merged_value(name, now)
 
-    def _merged_value(self, name: str, of_replicas: Sequence[Any], is_own: bool = False) -> Any:
+    def _merged_value(self, name: Any, of_replicas: Sequence[Any], is_own: bool = False) -> Any:
         """The value for the user's trainer; `MISSING` if it is to have none."""
         before = self._known.get(name, MISSING)
         if self.is_understudy and isinstance(before, PerReplica):
@@ -86,13 +141,33 @@ class Trainer:
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
         present = range(self.num_replicas) if isinstance(before, PerReplica) else self.present
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
-        first, *others = (value for value in values if value is not ABSENT)
+        first, *others = self._as_users_have(value for value in values if value is not ABSENT)
+        if not self.has_others and self._translation.is_written(before, self.present):
+            array = self._translation.merged_array(before, values)
+            if array is not MISSING:
+                return array
+            is_own = True
         is_own |= self.has_others and isinstance(first, torch.Tensor)  # another process has another tensor
         if not is_own and all(_are_equal(value, first) for value in others):
             return first
+        is_kept = self.translation is not None
         if self.is_understudy:
-            return PerReplica([ABSENT] * len(values), understudy=first)
-        return PerReplica([ABSENT if value is MISSING else value for value in values])
+            return PerReplica([ABSENT] * len(values), understudy=first, is_kept=is_kept)
+        # Who takes no part goes on with what it had. A number is still a part of a count. But anything else, such as an
+        # output, would be taken for rows of this batch.
+        earlier = {r: value for r, value in enumerate(of_replicas) if r not in self.present and value is not MISSING}
+        components = [ABSENT if value is MISSING else value for value in values]
+        for r, value in earlier.items():
+            if not isinstance(value, (int, float, complex)):
+                components[r] = ABSENT
+        if not any(isinstance(component, (torch.Tensor, np.ndarray)) for component in components):
+            components = self._as_users_have(components)
+        made = PerReplica(components, is_kept=is_kept)
+        made._earlier = earlier
+        return self._translation.in_one(made)
+
+    def _as_users_have(self, values: Iterable[Any]) -> list[Any]:
+        return [self._translation.of_users(value) for value in values]
 
     def told(self) -> dict[Any, Told]:
         """What is one value in this process, for the others to compare."""
@@ -112,10 +187,60 @@ class Trainer:
 
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
-        for name, value in self._merged.items():
-            Edit(None, name, None, value).apply(self._inside)
+        self._write()
         values = [list(value.values) for value in self._merged.values() if isinstance(value, DistributedValues)]
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
+
+    def _write(self) -> None:
+        for name, value in self._merged.items():
+            Edit(None, name, None, value).apply(self._inside)
+
+
+@final
+@dataclass(eq=False)
+class KeptContainer(Trainer):
+    """A container, or a variable of a function, in which a hook keeps something, and what each replica has for it.
+
+    Replicas reach their own by functions that are made for them, since a list is never a proxy.
+    """
+
+    own: Sequence[Any] = ()  # what the replicas have
+
+    def _begin(self) -> None:
+        self.attributes = list(self.own)
+        self.drop()
+
+    def _now(self) -> dict[Any, Any]:
+        return named_items(self.original)
+
+    def _of_replica(self, replica: int) -> dict[Any, Any]:
+        of_users = self._translation.of_users
+        return {(how, of_users(key)): value for (how, key), value in named_items(self.attributes[replica]).items()}
+
+    def _change(self, replica: int, changes: Sequence[Edit]) -> None:
+        items = self._of_replica(replica)
+        for edit in changes:
+            edit.apply(items)
+        own = {(how, self._translation.in_replica(key, replica)): value for (how, key), value in items.items()}
+        write_items(self.attributes[replica], own)
+
+    def _write(self) -> None:
+        if not self._merged:
+            return
+        items = self._now()
+        for name, value in self._merged.items():
+            Edit(None, name, None, value).apply(items)
+        write_items(self.original, items)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a replica wrote on it, after `put_together`."""
+        return bool(self._merged)
+
+    def drop(self) -> None:
+        """Lets the replicas forget what they keep, so that its memory is free when the user drops it."""
+        for own in self.attributes:
+            write_items(own, {})
 
 
 @final
@@ -152,11 +277,74 @@ class SharedTrainer:
         )
 
 
+@final
+class SharedGlobal:
+    """What a hook reaches by a global name: it is one for all replicas, and a step may not write on it.
+
+    Args:
+        name: The global name, with the path that leads on from there.
+        thing: A container, an object, a tensor or an array.
+        only: The names of the entries that are looked at. None: all.
+    """
+
+    def __init__(self, name: str, thing: Any, only: frozenset[str] | None = None) -> None:
+        self._name = name
+        self.thing = thing
+        self._only = only
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Notes what is there now: what is written from here on, a step writes."""
+        self._known = self._now()
+
+    def _now(self) -> dict[Any, Any]:
+        if isinstance(self.thing, torch.Tensor):
+            return {"version": version(self.thing)}
+        if isinstance(self.thing, np.ndarray):
+            return {"numbers": self.thing.tobytes()}
+        if self._only is None:
+            return named_items(self.thing)
+        return {name: self.thing[name] for name in self._only if name in self.thing}
+
+    def check_unwritten(self) -> None:
+        """Raises an error if a step wrote on it.
+
+        Raises:
+            RuntimeError: Naming what was written, which is taken back, but for numbers in a tensor or array.
+        """
+        now = self._now()
+        if isinstance(self.thing, (torch.Tensor, np.ndarray)):
+            if now != self._known:
+                raise RuntimeError(written_globally(self._name))
+            return
+        written = next(edits(self._known, now), None)
+        if written is None:
+            return
+        if self._only is None:
+            write_items(self.thing, self._known)
+            shown, key = written.name
+            raise RuntimeError(written_globally(self._name + shown.format(key)))
+        written._replace(after=written.before).apply(self.thing)
+        raise RuntimeError(written_globally(written.name))
+
+
+def written_globally(name: str) -> str:
+    """The message for what a hook keeps, or a step reads, where it is one for all replicas."""
+    return (
+        f"{name} was written in a replica. A hook of the model, or the step, comes to it by a global name or in a "
+        "method of a class, so that it is one for all replicas: one would read what another wrote. Keep it where each "
+        "replica has its own: on an object of a class of your own, of which the hook is a method, as in self.kept = "
+        "output; or in a variable of a function in which you define both the hook and the step."
+    )
+
+
 def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
     """What one of some replicas has in the place of a value; `MISSING` if it has none."""
     if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
         return value  # it is a value of another strategy
     own = value._in_replica(replica)  # of an understudy, which goes on from what it had, that
+    if own is ABSENT and isinstance(value, PerReplica):
+        own = value._earlier.get(replica, ABSENT)
     return MISSING if own is ABSENT else own
 
 

@@ -20,7 +20,7 @@ import functools
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import attributes, closed_over
+from torchstrategy._binding.copies import names_in
 from torchstrategy._core.types import Tree
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
@@ -42,7 +43,7 @@ _DATA = {bool, int, float, complex, str, bytes, type(None), tuple, list, dict, s
 
 _MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
 _NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, str, int, float, type(None))
-_NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
+NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
 
 
 @final
@@ -91,7 +92,7 @@ class StepReferences:
                 self._look_into_function(name, value, functions - 1)
         elif not isinstance(value, _NOT_LOOKED_INTO):
             self._look_into_object(name, value, functions, objects, holder)
-        elif isinstance(value, type) and _package(value) not in _NOT_THE_USERS:
+        elif isinstance(value, type) and package_of(value) not in NOT_THE_USERS:
             self._others_of(name, value)
 
     def _look_at_part(self, name: str, value: Any) -> None:
@@ -122,7 +123,7 @@ class StepReferences:
 
     def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
         self._holders[id(value)].add(holder)
-        if objects <= 0 or id(value) in self._objects or _package(type(value)) in _NOT_THE_USERS:
+        if objects <= 0 or id(value) in self._objects or package_of(type(value)) in NOT_THE_USERS:
             return
         self._objects[id(value)] = name, value
         self._others_of(name, type(value))
@@ -143,9 +144,9 @@ class StepReferences:
         elif isinstance(fn, types.MethodType):
             self.look_at("self", fn.__self__, 0)
             self.look_at(name, fn.__func__, functions + 1)
-        elif id(fn) not in self._seen and _package(fn) not in _NOT_THE_USERS:
+        elif id(fn) not in self._seen and package_of(fn) not in NOT_THE_USERS:
             self._seen.add(id(fn))
-            names = {key: fn.__globals__[key] for key in _names_in(fn.__code__) if key in fn.__globals__}
+            names = {key: fn.__globals__[key] for key in names_in(fn.__code__) if key in fn.__globals__}
             defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
             unnamed = (("a default argument", value) for value in defaults)
             for found, value in (*closed_over(fn), *names.items(), *unnamed):
@@ -174,11 +175,6 @@ def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
             yield attribute, item
 
 
-def _names_in(code: types.CodeType) -> list[str]:
-    """The global names of a function, and of the functions and comprehensions inside it."""
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*code.co_names, *chain.from_iterable(inner)]
-
-
-def _package(thing: Any) -> str:
+def package_of(thing: Any) -> str:
+    """The package in which a class or function was defined."""
     return (getattr(thing, "__module__", None) or "").partition(".")[0]

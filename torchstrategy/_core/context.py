@@ -228,13 +228,16 @@ def needs_device_context(device: Device) -> bool:
 
 
 def in_use(device: Device | None) -> AbstractContextManager[object]:
-    """A block in which tensors that are created without a device are on `device`; a null context if they are anyway."""
+    """A block in which tensors that are created without a device are on `device`; a null context if they are anyway.
+
+    Random numbers that a generator of another device draws are there.
+    """
     if device is None or not needs_device_context(device):
         return nullcontext()
     stack = ExitStack()
     if is_accelerator(device):
         stack.enter_context(torch.accelerator.device_index(device.index))
-    stack.enter_context(device)
+    stack.enter_context(torch_internals.DefaultDevice(device))
     return stack
 
 

@@ -187,7 +187,7 @@ class PerReplica(DistributedValues[T]):
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
 
-    __slots__ = ("is_kept", "read", "rows", "understudy")
+    __slots__ = ("_earlier", "is_kept", "read", "rows", "understudy")
 
     def __init__(
         self,
@@ -202,6 +202,9 @@ class PerReplica(DistributedValues[T]):
         self.understudy = understudy
         self.is_kept = is_kept
         self.read = read
+        # Where it is kept on an object: by replica, for those that took no part in the last run, what they had before,
+        # with which they go on. It is no component, so that nobody takes it for a part of the last batch.
+        self._earlier: dict[int, Tree] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_kept:

@@ -18,10 +18,19 @@ from torch import _guards, overrides
 # The frame evaluator, which decides whether `torch.compile` compiles a function that is called.
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler as _profiler
+from torch.nn.modules import module as _modules
 from torch.nn.utils import parametrize
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _device, _python_dispatch, _pytree
 
 T = TypeVar("T")
+
+# The tables of hooks that torch calls for every module, in all threads: there is no public way to list them.
+GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
+    _modules._global_forward_pre_hooks,
+    _modules._global_forward_hooks,
+    _modules._global_backward_pre_hooks,
+    _modules._global_backward_hooks,
+)
 
 # A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
 # mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero), and there is no public way to
@@ -179,6 +188,26 @@ set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreadin
 default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
+class DefaultDevice(_device.DeviceContext):
+    """A block in which tensors that are created without a device are on this one, as in `with torch.device(...)`.
+
+    Random numbers of a generator are where the generator is: it can draw nowhere else, and torch would raise an error.
+    """
+
+    # As `with torch.device(...)`, it leaves alone what `torch.set_default_device` writes, which is one for all threads.
+    __enter__ = overrides.TorchFunctionMode.__enter__
+    __exit__ = overrides.TorchFunctionMode.__exit__
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _device._device_constructors() and kwargs.get("device") is None:
+            generator = kwargs.get("generator")
+            kwargs["device"] = self.device if generator is None else generator.device
+        return func(*args, **kwargs)
+
+
 # Makes a leaf of a class that shares the memory of some data. `torch.nn.Parameter.__new__` behaves differently for
 # different classes of data; this is the constructor that it calls in the end.
 make_parameter = torch.Tensor._make_subclass
@@ -221,6 +250,14 @@ def hide_from_compiler(function: Any) -> None:
     """
     function._torchdynamo_disable = True
     eval_frame.set_code_exec_strategy(function.__code__, _AS_IT_IS)
+
+
+# The compiler is to trace this mode within functions that it compiles, as it does torch's own, and not to compile it
+# where torch calls it from elsewhere.
+eval_frame.set_code_exec_strategy(
+    DefaultDevice.__torch_function__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+)
 
 
 def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -124,6 +125,14 @@ class ReplicaThreads:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), stop)
                 self._threads[r].join(_PATIENCE_S)
 
+
+# Torch's words where tensors, or a tensor and a generator, are on different devices.
+_OTHER_DEVICE = re.compile("device type for generator|on the same device|at least two devices")
+_DEFAULT_DEVICE = (
+    "In this replica the default device is {device}, whatever torch.set_default_device has set: what the step creates "
+    "without device=..., as in torch.zeros(3), is there. Move what was made elsewhere: mask.to(x.device). A generator "
+    "draws on its own device: torch.rand(3, generator=g, device=g.device).to(x.device)."
+)
 
 _BEGIN = object()  # the message to a replica that has not begun
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
@@ -354,6 +363,8 @@ class _Run:
         note = f"raised by replica {first} of {len(self._all.devices)} on {self._all.devices[first]}"
         others = [f"; replica {r} also failed: {described(other)}" for r, other in self._errors.items() if r != first]
         add_note(error, note + "".join(others))
+        if _OTHER_DEVICE.search(str(error)):
+            add_note(error, _DEFAULT_DEVICE.format(device=self._all.devices[first]))
         return error
 
     def _unequal(self) -> str:

@@ -7,6 +7,7 @@ has changed.
     placement                where the copies are, and how they are kept in step
     copyable                 the parameters and buffers of modules, and refusals of what cannot be copied
     tensor_copies            copies of tensors, which share memory where the user's tensors do
+    kept_by_hooks            what hooks keep outside of the model, of which each replica has its own
     merged_values            what the user's modules get for the attributes that replicas wrote
     late_attributes          large attributes of modules, which replicas get when a step first reads them
     module_replica           the copies of the user's modules and variables that one replica has

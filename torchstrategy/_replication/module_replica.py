@@ -45,6 +45,7 @@ from torchstrategy._core.devices import memory_device
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.torch_internals import compile_alike, versions
 from torchstrategy._core.types import Device
+from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Late, postpone
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.tensor_copies import copies_of
@@ -63,9 +64,9 @@ from torchstrategy._variables.variable import Variable, is_variable, set_plain_d
 # - The attributes that a program has set on a tensor (`weight.is_expert`) are copied as those of a module are.
 # - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
 #   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
-# - A hook is the user's own object, so that what it records is in one place. But a method of a module is that of the
-#   replica's module. And a function that closes over a part of the model, be it a hook or in a plain attribute, is made
-#   anew for each replica, over the replica's part.
+# - A function that closes over a part of the model, be it a hook or in a plain attribute, is made anew for each
+#   replica, over the replica's part. A method of a module is that of the replica's module.
+# - Of what a hook keeps outside of the model, each replica has its own: see `kept_by_hooks`.
 # - Of the states of a metric the first replica has copies, and the others have copies of the default states; see
 #   `metrics`.
 # - The arguments of the step are not copied. Each replica gets new containers, with its component in the place of each
@@ -123,6 +124,7 @@ class ModuleReplica:
         buffers: Their buffers.
         slots: Where each of the buffers is: the position of its module, and its name there.
         late: The plain attributes that are copied when a step reads them.
+        kept: What the hooks of the modules keep.
         layout: Where the copies are.
         replica: Which replica this is.
 
@@ -138,10 +140,13 @@ class ModuleReplica:
         buffers: TrackedTensors,
         slots: Sequence[tuple[int, str]],
         late: Late,
+        kept: KeptByHooks,
         layout: Placement,
         replica: int,
     ) -> None:
+        self.number = replica
         self._which = replica, len(layout.devices)
+        self._kept = kept
         self.device = device = memory_device(layout.devices[replica])
         # See Note [What is aliased and what is copied].
         may_alias = layout.may_alias or (layout.is_mirrored and replica == 0)
@@ -169,6 +174,7 @@ class ModuleReplica:
         try:
             # All roots are copied at once, so that objects that they share stay shared.
             memo = {**self.local_objects, **own.objects, **waiting, **_empty_tables(modules)}
+            memo.update(kept.held_in_copies(replica))
             copied, with_attributes = _copied_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
         except Exception as error:
             raise uncopyable(", ".join(type(root).__name__ for root in roots), error) from error
@@ -183,9 +189,9 @@ class ModuleReplica:
         if any(value is MISSING for value in own.objects.values()):
             drop(with_attributes, MISSING)
             for inside in self.insides:
-                kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
-                drop(kept, MISSING)
-                inside.update(kept)
+                plain = {name: inside.pop(name) for name in inside.keys() - TABLES}
+                drop(plain, MISSING)
+                inside.update(plain)
         self._slots = slots
         self.buffers = StepWrites(copies[: len(buffers.tensors)])
         self._structure = Snapshot(tables_of(self.insides))
@@ -230,14 +236,16 @@ class ModuleReplica:
         Args:
             marked: The replica's tensors that have attributes.
         """
-        rebinding = ClosureRebinder(self.local_objects)
+        between_runs = ClosureRebinder(self.local_objects)
+        in_run = ClosureRebinder({**self.local_objects, **self._kept.own[self.number]})
         for tensor in marked:
-            rebinding.of(vars(tensor))
+            in_run.of(vars(tensor))
         for inside in self.insides:
             for name in inside.keys() - TABLES:
-                inside[name] = rebinding.of(inside[name])
+                inside[name] = in_run.of(inside[name])
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
-                table.update({key: rebinding.of(hook) for key, hook in table.items()})
+                for key, hook in table.items():
+                    table[key] = self._kept.switched(in_run.of(hook), between_runs.of(hook))
 
     def bring_parameters(self, owners: Sequence[torch.Tensor], found: Writes) -> Write:
         """The writes that bring the values of parameters. Parameters that share the user's memory need none.
@@ -342,7 +350,8 @@ class ModuleReplica:
         new = self._own_in(named, memo, is_new=False)
         memo.update(new.objects)
         memo.update(zip(map(id, new.constants), copies_of(new.constants, self.device), strict=True))
-        rebinding = ClosureRebinder({**self.local_objects, **own})
+        memo.update(self._kept.held_in_copies(self.number))
+        rebinding = ClosureRebinder({**self.local_objects, **own, **self._kept.own[self.number]})
         copies, marked = _copied_with_attributes(dict(values), [*new.constants, *new.outputs], memo)
         if any(value is MISSING for value in memo.values()):
             drop([*copies.values(), *marked], MISSING)
@@ -458,7 +467,7 @@ def _local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
 
 def _shared_with_user(module: nn.Module) -> Iterator[Any]:
     """The user's own objects that a copy of a module has, too: hooks, and variables that hold a component for each."""
-    # A hook that records activations, say, is to record those of all replicas, in the object that the user reads.
+    # `copy.deepcopy` would copy a hook that is an object. It stays the user's own: in a run it is a proxy.
     hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
     yield from (h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module)))
     yield from (held for held in chain(module._parameters.values(), module._buffers.values()) if is_variable(held))

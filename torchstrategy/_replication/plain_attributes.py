@@ -41,6 +41,7 @@ from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_trainable
+from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Late, Later, find_late, is_large, postpone, settle
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
@@ -63,6 +64,7 @@ class PlainAttributes:
         buffers: The user's buffers. Other code keeps their values in step, too.
         buffer_names: What to call each of them.
         device: Where the user's parameters are.
+        kept: What hooks keep. It is not looked at here, also if an attribute holds it.
     """
 
     replicas: Sequence[ModuleReplica]
@@ -74,6 +76,7 @@ class PlainAttributes:
     buffers: TrackedTensors
     buffer_names: Sequence[str]
     device: Device
+    kept: KeptByHooks
 
     def __post_init__(
         self,
@@ -114,6 +117,8 @@ class PlainAttributes:
     def _collect(self) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
         places, leaves, self._others = contents.places_and_leaves(self._named())
+        for key in places.keys() & self.kept.own[0].keys():
+            del places[key]
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
         self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torchstrategy._binding.changes import MISSING, Edit, Snapshot, TrackedTensors, Writes, are_same
 from torchstrategy._binding.copies import ClosureRebinder
 from torchstrategy._binding.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
-from torchstrategy._binding.object_attributes import Trainer
 from torchstrategy._binding.proxies import has_own_code_only, plain_class
 from torchstrategy._communication.transfer import write
 from torchstrategy._communication.workers import BETWEEN_RUNS
@@ -37,6 +36,7 @@ from torchstrategy._core.trace import traced
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication import worker_values
 from torchstrategy._replication.copyable import is_running, refuse_uncopyable, tensors_in
+from torchstrategy._replication.kept_by_hooks import KeptByHooks
 from torchstrategy._replication.late_attributes import Later, find_late
 from torchstrategy._replication.metrics import metrics_of
 from torchstrategy._replication.module_replica import ModuleReplica, differ
@@ -103,8 +103,13 @@ class ReplicatedModules:
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in find_late(modules, self._insides)}
-        originals = roots, modules, self._parameters, self._buffers, self._slots, late
+        is_lone = len(layout.devices) == 1 and self._workers.count > 1
+        self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], layout.devices, is_lone)
+        large = find_late(modules, self._insides)
+        # Each replica has what hooks keep already.
+        large = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
+        late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in large}
+        originals = roots, modules, self._parameters, self._buffers, self._slots, late, self.kept
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
         self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
@@ -118,7 +123,8 @@ class ReplicatedModules:
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         tensors = self.owners, self.names, self._buffers, self._buffer_names
-        self.attributes = PlainAttributes(self.replicas, modules, self._paths, late, *tensors, self._home)
+        known = late, *tensors, self._home, self.kept
+        self.attributes = PlainAttributes(self.replicas, modules, self._paths, *known)
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
@@ -133,6 +139,10 @@ class ReplicatedModules:
     def originals(self) -> list[nn.Module]:
         """The user's modules."""
         return [module for reference in self._references if (module := reference()) is not None]
+
+    def known_in_replicas(self) -> dict[int, Any]:
+        """By the ids of what the replicas have copies of: the user's objects in their place."""
+        return self.attributes.known_in_replicas(self._with_copies)
 
     def _with_copies(self) -> list[object]:
         """The user's modules, parameters and buffers."""
@@ -293,7 +303,7 @@ class ReplicatedModules:
                 raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
         return edits
 
-    def put_together(self, weights: ReplicaWeights, changes: Changes, trainers: Sequence[Trainer]) -> None:
+    def put_together(self, weights: ReplicaWeights, changes: Changes, writers: Sequence[worker_values.Writer]) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
         self._check_flags(weights)
         made = sorted(f"{self._paths[edit.place[0]]}.{_shown(edit)}" for edit in changes[0])
@@ -303,16 +313,18 @@ class ReplicatedModules:
         replaced = [i for i in set().union(*self._written) if any(r.has_replaced(i) for r in self._present(weights))]
         self.attributes.put_together(weights, self._with_copies, self._look, sorted(replaced))
         if self._workers.count > 1:
-            worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *trainers])
+            worker_values.mention_writes(self._workers, set().union(*self._written), [self.attributes, *writers])
 
-    def return_to_originals(self, weights: ReplicaWeights, changes: Changes, trainers: Sequence[Trainer]) -> None:
+    def return_to_originals(
+        self, weights: ReplicaWeights, changes: Changes, writers: Sequence[worker_values.Writer]
+    ) -> None:
         """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
 
         Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
         averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[weights.present[0]]
-        books: list[worker_values.Writes] = [self.attributes, *trainers]
+        books: list[worker_values.Writer] = [self.attributes, *writers]
         indices = worker_values.compare_writes(self._workers, set().union(*self._written), books, weights, self._look)
         values = self._buffer_values(weights, indices)
         new = self._new_buffers(weights, changes) if changes[0] else {}
@@ -362,7 +374,7 @@ class ReplicatedModules:
 
     def _of_users(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
         """Tensors for buffers of the user's. What shares memory in the first replica shares memory in them, too."""
-        known = self.attributes.known_in_replicas(self._with_copies)
+        known = self.known_in_replicas()
         owned = {storage_of(own): (own, known[id(own)]) for own in lead.tensors(values) if id(own) in known}
         made = dict(zip(values, copies_of(list(values.values()), self._home), strict=True))
         for index, value in values.items():
@@ -396,6 +408,7 @@ class ReplicatedModules:
         self._is_outdated = True
         originals = {id(thing): thing for thing in self._with_copies()}
         back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
+        back.update(self.kept.of_users(lead.number))
         for edit in edits:
             position, table = edit.place
             original, local = self._insides[position], lead.insides[position]

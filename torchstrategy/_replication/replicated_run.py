@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
+from torchstrategy._binding.object_attributes import SharedGlobal, SharedTrainer, Trainer
 from torchstrategy._binding.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
 from torchstrategy._core.context import current_frame, in_use, is_in_replica, undisturbed
 from torchstrategy._core.devices import memory_device
@@ -23,6 +23,7 @@ from torchstrategy._core.torch_internals import version
 from torchstrategy._core.types import Tree
 from torchstrategy._execution.replica import Replica
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication.kept_by_hooks import KeptInRun
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_modules import ReplicatedModules
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedWrites, trained, warn_of_plain_batch
@@ -161,7 +162,8 @@ class ReplicatedRun(OptimizerHost):
         outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
         steppers: The schedulers and scalers of the strategy, and those that the step names.
         trainers: The user's objects that hold models, with their attributes in each replica.
-        shared_trainers: Those that all replicas share.
+        shared_trainers: Those that all replicas share, and what hooks reach by a global name.
+        kept: What hooks keep outside of the model; None if they keep nothing.
         enter_cross_replica: Enters the strategy's cross-replica context.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
@@ -173,7 +175,8 @@ class ReplicatedRun(OptimizerHost):
     outsiders: Sequence[tuple[torch.Tensor, str]]
     steppers: Sequence[Any]
     trainers: Sequence[Trainer]
-    shared_trainers: Sequence[SharedTrainer]
+    shared_trainers: Sequence[SharedTrainer | SharedGlobal]
+    kept: KeptInRun | None
     enter_cross_replica: CrossReplica
     watch: SharedWrites | None
     warned: set[tuple[int, str]]
@@ -194,6 +197,13 @@ class ReplicatedRun(OptimizerHost):
         self._known_outsiders = [(one, name, version(one)) for one, name in self.outsiders if not is_variable(one)]
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
+        # All that replicas have attributes or items of their own of.
+        self._writers: list[Trainer | KeptInRun] = [*self.trainers, *([] if self.kept is None else [self.kept])]
+
+    def proxies(self) -> list[object]:
+        """The user's objects besides modules and optimizers that become proxies."""
+        kept = [] if self.kept is None else self.kept.proxies()
+        return [*self.steppers, *(trainer.original for trainer in (*self.trainers, *kept))]
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         """The objects that `replica` has in the place of the user's, by the ids of the user's.
@@ -201,6 +211,7 @@ class ReplicatedRun(OptimizerHost):
         Called on the replica's thread, when the step begins there.
         """
         copies, r = self.copies, replica.index
+        kept = [] if self.kept is None else self.kept.proxies()
         self._lent.append(replica)
         gradients, leads = copies.gradients.of_replicas[r], r == self.replica_weights.present[0]
         gradients.enter(replica)
@@ -210,14 +221,16 @@ class ReplicatedRun(OptimizerHost):
         ]
         self._local[r] = local = {
             **copies.replicated.replicas[r].local_objects,
-            **{id(trainer.original): trainer.attributes[r] for trainer in self.trainers},
+            **{id(trainer.original): trainer.attributes[r] for trainer in (*self.trainers, *kept)},
             **{id(one.optimizer): one for one in own},
             **{id(stepper): SharedStepper(stepper, replica, self) for stepper in self.steppers},
         }
         return local
 
     @contextmanager
-    def published(self, optimizer: Optimizer | None = None, is_for_optimizer: bool = False) -> Iterator[None]:
+    def published(
+        self, optimizer: Optimizer | None = None, is_for_optimizer: bool = False
+    ) -> Iterator[Callable[[Any], Any] | None]:
         """For the length of the block, the user's own parameters have the accumulated gradients of the run.
 
         Args:
@@ -233,13 +246,14 @@ class ReplicatedRun(OptimizerHost):
             self.copies.replicated.check_workers()
             if not is_for_optimizer:
                 self.copies.gradients.forget_arrived()
-            yield
+            # A merge function of a replica is over what the replica has for itself, and acts for all.
+            yield None if self.kept is None else self.kept.of_users
         for own in chain.from_iterable(self._optimizers.values()):
             own.forget_settings()
         with undisturbed():
             self.copies.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
-        for trainer in self.trainers:
-            trainer.refresh()
+        for writer in self._writers:
+            writer.refresh()
         for shared in self.shared_trainers:
             shared.refresh()
         self._known_outsiders = [(tensor, name, version(tensor)) for tensor, name, _ in self._known_outsiders]
@@ -291,14 +305,14 @@ class ReplicatedRun(OptimizerHost):
         self._check_settings()
         with undisturbed():
             # The exchange of `reduce` also tells whether the workers wrote alike.
-            for trainer in self.trainers:
-                trainer.put_together()
-            self.copies.replicated.put_together(self.replica_weights, changes, self.trainers)
+            for writer in self._writers:
+                writer.put_together()
+            self.copies.replicated.put_together(self.replica_weights, changes, self._writers)
             self.copies.gradients.reduce(can_wait=True)
             self.copies.replicated.check_workers()
-            self.copies.replicated.return_to_originals(self.replica_weights, changes, self.trainers)
-        # A list, since all trainers are written.
-        if any([trainer.write_back() for trainer in self.trainers]):
+            self.copies.replicated.return_to_originals(self.replica_weights, changes, self._writers)
+        # A list, since all are written.
+        if any([writer.write_back() for writer in self._writers]):
             self.copies.gradients.deliver_late_ones()
         self._return_settings()
         self.copies.gradients.end()
@@ -320,6 +334,9 @@ class ReplicatedRun(OptimizerHost):
         """Drops the objects that the replicas had, whose memory would else wait for Python's collector of cycles."""
         self._local.clear()
         self._optimizers.clear()
+        self.copies.replicated.kept.is_under_way = False
+        if self.kept is not None:
+            self.kept.let_go()
         self.copies.replicated.wait_until_sent()
 
     def before_any_step(self, optimizer: Optimizer) -> None:
@@ -368,7 +385,7 @@ class ReplicatedRun(OptimizerHost):
                 if version(tensor) != known:
                     raise RuntimeError(written_in_replica(name))
 
-    def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[None]:
+    def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[object]:
         self.copies.replicated.check_structure(self.replica_weights.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.

@@ -22,17 +22,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._binding.changes import listen_to_data
 from torchstrategy._binding.module_traversal import parts_of
-from torchstrategy._binding.object_attributes import SharedTrainer, Trainer
+from torchstrategy._binding.object_attributes import SharedGlobal, SharedTrainer, Trainer
 from torchstrategy._binding.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
 from torchstrategy._binding.step_references import StepReferences, held_by, references_of
 from torchstrategy._binding.torch_hooks import Stepper, tell_of_steps, watched
 from torchstrategy._core.context import frames_kept, is_accelerator, is_in_replica, undisturbed
 from torchstrategy._core.distributed_values import PerReplica
+from torchstrategy._core.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._core.trace import traced
 from torchstrategy._core.types import ReplicaFn, Tree
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._replication.device_errors import explain_devices
+from torchstrategy._replication.kept_by_hooks import KeptInRun
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._replication.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, trained
@@ -212,8 +214,8 @@ class ReplicatedStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += copies.originals()
-            run_state = self._made_run(copies, replica_weights, named, leaves, cross_replica)  # 2
-            originals += [*run_state.steppers, *(trainer.original for trainer in run_state.trainers)]
+            run_state = self._made_run(copies, replica_weights, named, fn, leaves, cross_replica)  # 2
+            originals += run_state.proxies()
             self._in_use[copies] = run_state  # 3
             for metric in copies.replicated.metrics:  # 4
                 metric.hand_out(replica_weights)
@@ -246,6 +248,7 @@ class ReplicatedStorage(Storage):
         copies: ReplicaSet,
         replica_weights: ReplicaWeights,
         named: StepReferences,
+        fn: ReplicaFn,
         leaves: Sequence[Tree],
         cross_replica: CrossReplica,
     ) -> ReplicatedRun:
@@ -256,10 +259,18 @@ class ReplicatedStorage(Storage):
         with undisturbed():
             make_ready(steppers, self.parameter_device)
         has_others, n = self.layout.workers.count > 1, len(self.devices)
+        kept = self._kept_by_hooks(copies, replica_weights, named, [fn, *leaves])
+        of_hooks = set() if kept is None else kept.known
         named_trainers = named.trainers() if n > 1 or has_others else []
+        named_trainers = [pair for pair in named_trainers if id(pair[1]) not in of_hooks]
         of_run = n, replica_weights.present, has_others, replica_weights.is_understudy
         trainers = [Trainer(thing, *of_run) for _, thing in named_trainers if is_all_in_dict(thing)]
-        shared = [SharedTrainer(*pair) for pair in named_trainers if n > 1 and not is_all_in_dict(pair[1])]
+        shared: list[SharedTrainer | SharedGlobal] = []
+        if n > 1:
+            shared += [SharedTrainer(*pair) for pair in named_trainers if not is_all_in_dict(pair[1])]
+        if n > 1 and kept is not None:
+            proxies = {id(trainer.original) for trainer in trainers}
+            shared += [one for one in kept.watched if id(one.thing) not in proxies]
         # The parameters and trainable tensors of which replicas have no copies.
         unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in copies.known]
         outsiders = [(tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},") for name, tensor in unknown]
@@ -274,8 +285,25 @@ class ReplicatedStorage(Storage):
         may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
         is_plain = may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
         before = trained(copies.replicated.owners) if is_plain else None
-        parts = copies, replica_weights, outsiders, steppers, trainers, shared, cross_replica, watch
+        parts = copies, replica_weights, outsiders, steppers, trainers, shared, kept, cross_replica, watch
         return ReplicatedRun(*parts, self._warned, before)
+
+    def _kept_by_hooks(
+        self, copies: ReplicaSet, replica_weights: ReplicaWeights, named: StepReferences, calls: Sequence[Any]
+    ) -> KeptInRun | None:
+        """What each replica has for what hooks keep outside of the model."""
+        replicated = copies.replicated
+        modules = [module for _, module in named.modules if id(module) not in self._modules]
+        if not (replicated.kept.hooks or modules or any(GLOBAL_MODULE_HOOKS)):
+            return None
+        return replicated.kept.begin(
+            replica_weights,
+            calls,
+            others=[part for module in modules for part in module.modules()],
+            local=[replica.local_objects for replica in replicated.replicas],
+            users=replicated.known_in_replicas,
+            has_others=self.layout.workers.count > 1,
+        )
 
     @property
     def has_news(self) -> bool:

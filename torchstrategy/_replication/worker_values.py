@@ -15,6 +15,7 @@ from torchstrategy._communication.wire import encode
 from torchstrategy._communication.workers import IN_RUN, Workers, digest
 from torchstrategy._core.errors import an
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication.kept_by_hooks import KeptInRun
 from torchstrategy._replication.merged_values import Look
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._variables.kinds import SyncOnReadVariable
@@ -72,17 +73,17 @@ def _shown(entry: tuple[str, tuple[int, ...], torch.dtype] | None) -> str:
 
 
 # What the replicas of this worker wrote on plain attributes of the user's objects, before the user sees it.
-Writes = PlainAttributes | Trainer
+Writer = PlainAttributes | Trainer | KeptInRun
 
 
-def mention_writes(workers: Workers, indices: set[int], writes: Sequence[Writes]) -> None:
+def mention_writes(workers: Workers, indices: set[int], writes: Sequence[Writer]) -> None:
     """Lets the next exchange find out whether the workers wrote alike. If not, `compare_writes` makes one of it."""
     texts = [{key: item.text for key, item in one.told().items()} for one in writes]
     workers.mention(IN_RUN, (sorted(indices), repr(texts)))
 
 
 def compare_writes(
-    workers: Workers, indices: set[int], writes: Sequence[Writes], weights: ReplicaWeights, look: Look
+    workers: Workers, indices: set[int], writes: Sequence[Writer], weights: ReplicaWeights, look: Look
 ) -> set[int]:
     """Makes one value of what the workers wrote on each plain attribute, where there can be one.
 

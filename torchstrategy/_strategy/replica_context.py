@@ -20,6 +20,9 @@ from torchstrategy._core.types import Device, ReplicaContextLike, StrategyLike, 
 from torchstrategy._execution.replica import ALONE, ReplicaGroup
 from torchstrategy._strategy.strategy import Strategy
 
+# A block in which a merge function runs, and what makes of a replica's function one over the user's own objects.
+Published = AbstractContextManager[Callable[[Any], Any] | None]
+
 
 @final
 class ReplicaContext:
@@ -61,7 +64,7 @@ class ReplicaContext:
             raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
         self._strategy = strategy
         self._group: ReplicaGroup | None = None
-        self._published: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._published: Callable[[], Published] = nullcontext
         self._is_over = False
         self._entries: list[Frame] = []  # of a context that is entered by hand
 
@@ -133,8 +136,9 @@ class ReplicaContext:
             trees = dict(zip(group.run.present, brought, strict=True))
             with refusing():
                 merged_args, merged_kwargs = group.run.regrouped(trees, group.workers)
-            with Frame(self._strategy), self._published():
-                result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+            with Frame(self._strategy), self._published() as for_all:
+                function = merge_fn if for_all is None else for_all(merge_fn)
+                result = function(self._strategy, *merged_args, **merged_kwargs)
             check_component_counts(tree_flatten(result)[0], len(group.devices))
             return [select(result, r) for r in group.run.present]
 
@@ -268,7 +272,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def running_context(
-    strategy: StrategyLike, group: ReplicaGroup, published: Callable[[], AbstractContextManager[None]] = nullcontext
+    strategy: StrategyLike, group: ReplicaGroup, published: Callable[[], Published] = nullcontext
 ) -> ReplicaContext:
     """The context of a replica that runs.
 
@@ -276,7 +280,7 @@ def running_context(
         strategy: The strategy whose replica it is.
         group: The replicas of the run.
         published: A block in which a merge function runs: there, the parameters of the user's own model have the
-            gradients.
+            gradients. It may give a function that makes, of a replica's function, one over the user's own objects.
     """
     context = ReplicaContext(strategy, group.workers.index * len(group.devices) + group.replica.index)
     context._group, context._published = group, published

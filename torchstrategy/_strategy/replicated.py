@@ -166,6 +166,9 @@ class ReplicatedExtended(StrategyExtended):
 
             def call(replica: Replica) -> Tree:
                 given = distributed_values.for_understudy((args, kwargs)) if weights.is_understudy else (args, kwargs)
+                own_fn, kept = fn, run_state.kept
+                if kept is not None:
+                    own_fn, given = kept.bind(fn, replica.index), kept.select(given)
                 own_args, own_kwargs = distributed_values.select(given, replica.index)
                 group = ReplicaGroup(replica, weights, storage.devices, self._workers)
                 context = running_context(strategy, group, run_state.published)
@@ -174,7 +177,7 @@ class ReplicatedExtended(StrategyExtended):
                     Frame(strategy, context, run_state.local_objects(replica)),
                 ):
                     try:
-                        result = fn(*own_args, **own_kwargs)
+                        result = own_fn(*own_args, **own_kwargs)
                         if isinstance(result, (Generator, Coroutine)):
                             result.close()
                             raise TypeError(_NOT_RUN.format(type(result).__name__))

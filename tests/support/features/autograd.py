@@ -221,6 +221,48 @@ class HooksInTheStep(Training):
         return loss + seen.pop().square().mean()
 
 
+class Extractor:
+    """Keeps what a layer returned, and how often."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.calls = 0
+        layer.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        self.output = output
+
+
+@feature
+class HooksThatKeepOnAnObject(Training):
+    """The step reads it for a penalty."""
+
+    def build(self) -> nn.Module:
+        model = mlp()
+        self.extractor = Extractor(model[0])
+        return model
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + self.extractor.output.square().mean() / self.extractor.calls
+
+
+@alike
+class HooksThatKeepInADict(Training):
+    def build(self) -> nn.Module:
+        model = mlp()
+        self.seen: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(model):
+            layer.register_forward_hook(functools.partial(self.keep, self.seen, i))
+        return model
+
+    @staticmethod
+    def keep(seen: dict[int, torch.Tensor], i: int, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen[i] = output
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + sum(output.square().mean() for output in self.seen.values())
+
+
 @feature
 class HooksOnTensors(Training):
     def loss(self, batch: Any) -> torch.Tensor:
