@@ -105,10 +105,10 @@ class ReplicatedModules:
         self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
         is_lone = len(layout.devices) == 1 and self._workers.count > 1
         self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], layout.devices, is_lone)
-        large = find_late(modules, self._insides)
         # Each replica has what hooks keep already.
-        large = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
-        late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in large}
+        large = find_late(modules, self._insides)
+        waiting = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
+        late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in waiting}
         originals = roots, modules, self._parameters, self._buffers, self._slots, late, self.kept
         self.replicas = [ModuleReplica(*originals, layout, r) for r in range(len(layout.devices))]
         self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
