@@ -79,7 +79,12 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
         store = _store(host, port, rank, count, is_keeper, keeper, limit)
         named = _named((host, port), f"The store, which {keeper} keeps")
         meeting = Meeting(_dist.PrefixStore(f"{_attempt()}/join", store), named, (host, port), rank, count, limit)
-        meeting.meet()
+        try:
+            meeting.meet()
+        except WorkerError:
+            if is_keeper:
+                meeting.wait_for_others()
+            raise
         # A process that torchrun has started again must not find what those that are gone have put into the store.
         own = _dist.PrefixStore(f"{_attempt()}/group", store)
         meeting.watched(

@@ -21,6 +21,7 @@ from torchstrategy._core.errors import described
 USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
 _REFUSED_S = 3.0  # how long a worker may refuse connections that has come: another process may have left its address
+_OVER, _HEARD = "over", "heard"  # keys: why the meeting is over, and how many workers know it
 _LONGEST_CALL = 200  # bytes with which a worker says that it is one
 
 _T = TypeVar("_T")
@@ -43,8 +44,9 @@ def name_of(index: int, count: int) -> str:
 # Note [Workers that join]
 # Each worker takes connections at a port of its own, and puts its addresses and a secret into the store. It calls the
 # workers of lower numbers, and waits for calls of those of higher ones. Whoever brings the secret is a worker. So a
-# worker that dies after it has come is noticed by those that it is connected to, and they tell the others. While torch
-# makes its groups, which it does in C++ without looking at anybody, `watched` looks.
+# worker that dies after it has come is noticed by those that it is connected to, and they tell the others: by their
+# connections, and those that they have none to by the store. While torch makes its groups, which it does in C++ without
+# looking at anybody, `watched` looks.
 @final
 class Meeting:
     """One worker on its way to the others.
@@ -85,6 +87,7 @@ class Meeting:
                 self._secret = secrets.token_hex(16)
                 self._come(server.getsockname()[1])
                 while len(self._connected) < self._count - 1:
+                    self._look_into_store()
                     self._call_next()
                     self._take_calls(server, callers)
                     self.look()
@@ -105,11 +108,20 @@ class Meeting:
 
     def _failed(self, error: BaseException) -> None:
         if not isinstance(error, WorkerError):
-            self.lines.say("failed", f"{name_of(self._index, self._count)} failed: {described(error)}")
+            text = f"{name_of(self._index, self._count)} failed: {described(error)}"
+            self.lines.say("failed", text)
+            self._try(lambda: self._store.set(_OVER, text))
+        self._try(lambda: self._store.add(_HEARD, 1))
+
+    def wait_for_others(self) -> None:
+        """Lets the others hear why the meeting is over, before the process ends that keeps the store."""
+        end = time.monotonic() + _REFUSED_S
+        while (self._try(lambda: self._store.add(_HEARD, 0)) or 0) < self._count - 1 and time.monotonic() < end:
+            time.sleep(_LOOK_S)
 
     def _watched(self, call: Callable[[], _T]) -> _T:
         try:
-            return ask(call, self._seconds + _REFUSED_S, self.look)
+            return ask(call, self._seconds, self.look)
         except NoAnswer as error:
             raise self._lost("it takes too long") from error
         except RuntimeError as error:
@@ -146,6 +158,16 @@ class Meeting:
         )
         self._ask(lambda: self._store.set(str(self._index), json.dumps(entry)))
 
+    def _look_into_store(self) -> None:
+        """Raises an error if a worker has given up that this one has no connection to."""
+        if self._ask(lambda: bool(self._store.check([_OVER]))):
+            raise WorkerError(self._ask(lambda: self._store.get(_OVER)).decode())
+
+    def _try(self, call: Callable[[], _T]) -> _T | None:
+        with suppress(NoAnswer, RuntimeError):
+            return ask(call, 1.0)
+        return None
+
     def _has_come(self, worker: int) -> bool:
         return self._ask(lambda: bool(self._store.check([str(worker)])))
 
@@ -180,6 +202,7 @@ class Meeting:
 
     def _over(self, text: str) -> WorkerError:
         self.lines.say("verdict", text, blamed=[])
+        self._try(lambda: self._store.set(_OVER, text))
         return WorkerError(f"{text}. This is {name_of(self._index, self._count)}.")
 
     # Connections.
