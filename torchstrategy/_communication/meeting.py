@@ -121,13 +121,18 @@ class Meeting:
 
     def _watched(self, call: Callable[[], _T]) -> _T:
         try:
-            return ask(call, self._seconds, self.look)
+            return ask(call, self._seconds, self._look_while_grouping)
         except NoAnswer as error:
             raise self._lost("it takes too long") from error
         except RuntimeError as error:
             if isinstance(error, WorkerError):
                 raise
             raise self._lost(described(error)) from error
+
+    def _look_while_grouping(self) -> None:
+        self.look()
+        if self.lines.first("lost") is not None:  # its time is over: whoever says nothing now does not answer
+            raise NoAnswer
 
     def _lost(self, problem: str) -> WorkerError:
         """The error where torch could not make its groups: a worker that says nothing now is missing."""
