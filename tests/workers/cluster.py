@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -61,12 +61,18 @@ class Cluster:
         assert not failed, "\n".join(f"worker {rank}: {outcome.error}\n{outcome.trace}" for rank, outcome in failed)
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, call: Callable[..., Any], *args: Any) -> list[Outcome]:
-        """What the call comes to in each process; a process that has ended has the error `"ended"`."""
+    def outcomes(self, call: Callable[..., Any], *args: Any, without: Collection[int] = ()) -> list[Outcome]:
+        """What the call comes to in each process; a process that has ended has the error `"ended"`.
+
+        Args:
+            call: A function that pickle finds by its name.
+            args: Its arguments.
+            without: The processes that are not waited for.
+        """
         for connection in self.connections:
             connection.send_bytes(pickle.dumps((call, args)))
         outcomes = [Outcome(None, "ended")] * len(self.connections)
-        waiting = dict(enumerate(self.connections))
+        waiting = {rank: one for rank, one in enumerate(self.connections) if rank not in without}
         end = time.monotonic() + LIMIT_S
         while waiting:
             ready = wait(list(waiting.values()), max(0.0, end - time.monotonic()))
@@ -101,11 +107,13 @@ def _context() -> Any:
     return context
 
 
-def alone(call: Callable[..., Any], environments: list[dict[str, str]], *args: Any) -> list[Outcome]:
+def alone(
+    call: Callable[..., Any], environments: list[dict[str, str]], *args: Any, without: Collection[int] = ()
+) -> list[Outcome]:
     """What a call comes to in processes that nobody has joined, each with further environment variables."""
     cluster = Cluster(len(environments), joined=False)
     try:
-        return cluster.outcomes(_with_environment, environments, call, args)
+        return cluster.outcomes(_with_environment, environments, call, args, without=without)
     finally:
         cluster.end()
 

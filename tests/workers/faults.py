@@ -93,7 +93,7 @@ while count < 10 or how == "is interrupted" and count < 100000:
 """
 
 RAISED = r"worker {culprit} of 3 \([^()]+, process {pid}\) failed: ValueError: no such luck\."
-GONE = r"worker {culprit} of 3 \([^()]+, process {pid}\) is gone, or does not answer"
+GONE = r"worker {culprit} of 3 \([^()]+, process {pid}\) (is gone: the process has ended|has not answered for \d+ s)"
 APART = "The workers came to different synchronization points: .*worker {culprit} is at "
 
 
@@ -113,7 +113,7 @@ FAULTS = {
     "keeper-raises": Fault("raises", 0, RAISED, [1]),
     "killed": Fault("is killed", 1, GONE, [-signal.SIGKILL]),
     "keeper-killed": Fault(
-        "is killed", 0, r"worker 0 of 3 \([^()]+, process {pid}\), which keeps the store, is gone", [-signal.SIGKILL]
+        "is killed", 0, r"worker 0 of 3 \([^()]+, process {pid}\) is gone: the process has ended", [-signal.SIGKILL]
     ),
     "exits": Fault("exits", 1, GONE, [3]),
     "stopped": Fault("is stopped", 1, GONE, [1], heard_after=TIMEOUT_S + 5),
@@ -122,7 +122,7 @@ FAULTS = {
     "interrupted": Fault(
         "is interrupted",
         1,
-        r"worker 1 of 3 \([^()]+, process {pid}\) (failed: KeyboardInterrupt\.|is gone, or does not answer)",
+        r"worker 1 of 3 \([^()]+, process {pid}\) (failed: KeyboardInterrupt\.|is gone: |has left: )",
         [1, -signal.SIGINT],
     ),
     "another-shape": Fault(

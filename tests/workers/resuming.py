@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrategy
+from torchstrategy._communication import workers
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 
@@ -54,3 +55,87 @@ def of_steps(strategy: torchstrategy.Strategy, checkpoint: dict[str, Any] | None
 
 def of_workers(replicas: int, checkpoint: dict[str, Any] | None, last: int) -> dict[str, Any]:
     return of_steps(strategy_of(replicas), checkpoint, last)
+
+
+class Widths(torch.nn.Module):
+    """Layers of several widths, of which a step may freeze one or leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(7, 13)
+        self.hidden = torch.nn.Linear(13, 13)
+        self.extra = torch.nn.Linear(13, 13)
+        self.last = torch.nn.Linear(13, 3)
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.hidden(x))
+        if with_extra:
+            x = torch.tanh(self.extra(x))
+        return self.last(x)
+
+
+def _ordinary(model: Widths, x: torch.Tensor, number: int) -> None:
+    model(x, True).square().mean().backward()
+
+
+def _by_turns(model: Widths, x: torch.Tensor, number: int) -> None:
+    model(x, number % 2 == 0).square().mean().backward()
+
+
+def _frozen_later(model: Widths, x: torch.Tensor, number: int) -> None:
+    model.hidden.requires_grad_(number < 3)
+    model(x, True).square().mean().backward()
+
+
+def _twice_later(model: Widths, x: torch.Tensor, number: int) -> None:
+    model(x, True).square().mean().backward()
+    if number >= 3:
+        model(2 * x, False).square().mean().backward()
+
+
+KINDS = {
+    "ordinary": _ordinary,
+    "a layer by turns": _by_turns,
+    "a layer is frozen": _frozen_later,
+    "two backwards": _twice_later,
+}
+LAST = 6
+
+
+def unlike_after_restarts(kind: str, pack: int) -> list[tuple[int, str]]:
+    """After which steps a training that begins anew there has other weights in the end, and which."""
+    size, workers.PACK = workers.PACK, pack
+    try:
+        states = _states(kind, None, 0)
+        unlike = []
+        for begin in range(1, LAST):
+            resumed = _states(kind, states[begin - 1], begin)[-1]
+            unlike += [(begin, name) for name, value in resumed.items() if not torch.equal(value, states[-1][name])]
+        return unlike
+    finally:
+        workers.PACK = size
+
+
+def _states(kind: str, state: dict[str, torch.Tensor] | None, begin: int) -> list[dict[str, torch.Tensor]]:
+    """The weights after each step of a training with a strategy of its own."""
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    with strategy.scope():
+        model = Widths()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if state is not None:
+        model.load_state_dict(state)
+    rows = torch.randn(LAST, 23, 7, generator=torch.Generator().manual_seed(1))
+
+    def step(x: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        KINDS[kind](model, x, number)
+        optimizer.step()
+
+    states = []
+    for number in range(begin, LAST):
+        for x in strategy.experimental_distribute_dataset([rows[number]]):
+            strategy.run(step, args=(x, number))
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return states

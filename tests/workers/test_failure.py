@@ -5,12 +5,18 @@ How soon they hear of it, `python -m tests.workers.faults` says; a test on a bus
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from workers import failing, faults
 from workers.cluster import cluster
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)
@@ -21,6 +27,13 @@ def test_the_others_hear_who_failed_and_why(name: str) -> None:
     # No timeout of torch has passed, and nobody waits for ever: those are of minutes.
     assert found.heard < faults.FAULTS[name].heard_after + 60
     assert found.ended < found.heard + 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is left is looked for in /proc")
+def test_at_random_moments_the_others_hear_who_is_lost() -> None:
+    command = [sys.executable, "-m", "tests.workers.random_faults", "--runs", "4", "--seed", "1", "--slack", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_strategy_that_failed_is_not_used_again() -> None:

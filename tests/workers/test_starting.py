@@ -191,3 +191,40 @@ def test_no_thread_of_gloo_outlives_the_program() -> None:
 def test_a_strategy_that_is_no_longer_used_leaves_no_group() -> None:
     for meanwhile, after in cluster(2).run(starting.of_dropped_strategies):
         assert meanwhile > 0 == after
+
+
+LEAVING = """
+import sys
+import torchstrategy
+
+strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+strategy.run(lambda: None)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_process_that_keeps_the_store_leaves_last() -> None:
+    """If it ended first, a worker that still used the store said that the connection was reset."""
+    (port,) = free_ports(1)
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING],
+            env={**common, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    for process in (first, second):
+        assert process.stdout is not None and process.stdout.readline() == "done\n"
+    assert first.stdin is not None and first.stdout is not None
+    first.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.wait(1)
+    second.communicate(timeout=100)
+    first.wait(100)
+    assert (first.returncode, second.returncode) == (0, 0)
+    first.stdout.close()

@@ -1,31 +1,39 @@
-"""Workers that are joined by a process group of `torch.distributed`. This is the only file that talks to it."""
+"""Workers that are joined by a process group of `torch.distributed`."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import enum
+import json
 import marshal
 import os
-import socket
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
+from torchstrategy._communication.inherited import give_back, noting_sockets
+from torchstrategy._communication.joining import end_before_leaving, has_lost_worker, leak, meeting_of
+from torchstrategy._communication.lifelines import Lifelines
+from torchstrategy._communication.meeting import name_of
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
 from torchstrategy._communication.wire import decode, encode
 from torchstrategy._communication.workers import MENTIONED, PACK, WorkerError, Workers, digest, packs_of
 from torchstrategy._core.errors import described
-from torchstrategy._core.torch_internals import shared_store, unflattened
+from torchstrategy._core.torch_internals import unflattened
 
-_PATIENCE = 3.0  # seconds in which all workers that are alive say that they have lost another one
+_PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
+_LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
+_LISTEN_S = 0.02
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
 _REFUSED = digest(b"refused")  # in the place of where a worker is that refuses an exchange
@@ -35,62 +43,80 @@ _EARLY = 1  # sends gradients during backward, in an order that is not that of t
 _CONTROL = 2  # sends messages, from the memory of the CPU
 
 
-def has_group() -> bool:
-    """Whether `torch.distributed` has a group already."""
-    return dist.is_available() and dist.is_initialized()
+@dataclass(eq=False)
+class _Sent:
+    """An operation that was begun in a group, and the tensors on which it works."""
+
+    group: int
+    work: dist.Work | None  # None: it is over. A work keeps the connections of its group open.
+    tensors: Sequence[torch.Tensor]
 
 
-def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None:
-    """Makes the default group of `torch.distributed`, which ends with the process.
-
-    Args:
-        rank: The number of this process.
-        count: How many processes there are.
-        address: Where the first process keeps the store. Empty: the environment says it, as torchrun does.
-        timeout: How long an exchange may take.
-    """
-    backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
-    method = f"tcp://{address}" if address else "env://"
-    dist.init_process_group(backend, init_method=method, rank=rank, world_size=count, timeout=timeout)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():  # the program may have done so itself
-        dist.destroy_process_group()
-
-
-def _end(groups: list[dist.ProcessGroup], under_way: Sequence[dist.Work | None]) -> None:
+def _end(groups: list[dist.ProcessGroup], under_way: list[_Sent]) -> None:
     """Ends groups and their threads, when a worker fails, a strategy is no longer used, or the process ends.
 
     The threads of gloo take Python's lock to let go of tensors. One that does so while Python ends aborts the process.
     """
+    for sent in under_way:
+        if sent.work is not None and sent.work.is_completed():
+            sent.work = None
+    under_way[:] = [sent for sent in under_way if sent.work is not None]
     # A signal's handler may raise anywhere. Then the end of the process goes on with the groups that are left.
     while groups:
-        if len(groups) == _EARLY + 1 and not all(work is None or work.is_completed() for work in under_way):
+        if any(sent.group == len(groups) - 1 for sent in under_way):
             # To destroy it means to wait for what it has under way, which may be as long as its timeout. So nobody ever
-            # does. The group of the messages is closed before, by which the others learn of it.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups[_EARLY]))
+            # does, and nobody lets go of its tensors. The others hear of it by their lifelines.
+            leak(groups[-1])
         else:
             with suppress(RuntimeError, ValueError):  # the program may have destroyed all groups itself
                 dist.destroy_process_group(groups[-1])
         groups.pop()
+    for sent in under_way:
+        leak(sent)
+    under_way.clear()
+
+
+def _leave(groups: list[dist.ProcessGroup], under_way: list[_Sent], lines: Lifelines) -> None:
+    """A strategy is no longer used."""
+    lines.say("left", "")
+    _end(groups, under_way)
+    lines.close()
+
+
+_met: Counter[tuple[int, ...]] = Counter()  # how many strategies these processes have had
+_used: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _forget_inherited() -> None:
+    """In a process that was forked from a worker, which must not destroy what its parent uses."""
+    for workers in list(_used):
+        workers._forget()
+
+
+give_back(_forget_inherited)
 
 
 # Note [Exchanges between workers]
 # Every exchange begins with a message of one size: each worker tells all others at which exchange of which run it is,
 # with tensors of which shapes, and a few bytes that the exchange is about. What fits into these bytes needs no more
 # than that. Tensors are sent when all have told the same, since tensors of different exchanges would be mixed up, or
-# wait for ever. So a group has nothing under way where a worker goes another way or fails, and it can be closed at
+# wait for ever. So a group mostly has nothing under way where a worker goes another way or fails, and can be closed at
 # once.
 #
 # A worker that refuses its arguments comes to the exchange all the same, and says so. Then all workers raise an error
 # and stand at one place, as before. Whoever has no argument to refuse, and fails, does not come.
 #
-# When an operation of torch fails, one of three things has happened to another worker. It left a run by an exception:
-# then it has put the reason into the store, and has closed its groups so that the others fail. It was killed: then its
-# connections are closed. Or it hangs, and torch's timeout has passed. Whoever fails says so in the store, and waits a
-# little for the others to say the same. Who says nothing is the one that is gone or hangs.
+# A worker that waits learns in three ways that another one is lost. An operation of torch fails, since that one, or
+# another one that gave up, has closed its connections. Torch's timeout passes. Or it has waited for a quarter of a
+# second, and looks at its lifelines, as it does again and again. Then it says that it has lost somebody, and closes its
+# groups, so that all hear of it within milliseconds. Which worker it was, and why, follows from what the lifelines
+# tell: see Note [Lifelines]. These count in this order:
+# 1. A worker that has said why it failed, or that was refused.
+# 2. A worker that has ended without a word.
+# 3. What another one has found before, so that all name the same.
+# 4. A worker that has left: its program has ended, or no longer has the strategy.
+# 5. The workers that have not said within some seconds that they have lost one, too: they do not answer.
+# Nothing that is alive may hold a group or its operations while a worker waits for these words, or it is not closed.
 @final
 class ProcessGroup(Workers):
     """The processes of a group of `torch.distributed`.
@@ -105,21 +131,22 @@ class ProcessGroup(Workers):
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
-        # Groups of its own: a worker that fails closes them, and the user's own group stays as it is.
-        is_part = group is not None
-        kinds = None, None, "gloo"
-        made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in kinds]
-        self._groups: list[dist.ProcessGroup] = [one for one in made if one is not None]
+        key = tuple(ranks)
+        _met[key] += 1
+        meeting = meeting_of(f"{digest(str(key).encode()).hex()}/{_met[key]}", self.index, self.count, timeout)
+        self._names = meeting.meet()
+        self._lines = meeting.lines
+        with noting_sockets():
+            self._groups = meeting.watched(partial(_groups_of, ranks, group, timeout))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
-        self._under_way: list[dist.Work | None] = []  # what no message has preceded
-        weakref.finalize(self, _end, self._groups, self._under_way)
-        self._store = shared_store(f"torchstrategy/{self._groups[_CONTROL].group_name}")
-        self._devices = {part.partition(":")[0] for part in dist.get_backend_config(self._groups[_DATA]).split(",")}
-        self._who = f"worker {self.index} of {self.count} ({socket.gethostname()}, process {os.getpid()})"
-        self._store.set(f"who/{self.index}", self._who)
-        # Read now, since the process that keeps the store may be the one that goes.
-        self._names = [self._store.get(f"who/{w}").decode() for w in range(self.count)]
+        self._under_way: list[_Sent] = []
+        self._finalizer = weakref.finalize(self, _leave, self._groups, self._under_way, self._lines)
+        end_before_leaving(self._finalizer)
+        _used.add(self)
+        self._process = os.getpid()
+        self._devices = _devices_of(dist.get_backend_config(self._groups[_DATA]))
+        self._who = name_of(self.index, self.count)
         self._num_runs = 0
         self._point = "the first run"
         self._compared: list[tuple[str, object]] = []  # what the next exchange compares
@@ -127,6 +154,7 @@ class ProcessGroup(Workers):
         self._why_over: str | None = None  # why no exchange can be made any more
 
     def begin_run(self) -> None:
+        self._refuse_in_child()
         self._num_runs += 1
         self._point, self._compared = "the beginning of strategy.run", []
 
@@ -144,14 +172,8 @@ class ProcessGroup(Workers):
         if not agreed:
             self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = packs_of(tensors)
-        flat: list[torch.Tensor] = []
-
-        def start() -> Iterator[dist.Work | None]:
-            for pack in packs:
-                flat.append(self._flat([tensors[i] for i in pack]))
-                yield from _adding_up(flat[-1], self._groups[_DATA])
-
-        self._wait(where, start)
+        flat = [self._flat([tensors[i] for i in pack]) for pack in packs]
+        self._exchange(where, _DATA, flat, lambda group: chain.from_iterable(_adding_up(one, group) for one in flat))
         sums: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for one, pack in zip(flat, packs, strict=True):
             for i, part in zip(pack, self._parts(one, [tensors[i] for i in pack]), strict=True):
@@ -160,16 +182,13 @@ class ProcessGroup(Workers):
 
     def begin_all_reduce(self, flat: torch.Tensor) -> Callable[[], None]:
         where = self._at("gradients that were sent during backward")
-        sent = self._sendable(flat)
-        works = _adding_up(sent, self._groups[_EARLY])
-        self._under_way += works
+        tensor = self._sendable(flat)
+        begun = self._begin(_EARLY, [tensor], lambda group: _adding_up(tensor, group))
 
         def arrived() -> None:
-            self._wait(where, lambda: works)
-            for work in works:
-                self._under_way.remove(work)
-            if sent is not flat:
-                flat.copy_(sent)
+            self._wait(where, lambda: begun)
+            if tensor is not flat:
+                flat.copy_(tensor)
 
         return arrived
 
@@ -194,8 +213,12 @@ class ProcessGroup(Workers):
         mine = self._sendable(bits(padded))
         all_bytes = [torch.empty_like(mine) for _ in sizes]
         if mine.numel():
-            data = self._groups[_DATA]
-            self._wait(self._at(name), lambda: [dist.all_gather(all_bytes, mine, group=data, async_op=True)])
+            self._exchange(
+                self._at(name),
+                _DATA,
+                [*all_bytes, mine],
+                lambda group: [dist.all_gather(all_bytes, mine, group=group, async_op=True)],
+            )
         whole = [one.to(front.device).view(front.dtype).view(padded.shape) for one in all_bytes]
         return [one[:size].movedim(0, axis) for one, size in zip(whole, sizes, strict=True)]
 
@@ -218,8 +241,12 @@ class ProcessGroup(Workers):
         packs = [[tensors[i] for i in pack] for pack in packs_of(tensors)]
         # The tensors of a pack have one dtype.
         flat = [self._sendable(torch.cat(list(map(bits, pack)))) for pack in packs]
-        data = self._groups[_DATA]
-        self._wait(where, lambda: [dist.broadcast(one, group=data, group_src=source, async_op=True) for one in flat])
+        self._exchange(
+            where,
+            _DATA,
+            flat,
+            lambda group: (dist.broadcast(one, group=group, group_src=source, async_op=True) for one in flat),
+        )
         if self.index == source:
             return
         for one, pack in zip(flat, packs, strict=True):
@@ -235,13 +262,14 @@ class ProcessGroup(Workers):
 
     def failed(self, error: BaseException) -> None:
         if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
-            self._say("failed", f"{self._who} failed: {described(error)}")
+            self._lines.say("failed", f"{self._who} failed: {described(error)}")
             self._close(f"this worker has failed: {described(error)}")
 
     # The parts of an exchange.
 
     def _at(self, name: str) -> str:
         """Where this worker is, in words."""
+        self._refuse_in_child()
         if self._why_over is not None:
             raise WorkerError(
                 f"The workers were at {name}, but the strategy cannot be used any more: {self._why_over}. Start the "
@@ -265,8 +293,7 @@ class ProcessGroup(Workers):
         of_all = self._sent((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
         refusing = [w for w, one in enumerate(of_all) if one[:_DIGEST] == _REFUSED]
         if not refusing and any(one[:_DIGEST] != place for one in of_all):
-            told_too = [f"{what} {_printed(value)}" for what, value in compared]
-            raise self._apart(", ".join([where, *told_too]), signature)
+            raise self._apart(where, signature, compared)
         begin, size, run = len(header), slice(_DIGEST, 2 * _DIGEST), slice(2 * _DIGEST, 3 * _DIGEST)
         for start, what, mark in zip(range(run.stop, begin, _DIGEST), MENTIONED, marks, strict=True):
             if any(one[start : start + _DIGEST] != mark for one in of_all):
@@ -295,61 +322,147 @@ class ProcessGroup(Workers):
         """The messages of all workers, which have the same length."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         of_all = list(mine.new_empty(self.count, len(message)))
-        control = self._groups[_CONTROL]
-        self._wait(where, lambda: [dist.all_gather(of_all, mine, group=control, async_op=True)])
+        self._exchange(
+            where,
+            _CONTROL,
+            [*of_all, mine],
+            lambda group: [dist.all_gather(of_all, mine, group=group, async_op=True)],
+        )
         return [one.numpy().tobytes() for one in of_all]
 
-    def _wait(self, where: str, start: Callable[[], Iterable[dist.Work | None]]) -> None:
-        try:
-            for work in list(start()):
-                assert work is not None
-                work.wait()
-        except RuntimeError as error:
-            traceback.clear_frames(error.__traceback__)  # torch's have the group, which would stay open
+    def _exchange(self, where: str, group: int, tensors: Sequence[torch.Tensor], begin: _Begin) -> None:
+        """Begins operations on tensors, and waits for their end."""
+        self._wait(where, lambda: self._begin(group, tensors, begin))
+
+    def _begin(self, group: int, tensors: Sequence[torch.Tensor], begin: _Begin) -> list[_Sent]:
+        begun = []
+        for work in begin(self._groups[group]):
+            begun.append(_Sent(group, work, tensors))
+            self._under_way.append(begun[-1])
+        return begun
+
+    def _wait(self, where: str, begun: Callable[[], Iterable[_Sent]]) -> None:
+        self._waits_since = time.monotonic()
+        error = self._problem(begun)
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they have the group, which would stay open
             raise self._explained(where, error) from error
 
-    def _apart(self, where: str, signature: object) -> WorkerError:
+    def _problem(self, begun: Callable[[], Iterable[_Sent]]) -> RuntimeError | None:
+        """What kept operations from coming to their end."""
+        try:
+            for sent in begun():
+                self._finish(sent)
+                sent.work = None
+                self._under_way.remove(sent)
+        except RuntimeError as error:
+            return error
+        return None
+
+    def _finish(self, sent: _Sent) -> None:
+        """Waits for the end of an operation, or until another worker is known to be lost."""
+        assert sent.work is not None
+        if any(tensor.device.type != "cpu" for tensor in sent.tensors):
+            sent.work.wait()  # with a limit, it would wait for the device
+            return
+        had_news = False
+        while True:
+            try:
+                sent.work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if sent.work.is_completed():
+                    sent.work.wait()  # raises again if the operation failed, and not if it has just ended
+                    return
+                if had_news:
+                    raise
+            # A worker that has ended may have done its part before: the operation gets one more chance.
+            self._lines.listen()
+            had_news = self._lines.has_news
+
+    def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
-        keys = [f"at/{self.num_exchanges}/{w}" for w in range(self.count)]
-        self._say(keys[self.index], f"{where} with {signature}" if signature else where)
-        listed = []
-        for w, key in enumerate(keys):
-            with suppress(RuntimeError):
-                self._store.wait([key], timedelta(seconds=_PATIENCE))
-                listed.append(f"worker {w} is at {self._store.get(key).decode()}")
-        self._close("the workers were at different places")
-        return WorkerError(
-            f"The workers came to different synchronization points: {', '.join(listed)}. Every worker must come to the "
-            "same ones in the same order, with tensors of the same shapes: let no such call depend on the worker or on "
-            "its rows."
+        place = f"{where} with {signature}" if signature else where
+        told = json.dumps([place, [[what, _by_name(value)] for what, value in compared]]).encode()
+        sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
+        of_all = self._sent(told.ljust(max(sizes)), where)
+        text = (
+            f"The workers came to different synchronization points: {_differences(list(map(json.loads, of_all)))}. "
+            "Every worker must come to the same ones in the same order, with tensors of the same shapes: let no such "
+            "call depend on the worker or on its rows."
         )
+        self._lines.say("verdict", text, blamed=[])
+        self._close("the workers were at different places")
+        return WorkerError(text)
 
     def _explained(self, where: str, error: RuntimeError) -> WorkerError:
-        """The error that says which worker is gone and why, as far as that can be known within seconds."""
-        here = f"This is {self._who}, which waited at {where}"
-        self._say(f"lost/{self.index}", where)
+        """The error that says which worker is lost and why, as far as that can be known within seconds."""
+        self._lines.say("lost", where)
         self._close("another worker was lost")
-        silent = [w for w in range(self.count) if w != self.index]
-        deadline = time.monotonic() + _PATIENCE
-        try:
-            while silent and time.monotonic() < deadline:
-                if self._store.check(["failed"]):
-                    return WorkerError(f"{self._store.get('failed').decode()}. {here}.")
-                silent = [w for w in silent if not self._store.check([f"lost/{w}"])]
-                time.sleep(0.02)
-        except RuntimeError as gone:
-            return WorkerError(f"{self._names[0]}, which keeps the store, is gone: {described(gone)}. {here}.")
-        told = ", ".join(self._names[w] for w in silent) or "A connection between workers"
-        return WorkerError(f"{told} is gone, or does not answer: {described(error)}. {here}.")
+        deadline = time.monotonic() + _PATIENCE_S
+        told = self._told()
+        while told is None and self._lines.silent and time.monotonic() < deadline:
+            self._lines.listen(_LISTEN_S)
+            told = self._told()
+        if told is None:
+            told, blamed = self._guess(error)
+            self._lines.say("verdict", told, blamed=blamed)
+        return WorkerError(f"{told}. This is {self._who}, which waited at {where}.")
 
-    def _say(self, key: str, value: str) -> None:
-        with suppress(RuntimeError):  # the process that keeps the store may be gone
-            self._store.set(key, value)
+    def _told(self) -> str | None:
+        """What is known of the worker that is lost. See Note [Exchanges between workers]."""
+        self._lines.listen()
+        said = self._lines.first("failed")
+        if said is not None:
+            return str(said[1]["text"])
+        if self._lines.dead:
+            dead = [self._names[w] for w in self._lines.dead]
+            return f"{' and '.join(dead)} {'is' if len(dead) == 1 else 'are'} gone: the process has ended"
+        said = self._lines.first("verdict")
+        if said is None:
+            return None
+        finder, word = said
+        if self.index in word["blamed"]:
+            return f"The others have given up waiting for this worker: {self._names[finder]} says that {word['text']}"
+        return str(word["text"])
+
+    def _guess(self, error: RuntimeError) -> tuple[str, list[int]]:
+        """What is most likely if nobody has said why, and whom it blames."""
+        left = self._lines.first("left")
+        if left is not None:
+            worker = left[0]
+            why = "its program has ended, has raised an exception outside of strategy.run, or has dropped the strategy"
+            return f"{self._names[worker]} has left: {why}", [worker]
+        silent = self._lines.silent
+        if not silent:
+            return f"A connection between workers is broken: {described(error)}", []
+        names = " and ".join(self._names[w] for w in silent)
+        seconds = time.monotonic() - self._waits_since
+        has = "has" if len(silent) == 1 else "have"
+        return f"{names} {has} not answered for {seconds:.0f} s: stopped, hanging or still at work", silent
 
     def _close(self, why: str) -> None:
         """Makes all exchanges of this and of the other workers fail."""
         self._why_over = why
+        has_lost_worker()
         _end(self._groups, self._under_way)
+
+    def _refuse_in_child(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"strategy.run, or another call that asks all workers, was made in process {os.getpid()}, which was "
+                f"forked from {self._who}. Only that one has connections to the other workers: make the call there. "
+                "A forked process, such as a worker of a DataLoader, may use the model itself."
+            )
+
+    def _forget(self) -> None:
+        """In a forked process: nothing of this is its own. It closes nothing, since it has not the threads to do so."""
+        self._finalizer.detach()
+        for thing in (*self._groups, *self._under_way):
+            leak(thing)
+        self._groups.clear()
+        self._under_way.clear()
+        self._why_over = "this process was forked from a worker"
 
     def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where a backend of the group takes it."""
@@ -365,12 +478,32 @@ class ProcessGroup(Workers):
         return unflattened(from_addable(flat.to(like[0].device), like[0].dtype), like)
 
 
-def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work | None]:
+_Begin = Callable[[dist.ProcessGroup], Iterable["dist.Work | None"]]
+
+
+def _devices_of(config: str) -> set[str]:
+    """The kinds of devices that backends take: `cpu` and `cuda` of `cpu:gloo,cuda:nccl`."""
+    return {part.partition(":")[0] for part in config.split(",")}
+
+
+def _groups_of(ranks: list[int], group: dist.ProcessGroup | None, timeout: timedelta | None) -> list[dist.ProcessGroup]:
+    """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is."""
+    known = dist.get_backend_config(group)
+    kind = None if known == dist.get_backend_config() else known  # None: as the default group
+    if "cpu" not in _devices_of(known):
+        kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
+    is_part = group is not None
+    made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in (kind, kind, "gloo")]
+    return [one for one in made if one is not None]
+
+
+def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
     Several pieces are under way at once: gloo has two threads, which add up and send by turns.
     """
-    return [dist.all_reduce(piece, group=group, async_op=True) for piece in flat.split(PACK // flat.element_size())]
+    for piece in flat.split(PACK // flat.element_size()):
+        yield dist.all_reduce(piece, group=group, async_op=True)
 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -379,6 +512,31 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
         if not stride and tensor.numel():
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     tensor.copy_(values)
+
+
+def _by_name(value: object) -> dict[str, str]:
+    """The parts of a value that are shown if they differ: those of a list of dicts each by itself."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return {"": _printed(value)}
+    return {
+        f"{name} of group {i}" if len(value) > 1 else str(name): _printed(part)
+        for i, one in enumerate(value)
+        for name, part in one.items()
+    }
+
+
+def _differences(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]]) -> str:
+    """Where each worker is, and what all of them compared there, as far as it differs."""
+    listed = []
+    for w, (place, compared) in enumerate(of_all):
+        shown = [f"worker {w} is at {place}"]
+        for what, parts in compared:
+            theirs = [dict(others).get(what) for _, others in of_all]
+            for name, value in parts.items():
+                if any(one is not None and one.get(name) != value for one in theirs):
+                    shown.append(f"{what} {name}={value}" if name else f"{what} {value}")
+        listed.append(", ".join(shown))
+    return ", ".join(listed)
 
 
 def _comparable(named: Any) -> bytes:

@@ -146,10 +146,13 @@ def unpicklable(thing: object, why: str) -> TypeError:
 
 
 def described(error: BaseException) -> str:
-    """The type and text of an error; the `__str__` of some errors raises, and then the text says so."""
+    """The type and text of an error; the `__str__` of some errors raises, and then the text says so.
+
+    What cannot be printed or sent, as half of a surrogate pair, becomes an escape.
+    """
     text = "its text cannot be had"
     with suppress(Exception):
-        text = str(error)
+        text = str(error).encode(errors="backslashreplace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -346,7 +346,17 @@ def num_users(storage: torch.UntypedStorage) -> int:
     return users
 
 
-def shared_store(prefix: str) -> Any:
-    """The store by which the processes of `torch.distributed` have found each other, with keys that begin so."""
-    distributed_c10d: Any = torch.distributed.distributed_c10d
-    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+def shared_store(prefix: str) -> tuple[Any, tuple[str, int] | None]:
+    """A connection of its own to the store by which the processes of `torch.distributed` have found each other.
+
+    Its keys begin with the prefix. The host and the port are those at which it is kept, if it is at any.
+    """
+    distributed: Any = torch.distributed
+    store = distributed.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):  # some stores have no second connection
+        store = store.clone()
+    innermost = store
+    while isinstance(innermost, distributed.PrefixStore):
+        innermost = innermost.underlying_store
+    home = (innermost.host, innermost.port) if isinstance(innermost, distributed.TCPStore) else None
+    return distributed.PrefixStore(prefix, store), home

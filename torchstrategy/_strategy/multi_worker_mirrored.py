@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, final
 
 import torch.distributed as dist
 
+from torchstrategy._communication.joining import has_group, join
 from torchstrategy._communication.options import CommunicationOptions, as_options, check_usable
-from torchstrategy._communication.process_group import ProcessGroup, has_group, join
+from torchstrategy._communication.process_group import ProcessGroup
 from torchstrategy._communication.workers import LONE, Workers
 from torchstrategy._core.devices import local_accelerators
 from torchstrategy._core.errors import plural, require_type
@@ -54,6 +55,7 @@ class MultiWorkerMirroredBase(StrategyBase):
         buffer_aggregation: Literal["mean", "only_first_replica"] = "mean",
     ) -> None:
         require_type(cluster_resolver, ClusterResolver | None, "cluster_resolver is a ClusterResolver or None")
+        _check_timeout(timeout)
         said = as_options(_NAME, communication_options)
         if said.bytes_per_pack:
             raise ValueError(
@@ -126,7 +128,8 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
     Raises:
         ValueError: If this task is none that trains, such as `"ps"`; if the workers have different numbers of replicas;
             if a device is not there, or an option asks for what cannot be done.
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument is of the wrong kind, as `timeout=6`.
+        WorkerError: If a worker does not come within `timeout`, or ends before all have come.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
     """
@@ -200,6 +203,17 @@ class PreemptionCheckpointHandler:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = self._workers.is_asked_to_leave = True
+
+
+def _check_timeout(timeout: object) -> None:
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        raise TypeError(
+            f"{_NAME}(timeout={timeout!r}): a number does not say of what. Write "
+            f"timeout=timedelta(seconds={timeout!r}), after `from datetime import timedelta`."
+        )
+    require_type(timeout, timedelta | None, f"{_NAME}(timeout=...) takes a datetime.timedelta or None")
+    if isinstance(timeout, timedelta) and timeout <= timedelta():
+        raise ValueError(f"{_NAME}(timeout={timeout!r}): the others have no time to come. Give a timeout above 0.")
 
 
 def _place(resolver: ClusterResolver | None) -> Place:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import final
 
 import torch
@@ -30,9 +30,10 @@ from torchstrategy._training.replica_gradients import ReplicaParameter, call_in_
 # reduction has told all of them: the parameters that had a dense gradient in some worker. All workers send the packs in
 # the same order. A worker that has no gradient of them comes to the reduction, hears that another has sent some, and
 # sends zeros.
-# - What was sent is an offer. The workers tell each other for which parameters their gradient is another one by the
-#   time of the reduction: a second backward has added to it, or the step has cleared it. The sums of these are thrown
-#   away, and the gradients are sent again. From then on, nothing is sent early: such a step would send them twice.
+# - What was sent is an offer. The workers tell each other which gradients they have by the time of the reduction, and
+#   which are other ones than they were: a second backward has added to them, or the step has cleared them. If all are
+#   those that were sent, the sums count. Else all are thrown away, and the gradients are sent again. If that happens
+#   twice in a row, nothing is sent early any more: such a step would always send them twice.
 # - A worker that fails, or goes another way, may leave others with packs under way. The workers learn of it by the
 #   messages of Note [Exchanges between workers], which have a group of their own.
 @final
@@ -137,15 +138,23 @@ class OverlappedSums:
             sums.update(pack.sums())
         return sums
 
-    def learn(self, dense: Sequence[int], was_in_vain: bool) -> None:
-        """All workers have told each other which gradients are dense, and whether some were sent in vain."""
+    def among(self, indices: Set[int]) -> set[int]:
+        """Those of the positions that are of parameters of the replica. The others are never sent early."""
+        return {index for index in indices if index < len(self._parameters)}
+
+    def learn(self, dense: Set[int], were_sent: bool, is_as_foreseen: bool) -> None:
+        """All workers have told each other which gradients are dense, and whether those that were sent early count."""
         # If nobody has sent anything yet, the packs are as if nothing had been offered: these gradients are taken.
         self._forget()
-        known = self._streams.dense_gradients
-        if was_in_vain or known.get(self._model, ()) is None:
+        known, in_vain = self._streams.dense_gradients, self._streams.sent_in_vain
+        if were_sent and not is_as_foreseen and self._model in in_vain:
             known[self._model] = None
-        elif dense:
-            known[self._model] = tuple(index for index in dense if index < len(self._parameters))
+        if were_sent and not is_as_foreseen:
+            in_vain.add(self._model)
+        elif were_sent:
+            in_vain.discard(self._model)
+        if dense and known.get(self._model, ()) is not None:
+            known[self._model] = tuple(sorted(dense))
 
     def _free_memory(self, pack: _Pack) -> torch.Tensor:
         """A tensor for the gradients of a pack, in memory that nobody uses."""
@@ -197,8 +206,12 @@ class _Pack:
         return dict(zip(self.indices, unflattened(flat, self.like), strict=True))
 
 
+def in_order_of_backward(indices: Iterable[int]) -> list[int]:
+    """The positions of parameters as they are sent: backward makes the gradients of the last ones first."""
+    return sorted(indices, reverse=True)
+
+
 def _packs(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[_Pack]:
-    """Backward makes the gradients of the last parameters first."""
-    ordered = sorted(indices, reverse=True)
+    ordered = in_order_of_backward(indices)
     packs = [[ordered[i] for i in pack] for pack in packs_of([parameters[index] for index in ordered])]
     return [_Pack(pack, [parameters[index] for index in pack]) for pack in packs]

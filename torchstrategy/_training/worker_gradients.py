@@ -16,7 +16,7 @@ import torch
 from torchstrategy._core.options import ReduceOp
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._execution.worker_streams import WorkerStreams
-from torchstrategy._training.overlapped_sums import OverlappedSums
+from torchstrategy._training.overlapped_sums import OverlappedSums, in_order_of_backward
 from torchstrategy._training.replica_gradients import EarlyReads
 
 _POINT = "the reduction of gradients"
@@ -137,15 +137,26 @@ class WorkerReduction:
         return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
 
     def _added(self, told: Table, sent: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        outdated, some_dense = _where(told[_OUTDATED]), told[_HAS] > told[_SPARSE]
-        added = {index: sent[index] for index in _where(told[_HAS]) & sent.keys() - outdated}
-        dense = sorted(_where(some_dense) - added.keys())
-        here = [self._dense(index) for index in dense]
+        some_dense = told[_HAS] > told[_SPARSE]
+        dense = _where(some_dense & (told[_SPARSE] == 0))
+        could_be_sent = dense if self.overlapped is None else self.overlapped.among(dense)
+        # Three summands have other last bits in another order, and gloo's order for a number depends on its place in
+        # what is sent. So the layout follows from this reduction alone: what was sent early counts as a whole or not
+        # at all. Else a training that goes on from a checkpoint would differ from one that was not interrupted.
+        is_as_foreseen = sent.keys() == could_be_sent and not told[_OUTDATED].any()
+        added = sent if is_as_foreseen else self._all_reduce(could_be_sent)
+        added.update(self._all_reduce(_where(some_dense) - could_be_sent))
         if self.overlapped is not None:
-            self.overlapped.learn(sorted(_where(some_dense & (told[_SPARSE] == 0))), bool(sent and outdated))
-        if dense:
-            added.update(zip(dense, self.streams.workers.all_reduce(here, _POINT, agreed=True), strict=True))
+            self.overlapped.learn(could_be_sent, bool(sent), is_as_foreseen)
         return {index: added[index] if index in added else self._sparse(index) for index in sorted(_where(told[_HAS]))}
+
+    def _all_reduce(self, indices: Set[int]) -> dict[int, torch.Tensor]:
+        """The sums of dense gradients over all workers, by position, in the layout of those that are sent early."""
+        ordered = in_order_of_backward(indices)
+        if not ordered:
+            return {}
+        here = [self._dense(index) for index in ordered]
+        return dict(zip(ordered, self.streams.workers.all_reduce(here, _POINT, agreed=True), strict=True))
 
     def _dense(self, index: int) -> torch.Tensor:
         mine = self.total.get(index)

@@ -1,0 +1,295 @@
+"""How workers find each other by a store, and who has not come."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, final
+
+from torchstrategy._communication.bounded import NoAnswer, ask
+from torchstrategy._communication.lifelines import Lifelines
+from torchstrategy._communication.workers import WorkerError
+from torchstrategy._core.errors import described
+
+USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
+_LOOK_S = 0.02  # how often a worker looks whether another one has come
+_REFUSED_S = 3.0  # how long a worker may refuse connections that has come: another process may have left its address
+_OVER, _HEARD = "over", "heard"  # keys: why the meeting is over, and how many workers know it
+_LONGEST_CALL = 200  # bytes with which a worker says that it is one
+
+_T = TypeVar("_T")
+
+
+class Entry(NamedTuple):
+    """What a worker puts into the store: who it is, and where it takes connections."""
+
+    who: str
+    host: str
+    addresses: list[str]
+    port: int
+    secret: str
+
+
+def name_of(index: int, count: int) -> str:
+    return f"worker {index} of {count} ({socket.gethostname()}, process {os.getpid()})"
+
+
+# Note [Workers that join]
+# Each worker takes connections at a port of its own, and puts its addresses and a secret into the store. It calls the
+# workers of lower numbers, and waits for calls of those of higher ones. Whoever brings the secret is a worker. So a
+# worker that dies after it has come is noticed by those that it is connected to, and they tell the others: by their
+# connections, and those that they have none to by the store. While torch makes its groups, which it does in C++ without
+# looking at anybody, `watched` looks.
+@final
+class Meeting:
+    """One worker on its way to the others.
+
+    Args:
+        store: A store that all workers have, with keys for this meeting alone.
+        where: What to call it in a message.
+        home: The host and port at which it is kept, if it is at any.
+        index: The number of this worker.
+        count: How many workers there are.
+        timeout: How long to wait for all.
+    """
+
+    def __init__(
+        self, store: Any, where: str, home: tuple[str, int] | None, index: int, count: int, timeout: timedelta
+    ) -> None:
+        self._store = store
+        self._where = where
+        self._home = home
+        self._count = count
+        self._index = index
+        self._seconds = timeout.total_seconds()
+        self._deadline = time.monotonic() + self._seconds
+        self.lines = Lifelines(index, count)
+        self._connected: set[int] = set()
+        self._refused: dict[str, float] = {}  # since when, by the secret of who refuses connections
+
+    def meet(self) -> list[str]:
+        """Connects `lines` to all workers, and returns their names.
+
+        Raises:
+            WorkerError: Naming who has not come in time, or has ended.
+        """
+        try:
+            with _server() as server, selectors.DefaultSelector() as callers:
+                server.setblocking(False)
+                callers.register(server, selectors.EVENT_READ)
+                self._secret = secrets.token_hex(16)
+                self._come(server.getsockname()[1])
+                while len(self._connected) < self._count - 1:
+                    self._look_into_store()
+                    self._call_next()
+                    self._take_calls(server, callers)
+                    self.look()
+                    if time.monotonic() > self._deadline:
+                        raise self._over(self._missing())
+                return [self._entry(w).who for w in range(self._count)]
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    def watched(self, call: Callable[[], _T]) -> _T:
+        """What a call returns in which all workers take part, if none of them ends meanwhile."""
+        try:
+            return self._watched(call)
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    def _failed(self, error: BaseException) -> None:
+        if not isinstance(error, WorkerError):
+            text = f"{name_of(self._index, self._count)} failed: {described(error)}"
+            self.lines.say("failed", text)
+            self._try(lambda: self._store.set(_OVER, text))
+        self._try(lambda: self._store.add(_HEARD, 1))
+
+    def wait_for_others(self) -> None:
+        """Lets the others hear why the meeting is over, before the process ends that keeps the store."""
+        end = time.monotonic() + _REFUSED_S
+        while (self._try(lambda: self._store.add(_HEARD, 0)) or 0) < self._count - 1 and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+
+    def _watched(self, call: Callable[[], _T]) -> _T:
+        try:
+            return ask(call, self._seconds, self._look_while_grouping)
+        except NoAnswer as error:
+            raise self._lost("it takes too long") from error
+        except RuntimeError as error:
+            if isinstance(error, WorkerError):
+                raise
+            raise self._lost(described(error)) from error
+
+    def _look_while_grouping(self) -> None:
+        self.look()
+        if self.lines.first("lost") is not None:  # its time is over: whoever says nothing now does not answer
+            raise NoAnswer
+
+    def _lost(self, problem: str) -> WorkerError:
+        """The error where torch could not make its groups: a worker that says nothing now is missing."""
+        self.lines.say("lost", problem)
+        end = time.monotonic() + _REFUSED_S
+        while self.lines.silent and time.monotonic() < end:
+            self.lines.listen(_LOOK_S)
+            self.look()
+        if self.lines.silent:
+            return self._over(self._not_there(self.lines.silent, "answered"))
+        return self._over(f"torch.distributed could not make a group of all workers: {problem}")
+
+    def look(self) -> None:
+        """Raises an error if another worker has given up, or is dead."""
+        self.lines.listen()
+        for kind in ("failed", "verdict"):
+            said = self.lines.first(kind)
+            if said is not None:
+                raise WorkerError(said[1]["text"])
+        if self.lines.dead:
+            raise self._over(f"Worker {self.lines.dead[0]} of {self._count} has ended before all workers had joined")
+
+    # What it asks the store.
+
+    def _come(self, port: int) -> None:
+        entry = Entry(
+            name_of(self._index, self._count), socket.gethostname(), _addresses(self._home), port, self._secret
+        )
+        self._ask(lambda: self._store.set(str(self._index), json.dumps(entry)))
+
+    def _look_into_store(self) -> None:
+        """Raises an error if a worker has given up that this one has no connection to."""
+        if self._ask(lambda: bool(self._store.check([_OVER]))):
+            raise WorkerError(self._ask(lambda: self._store.get(_OVER)).decode())
+
+    def _try(self, call: Callable[[], _T]) -> _T | None:
+        with suppress(NoAnswer, RuntimeError):
+            return ask(call, 1.0)
+        return None
+
+    def _has_come(self, worker: int) -> bool:
+        return self._ask(lambda: bool(self._store.check([str(worker)])))
+
+    def _entry(self, worker: int) -> Entry:
+        return Entry(*json.loads(self._ask(lambda: self._store.get(str(worker)))))
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        left = max(self._deadline - time.monotonic(), _REFUSED_S)
+        try:
+            return ask(call, left, self.look)
+        except NoAnswer:
+            raise self._over(f"{self._where} does not answer") from None
+        except RuntimeError as error:
+            if isinstance(error, WorkerError):
+                raise
+            self.lines.listen(_REFUSED_S)
+            self.look()
+            raise self._over(f"{self._where} is gone: {described(error)}") from error
+
+    def _missing(self) -> str:
+        absent = [w for w in range(self._count) if w != self._index and w not in self._connected]
+        unseen = [w for w in absent if not self._has_come(w)]
+        return self._not_there(unseen, "come") if unseen else self._not_there(absent, "answered")
+
+    def _not_there(self, missing: list[int], came: str) -> str:
+        named = " and ".join(f"worker {w}" for w in missing)
+        has = "has" if len(missing) == 1 else "have"
+        return (
+            f"{named[0].upper()}{named[1:]} of {self._count} {has} not {came} within {self._seconds:g} s, and the "
+            "others wait for it: start all workers at about the same time, and look at the output of the missing one"
+        )
+
+    def _over(self, text: str) -> WorkerError:
+        self.lines.say("verdict", text, blamed=[])
+        self._try(lambda: self._store.set(_OVER, text))
+        return WorkerError(f"{text}. This is {name_of(self._index, self._count)}.")
+
+    # Connections.
+
+    def _call_next(self) -> None:
+        """Connects to the next worker of a lower number, if it has come."""
+        worker = next((w for w in range(self._index) if w not in self._connected), None)
+        if worker is None or not self._has_come(worker):
+            return
+        entry = self._entry(worker)
+        problem = ""
+        for address in [*(["127.0.0.1"] if entry.host == socket.gethostname() else []), *entry.addresses]:
+            try:
+                self._take(worker, self._called(address, entry))
+                return
+            except OSError as error:
+                problem = f"{address}, port {entry.port}: {described(error)}"
+        since = self._refused.setdefault(entry.secret, time.monotonic())
+        if time.monotonic() - since > _REFUSED_S:
+            raise self._over(f"{entry.who} had come, and has ended or cannot be reached at {problem}")
+
+    def _called(self, address: str, entry: Entry) -> socket.socket:
+        connection = socket.create_connection((address, entry.port), timeout=_REFUSED_S)
+        try:
+            connection.sendall(f"{entry.secret} {self._index}\n".encode())
+            connection.settimeout(max(self._deadline - time.monotonic(), _REFUSED_S))
+            if connection.recv(1) != b"\n":
+                raise ConnectionError("another program answers there")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _take_calls(self, server: socket.socket, callers: selectors.BaseSelector) -> None:
+        """Takes the connections of workers of higher numbers."""
+        for key, _ in callers.select(_LOOK_S):
+            if key.fileobj is server:
+                with suppress(OSError):  # whoever called may have gone
+                    caller, _ = server.accept()
+                    caller.setblocking(False)
+                    callers.register(caller, selectors.EVENT_READ, bytearray())
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                self._hear(key.fileobj, key.data, callers)
+
+    def _hear(self, caller: socket.socket, heard: bytearray, callers: selectors.BaseSelector) -> None:
+        data = b""
+        with suppress(OSError):
+            data = caller.recv(_LONGEST_CALL)
+        heard += data
+        if data and b"\n" not in heard and len(heard) < _LONGEST_CALL:
+            return
+        callers.unregister(caller)
+        secret, _, number = bytes(heard).partition(b"\n")[0].partition(b" ")
+        if secrets.compare_digest(secret, self._secret.encode()) and number.isdigit():
+            with suppress(OSError):
+                caller.sendall(b"\n")
+                self._take(int(number), caller)
+                return
+        caller.close()
+
+    def _take(self, worker: int, connection: socket.socket) -> None:
+        self.lines.take(worker, connection)
+        self._connected.add(worker)
+
+
+def _server() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _addresses(home: tuple[str, int] | None) -> list[str]:
+    """Where other workers may reach this machine: as it reaches the store, or by its name."""
+    found = []
+    if home is not None:
+        with suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(*home, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                found.append(probe.getsockname()[0])
+    with suppress(OSError):
+        known = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found += [str(address[0]) for _, _, _, _, address in known]
+    return list(dict.fromkeys(found))
