@@ -54,7 +54,10 @@ def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) ->
         store, home = ask(lambda: shared_store(prefix), limit.total_seconds())
     except NoAnswer:
         raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
-    return Meeting(store, _named(home, "The store of torch.distributed"), home, index, count, limit)
+    meeting = Meeting(store, _named(home, "The store of torch.distributed"), home, index, count, limit)
+    if _Joined.lines is not None and len(_Joined.lines.others) + 1 == count:
+        meeting.earlier = _Joined.lines
+    return meeting
 
 
 def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None:

@@ -71,6 +71,7 @@ class Meeting:
         self._seconds = timeout.total_seconds()
         self._deadline = time.monotonic() + self._seconds
         self.lines = Lifelines(index, count)
+        self.earlier: Lifelines | None = None  # connections of an earlier meeting of the same workers
         self._connected: set[int] = set()
         self._refused: dict[str, float] = {}  # since when, by the secret of who refuses connections
 
@@ -152,8 +153,12 @@ class Meeting:
             said = self.lines.first(kind)
             if said is not None:
                 raise WorkerError(said[1]["text"])
-        if self.lines.dead:
-            raise self._over(f"Worker {self.lines.dead[0]} of {self._count} has ended before all workers had joined")
+        dead = self.lines.dead
+        if self.earlier is not None and not dead:
+            self.earlier.listen()
+            dead = self.earlier.dead
+        if dead:
+            raise self._over(f"Worker {dead[0]} of {self._count} has ended before all workers had joined")
 
     # What it asks the store.
 
