@@ -137,7 +137,7 @@ class Trainer:
         """The value for the user's trainer; `MISSING` if it is to have none."""
         before = self._known.get(name, MISSING)
         if self.is_understudy and isinstance(before, PerReplica):
-            return before
+            return self._kept_by_understudy(before)
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
         present = range(self.num_replicas) if isinstance(before, PerReplica) else self.present
         values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
@@ -153,18 +153,27 @@ class Trainer:
         is_kept = self.translation is not None
         if self.is_understudy:
             return PerReplica([ABSENT] * len(values), understudy=first, is_kept=is_kept)
-        # Who takes no part goes on with what it had. A number is still a part of a count. But anything else, such as an
-        # output, would be taken for rows of this batch.
+        # Who takes no part goes on with what it had.
         earlier = {r: value for r, value in enumerate(of_replicas) if r not in self.present and value is not MISSING}
         components = [ABSENT if value is MISSING else value for value in values]
         for r, value in earlier.items():
-            if not isinstance(value, (int, float, complex)):
+            if not _still_counts(value):
                 components[r] = ABSENT
         if not any(isinstance(component, (torch.Tensor, np.ndarray)) for component in components):
             components = self._as_users_have(components)
         made = PerReplica(components, is_kept=is_kept)
         made._earlier = earlier
         return self._translation.in_one(made)
+
+    def _kept_by_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
+        """What the user has where no replica of this process takes part: each goes on with what it had."""
+        count = self.num_replicas
+        earlier = {r: value for r in range(count) if (value := in_replica(before, r, count)) is not MISSING}
+        components = [earlier[r] if r in earlier and _still_counts(earlier[r]) else ABSENT for r in range(count)]
+        shown = next(iter(earlier.values()), before.understudy)  # for the shape and dtype of what it does not have
+        made = PerReplica(components, understudy=shown, is_kept=self.translation is not None)
+        made._earlier = earlier
+        return made
 
     def _as_users_have(self, values: Iterable[Any]) -> list[Any]:
         return [self._translation.of_users(value) for value in values]
@@ -346,6 +355,14 @@ def in_replica(value: Any, replica: int, num_replicas: int) -> Any:
     if own is ABSENT and isinstance(value, PerReplica):
         own = value._earlier.get(replica, ABSENT)
     return MISSING if own is ABSENT else own
+
+
+def _still_counts(value: Any) -> bool:
+    """Whether a value of a replica that takes no part is one of the strategy's values.
+
+    A number is still a part of a count. Anything else, such as an output, would be taken for rows of this batch.
+    """
+    return isinstance(value, (int, float, complex))
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -527,13 +527,15 @@ def _by_name(value: object) -> dict[str, str]:
 
 def _differences(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]]) -> str:
     """Where each worker is, and what all of them compared there, as far as it differs."""
+    # Workers at different places compare different things anyway.
+    are_at_one_place = len({place for place, _ in of_all}) == 1
     listed = []
     for w, (place, compared) in enumerate(of_all):
         shown = [f"worker {w} is at {place}"]
         for what, parts in compared:
             theirs = [dict(others).get(what) for _, others in of_all]
             for name, value in parts.items():
-                if any(one is not None and one.get(name) != value for one in theirs):
+                if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
                     shown.append(f"{what} {name}={value}" if name else f"{what} {value}")
         listed.append(", ".join(shown))
     return ", ".join(listed)
