@@ -8,12 +8,14 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     options             what a person says about how values travel, and whether this machine can do it
     wire                values as bytes that hold no code, as workers send them to each other
     workers             the processes that train together, as one of them sees the others
+    comparisons         what workers compare, as bytes and in words
     reductions          the arithmetic of `Strategy.reduce` and `Strategy.gather`, and which values fit together
     bounded             calls that may never return
     inherited           what a process that is forked from a worker gives back
     lifelines           connections between all workers, by which they hear why and that one of them is lost
+    blame               which worker is lost, and why
     meeting             how workers find each other, and who has not come
-    joining             how a process joins the default group of `torch.distributed`, and leaves it
+    joining             how a process joins groups of `torch.distributed`, and leaves them
     process_group       workers that are joined by a process group of `torch.distributed`
     cross_device_ops    the public ways of reducing and broadcasting: on one device, or on all devices at once
 """

@@ -1,4 +1,4 @@
-"""How a process joins the default group of `torch.distributed`, and leaves it."""
+"""How a process joins groups of `torch.distributed`, and leaves them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ class _Joined:
 def has_group() -> bool:
     """Whether `torch.distributed` has a group already."""
     return dist.is_available() and dist.is_initialized()
+
+
+def devices_of(config: str) -> set[str]:
+    """The kinds of devices that backends take: `cpu` and `cuda` of `cpu:gloo,cuda:nccl`."""
+    return {part.partition(":")[0] for part in config.split(",")}
+
+
+def groups_of(ranks: list[int], group: dist.ProcessGroup | None, timeout: timedelta | None) -> list[dist.ProcessGroup]:
+    """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is."""
+    known = dist.get_backend_config(group)
+    kind = None if known == dist.get_backend_config() else known  # None: as the default group
+    if "cpu" not in devices_of(known):
+        kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
+    is_part = group is not None
+    made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in (kind, kind, "gloo")]
+    return [one for one in made if one is not None]
 
 
 def meeting_of(group: str, index: int, count: int, timeout: timedelta | None) -> Meeting:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 import json
-import marshal
 import os
 import time
 import traceback
@@ -21,8 +19,17 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from torchstrategy._communication.blame import guess_lost, told_of_lost
+from torchstrategy._communication.comparisons import by_name, comparable, differences
 from torchstrategy._communication.inherited import give_back, noting_sockets
-from torchstrategy._communication.joining import end_before_leaving, has_lost_worker, leak, meeting_of
+from torchstrategy._communication.joining import (
+    devices_of,
+    end_before_leaving,
+    groups_of,
+    has_lost_worker,
+    leak,
+    meeting_of,
+)
 from torchstrategy._communication.lifelines import Lifelines
 from torchstrategy._communication.meeting import name_of
 from torchstrategy._communication.native_dtypes import as_addable, bits, from_addable
@@ -137,7 +144,7 @@ class ProcessGroup(Workers):
         self._names = meeting.meet()
         self._lines = meeting.lines
         with noting_sockets():
-            self._groups = meeting.watched(partial(_groups_of, ranks, group, timeout))
+            self._groups = meeting.watched(partial(groups_of, ranks, group, timeout))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
         self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
         self._under_way: list[_Sent] = []
@@ -145,7 +152,7 @@ class ProcessGroup(Workers):
         end_before_leaving(self._finalizer)
         _used.add(self)
         self._process = os.getpid()
-        self._devices = _devices_of(dist.get_backend_config(self._groups[_DATA]))
+        self._devices = devices_of(dist.get_backend_config(self._groups[_DATA]))
         self._who = name_of(self.index, self.count)
         self._num_runs = 0
         self._point = "the first run"
@@ -165,7 +172,7 @@ class ProcessGroup(Workers):
         self._compared.append((what, value))
 
     def mention(self, what: str, value: object) -> None:
-        self._mentioned[what] = digest(_comparable(value))
+        self._mentioned[what] = digest(comparable(value))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
         where = self._at(name)
@@ -284,7 +291,7 @@ class ProcessGroup(Workers):
         """
         self.num_exchanges += 1
         compared, self._compared = self._compared, []
-        place = digest(b"".join([f"{where} {signature}".encode(), *map(_comparable, compared)]))
+        place = digest(b"".join([f"{where} {signature}".encode(), *map(comparable, compared)]))
         place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
@@ -383,11 +390,11 @@ class ProcessGroup(Workers):
     def _apart(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
         place = f"{where} with {signature}" if signature else where
-        told = json.dumps([place, [[what, _by_name(value)] for what, value in compared]]).encode()
+        told = json.dumps([place, [[what, by_name(value)] for what, value in compared]]).encode()
         sizes = [int.from_bytes(size, "big") for size in self._sent(len(told).to_bytes(_DIGEST, "big"), where)]
         of_all = self._sent(told.ljust(max(sizes)), where)
         text = (
-            f"The workers came to different synchronization points: {_differences(list(map(json.loads, of_all)))}. "
+            f"The workers came to different synchronization points: {differences(list(map(json.loads, of_all)))}. "
             "Every worker must come to the same ones in the same order, with tensors of the same shapes: let no such "
             "call depend on the worker or on its rows."
         )
@@ -400,46 +407,14 @@ class ProcessGroup(Workers):
         self._lines.say("lost", where)
         self._close("another worker was lost")
         deadline = time.monotonic() + _PATIENCE_S
-        told = self._told()
+        told = told_of_lost(self._lines, self._names, self.index)
         while told is None and self._lines.silent and time.monotonic() < deadline:
             self._lines.listen(_LISTEN_S)
-            told = self._told()
+            told = told_of_lost(self._lines, self._names, self.index)
         if told is None:
-            told, blamed = self._guess(error)
+            told, blamed = guess_lost(self._lines, self._names, time.monotonic() - self._waits_since, error)
             self._lines.say("verdict", told, blamed=blamed)
         return WorkerError(f"{told}. This is {self._who}, which waited at {where}.")
-
-    def _told(self) -> str | None:
-        """What is known of the worker that is lost. See Note [Exchanges between workers]."""
-        self._lines.listen()
-        said = self._lines.first("failed")
-        if said is not None:
-            return str(said[1]["text"])
-        if self._lines.dead:
-            dead = [self._names[w] for w in self._lines.dead]
-            return f"{' and '.join(dead)} {'is' if len(dead) == 1 else 'are'} gone: the process has ended"
-        said = self._lines.first("verdict")
-        if said is None:
-            return None
-        finder, word = said
-        if self.index in word["blamed"]:
-            return f"The others have given up waiting for this worker: {self._names[finder]} says that {word['text']}"
-        return str(word["text"])
-
-    def _guess(self, error: RuntimeError) -> tuple[str, list[int]]:
-        """What is most likely if nobody has said why, and whom it blames."""
-        left = self._lines.first("left")
-        if left is not None:
-            worker = left[0]
-            why = "its program has ended, has raised an exception outside of strategy.run, or has dropped the strategy"
-            return f"{self._names[worker]} has left: {why}", [worker]
-        silent = self._lines.silent
-        if not silent:
-            return f"A connection between workers is broken: {described(error)}", []
-        names = " and ".join(self._names[w] for w in silent)
-        seconds = time.monotonic() - self._waits_since
-        has = "has" if len(silent) == 1 else "have"
-        return f"{names} {has} not answered for {seconds:.0f} s: stopped, hanging or still at work", silent
 
     def _close(self, why: str) -> None:
         """Makes all exchanges of this and of the other workers fail."""
@@ -481,22 +456,6 @@ class ProcessGroup(Workers):
 _Begin = Callable[[dist.ProcessGroup], Iterable["dist.Work | None"]]
 
 
-def _devices_of(config: str) -> set[str]:
-    """The kinds of devices that backends take: `cpu` and `cuda` of `cpu:gloo,cuda:nccl`."""
-    return {part.partition(":")[0] for part in config.split(",")}
-
-
-def _groups_of(ranks: list[int], group: dist.ProcessGroup | None, timeout: timedelta | None) -> list[dist.ProcessGroup]:
-    """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is."""
-    known = dist.get_backend_config(group)
-    kind = None if known == dist.get_backend_config() else known  # None: as the default group
-    if "cpu" not in _devices_of(known):
-        kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
-    is_part = group is not None
-    made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in (kind, kind, "gloo")]
-    return [one for one in made if one is not None]
-
-
 def _adding_up(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
@@ -512,54 +471,3 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
         if not stride and tensor.numel():
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     tensor.copy_(values)
-
-
-def _by_name(value: object) -> dict[str, str]:
-    """The parts of a value that are shown if they differ: those of a list of dicts each by itself."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        return {"": _printed(value)}
-    return {
-        f"{name} of group {i}" if len(value) > 1 else str(name): _printed(part)
-        for i, one in enumerate(value)
-        for name, part in one.items()
-    }
-
-
-def _differences(of_all: Sequence[tuple[str, Sequence[tuple[str, dict[str, str]]]]]) -> str:
-    """Where each worker is, and what all of them compared there, as far as it differs."""
-    # Workers at different places compare different things anyway.
-    are_at_one_place = len({place for place, _ in of_all}) == 1
-    listed = []
-    for w, (place, compared) in enumerate(of_all):
-        shown = [f"worker {w} is at {place}"]
-        for what, parts in compared:
-            theirs = [dict(others).get(what) for _, others in of_all]
-            for name, value in parts.items():
-                if any(are_at_one_place if one is None else one.get(name) != value for one in theirs):
-                    shown.append(f"{what} {name}={value}" if name else f"{what} {value}")
-        listed.append(", ".join(shown))
-    return ", ".join(listed)
-
-
-def _comparable(named: Any) -> bytes:
-    """Bytes that differ where two values do."""
-    try:
-        return marshal.dumps(named, 0)  # for numbers and texts, in a tenth of the time
-    except ValueError:
-        return _printed(named).encode()
-
-
-def _printed(value: object) -> str:
-    """A text that differs where two values do."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() < _FEW:
-            return _printed(value.tolist())
-        return f"{tuple(value.shape)} {digest(bits(value).cpu().numpy().tobytes()).hex()}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_printed, value))}]"
-    if isinstance(value, dict):
-        return _printed(sorted((str(key), _printed(item)) for key, item in value.items()))
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None), enum.Enum)) else type(value).__name__
-
-
-_FEW = 9

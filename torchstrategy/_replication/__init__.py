@@ -9,8 +9,10 @@ has changed.
     tensor_copies            copies of tensors, which share memory where the user's tensors do
     kept_by_hooks            what hooks keep outside of the model, of which each replica has its own
     merged_values            what the user's modules get for the attributes that replicas wrote
+    attribute_tables         the `__dict__`s of modules and tensors, with those of the replicas' copies
     late_attributes          large attributes of modules, which replicas get when a step first reads them
     module_replica           the copies of the user's modules and variables that one replica has
+    waiting_attributes       the large attributes that wait until a step reads them
     metrics                  metrics of torchmetrics: each replica counts, and the counts become one
     run_warnings             warnings of a run: of batches, of lost numbers and of writes on shared tensors
     device_errors            which of the step's tensors a device error of torch is about

@@ -14,14 +14,17 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+import torch
 from torch import nn
 
-from torchstrategy._binding.attribute_contents import PLAIN, Data, data_in, things_in
-from torchstrategy._binding.changes import MISSING
+from torchstrategy._binding.attribute_contents import PLAIN, Data, Place, data_in, things_in
+from torchstrategy._binding.changes import MISSING, Snapshot
 from torchstrategy._binding.module_traversal import TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.proxies import Proxy, hidden_subclass, plain_class
+from torchstrategy._core.distributed_values import PerReplica
 
 LARGE = 1000  # entries: to look through fewer in each run costs little
 
@@ -166,3 +169,44 @@ class _LateAttribute:
         if self._brought(copied) is MISSING:
             raise AttributeError(self._name)
         del _inside_of(copied)[self._name]
+
+
+@dataclass(eq=False)
+class LateCopies:
+    """An attribute that waited until a step has read it, which made the copies.
+
+    Args:
+        path: The path of its module.
+        name: Its name.
+        copies: The copies.
+        places: The containers in it, by their paths.
+        originals: What these hold in the user's attribute.
+        local: What they hold in the copies, by replica.
+    """
+
+    path: str
+    name: str
+    copies: Sequence[Any]
+    places: dict[str, Place]
+    originals: Snapshot
+    local: Sequence[Snapshot]
+
+    @classmethod
+    def of(cls, path: str, name: str, copies: Sequence[Any], places: dict[str, Place]) -> LateCopies:
+        """Notes what all containers hold now."""
+        originals = Snapshot({where: place.original for where, place in places.items()})
+        local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
+        return cls(path, name, copies, places, originals, local)
+
+
+def has_containers(value: Any) -> bool:
+    """Whether a value holds anything, beside tensors and modules, that may be changed in place."""
+    closed = (*PLAIN, torch.Tensor, nn.Module, PerReplica)
+    return any(not isinstance(thing, closed) for _, thing in things_in("", value, has_data=True))
+
+
+NO_DATA = (
+    "{path} was nothing but data when replicas got their copies of the module, and since then something else was put "
+    "into it: a tensor, an array, a module or a function. Assign the attribute anew, and replicas get it before the "
+    "next run: module.index = dict(module.index)."
+)

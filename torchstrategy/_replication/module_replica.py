@@ -148,17 +148,7 @@ class ModuleReplica:
         self._which = replica, len(layout.devices)
         self._kept = kept
         self.device = device = memory_device(layout.devices[replica])
-        # See Note [What is aliased and what is copied].
-        may_alias = layout.may_alias or (layout.is_mirrored and replica == 0)
-        owners = parameters.tensors
-        self.aliased = [may_alias and owner.device == device for owner in owners]
-        sent = iter(copies_of([o for o, aliased in zip(owners, self.aliased, strict=True) if not aliased], device))
-        marked = zip(owners, self.aliased, strict=True)
-        self.parameters = [_local(owner, owner.detach() if aliased else next(sent)) for owner, aliased in marked]
-        # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
-        # the memory from the beginning, both have one version counter.
-        self._is_counted_by_users = all(self.aliased)
-        self.note_parameters()
+        self._copy_parameters(owners := parameters.tensors, layout)
         # What this replica has in the place of the user's objects, by the ids of these; also the memo of `deepcopy`.
         self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
@@ -195,6 +185,26 @@ class ModuleReplica:
         self._slots = slots
         self.buffers = StepWrites(copies[: len(buffers.tensors)])
         self._structure = Snapshot(tables_of(self.insides))
+
+    def _drop_missing(self) -> None:
+        """Takes away the attributes, and the items of containers, that this replica does not have."""
+        for inside in self.insides:
+            kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
+            drop(kept, MISSING)
+            inside.update(kept)
+
+    def _copy_parameters(self, owners: Sequence[torch.Tensor], layout: Placement) -> None:
+        # See Note [What is aliased and what is copied].
+        may_alias = layout.may_alias or (layout.is_mirrored and self.number == 0)
+        self.aliased = [may_alias and owner.device == self.device for owner in owners]
+        apart = [owner for owner, aliased in zip(owners, self.aliased, strict=True) if not aliased]
+        sent = iter(copies_of(apart, self.device))
+        marked = zip(owners, self.aliased, strict=True)
+        self.parameters = [_local(owner, owner.detach() if aliased else next(sent)) for owner, aliased in marked]
+        # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
+        # the memory from the beginning, both have one version counter.
+        self._is_counted_by_users = all(self.aliased)
+        self.note_parameters()
 
     def _own_in(self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool) -> _Own:
         """What this replica has in the place of what some values of the user's hold.

@@ -11,8 +11,6 @@ becomes one value for the user's modules after the run: see `merged_values`. The
 from __future__ import annotations
 
 import functools
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import chain
@@ -33,20 +31,21 @@ from torchstrategy._binding.changes import (
     bring_value,
     write_value,
 )
-from torchstrategy._binding.copies import deep_copied
 from torchstrategy._binding.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
 from torchstrategy._binding.object_attributes import Told
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.distributed_values import ABSENT, PerReplica
 from torchstrategy._core.types import Device
 from torchstrategy._execution.replica_weights import ReplicaWeights
+from torchstrategy._replication.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors
 from torchstrategy._replication.copyable import refuse_trainable
 from torchstrategy._replication.kept_by_hooks import KeptByHooks
-from torchstrategy._replication.late_attributes import Late, Later, find_late, is_large, postpone, settle
+from torchstrategy._replication.late_attributes import Late, Later
 from torchstrategy._replication.merged_values import Items, Look, Merger, told_of
 from torchstrategy._replication.metrics import states_of
 from torchstrategy._replication.module_replica import ModuleReplica, uncopyable
 from torchstrategy._replication.tensor_copies import storage_of
+from torchstrategy._replication.waiting_attributes import WaitingAttributes
 
 
 @final
@@ -88,15 +87,14 @@ class PlainAttributes:
     ) -> None:
         self.parameters = set(map(id, owners))
         # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
-        self._of_parameters = _tables_of(names, owners, [replica.parameters for replica in self.replicas])
+        self._of_parameters = tables_of_tensors(names, owners, [replica.parameters for replica in self.replicas])
         insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
         # All that may change has a path of its own, and is known by it, in the other workers too.
-        self._modules = _by_path(Place(path, inside, local) for path, inside, *local in insides)
-        by_path = dict(zip(self._modules, modules, strict=True))
-        self._copies = {path: [r.local_objects[id(module)] for r in self.replicas] for path, module in by_path.items()}
-        self._of_packages = {path for path, module in by_path.items() if _is_of_package(module)}
+        self._modules = by_path(Place(path, inside, local) for path, inside, *local in insides)
+        of_paths = dict(zip(self._modules, modules, strict=True))
+        self._of_packages = {path for path, module in of_paths.items() if _is_of_package(module)}
         # The attributes that hooks compute, in each replica for itself.
-        self._computed = {path: computed_by_hooks(module) for path, module in by_path.items()}
+        self._computed = {path: computed_by_hooks(module) for path, module in of_paths.items()}
         # The states of metrics, which `metrics` brings to the replicas and back.
         self._states = {path: states_of(place.original) for path, place in self._modules.items()}
         self._left_out = {path: _TORCHS.union(self._computed[path], self._states[path]) for path in self._modules}
@@ -105,13 +103,8 @@ class PlainAttributes:
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect_fixed_tables()
-        self._brought: list[LateCopies] = []  # attributes that waited, and that a step has read since `_collect`
-        self._has_brought = False  # whether a step has done so since the run began
-        self._bringing = threading.Lock()
-        all_paths = list(self._modules)
-        self._waiting: set[tuple[str, str]] = set()  # the attributes that wait, by the path of the module and the name
-        for (position, name), later in late.items():
-            self._let_wait(all_paths[position], name, later)
+        copied = {path: [r.local_objects[id(module)] for r in self.replicas] for path, module in of_paths.items()}
+        self._late = WaitingAttributes(self._modules, copied, late, self._take_brought)
         self._collect()
 
     def _collect(self) -> None:
@@ -121,9 +114,9 @@ class PlainAttributes:
             del places[key]
         # The ids of the parameters and buffers that attributes hold.
         self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
-        self._leaves = _by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
+        self._leaves = by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
         self._collect_tables()
-        all_places = _by_path(chain(self._tables.values(), places.values())) if places else {}
+        all_places = by_path(chain(self._tables.values(), places.values())) if places else {}
         self._containers = {path: place for path, place in all_places.items() if path not in self._tables}
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
@@ -132,7 +125,7 @@ class PlainAttributes:
         self._known = Snapshot({path: place.original for path, place in self._containers.items()})
         self._held = [place.original for place in self._containers.values()]
         self._held_here = [place.local[0] for place in self._containers.values()]
-        self._brought = []
+        self._late.brought = []
         self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
         self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
@@ -147,20 +140,24 @@ class PlainAttributes:
         """Lists the attributes of modules, parameters and buffers."""
         of_replicas = [replica.buffers.tensors for replica in self.replicas]
         self._users_buffers = list(self.buffers.tensors)
-        self._of_buffers = _tables_of(self.buffer_names, self._users_buffers, of_replicas)
-        self._fixed_tables = _by_path(chain(self._modules.values(), self._of_parameters, self._of_buffers))
+        self._of_buffers = tables_of_tensors(self.buffer_names, self._users_buffers, of_replicas)
+        self._fixed_tables = by_path(chain(self._modules.values(), self._of_parameters, self._of_buffers))
 
     def _collect_tables(self) -> None:
         """Lists whatever has attributes: modules and tensors, each as its `__dict__`."""
         self._tables = dict(self._fixed_tables)
         if self._leaves:
             of_replicas = [[leaf.local[r] for leaf in self._leaves.values()] for r in range(len(self.replicas))]
-            of_leaves = _tables_of(list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas)
-            self._tables = _by_path(chain(self._fixed_tables.values(), of_leaves))
+            of_leaves = tables_of_tensors(
+                list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas
+            )
+            self._tables = by_path(chain(self._fixed_tables.values(), of_leaves))
         tensors = {path: table for path, table in self._tables.items() if path not in self._modules}
-        self._known_tensors = _OfTensors({path: table.original for path, table in tensors.items()})
+        self._known_tensors = AttributesOfTensors({path: table.original for path, table in tensors.items()})
         count = range(len(self.replicas))
-        self._known_tensors_local = [_OfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count]
+        self._known_tensors_local = [
+            AttributesOfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count
+        ]
 
     def _named(self) -> Iterator[Place]:
         """The plain attributes of all modules, parameters and buffers."""
@@ -201,7 +198,7 @@ class PlainAttributes:
         if self._leaves:
             written, _, _, unsure = self.tensors.take_changes()
         edits = [*self._known_modules.edits(), *self._known_tensors.edits()]
-        unbrought = self._unbrought.union(*(one.originals.differing() for one in self._brought))
+        unbrought = self._unbrought.union(*(one.originals.differing() for one in self._late.brought))
         changed = sorted(unbrought.union(self._known.differing()))
         leaves = list(self._leaves.values())
         for index in written:
@@ -213,10 +210,10 @@ class PlainAttributes:
                 bring_value(one, original, index in unsure)
         if (edits or changed) and not self._bring_changed(edits, changed):
             return False
-        if self._has_brought:
+        if self._late.has_brought:
             for known in self._known_insides:
                 known.take()
-            self._has_brought = False
+            self._late.has_brought = False
         if edits or changed:
             self._collect()
         elif written:
@@ -227,61 +224,12 @@ class PlainAttributes:
         self._backups = [(own, own.clone()) for own in constant]
         return True
 
-    def _let_wait(self, path: str, name: str, later: Later) -> None:
-        later.bring = functools.partial(self._bring_late, path, name)
-        self._waiting.add((path, name))
-
-    def _find_waiting(self, edits: Sequence[Edit], new: Iterable[Any]) -> set[tuple[str, str]] | None:
-        """Which attributes that the user has replaced may wait; None if one that waits may wait no longer.
-
-        An attribute may not wait if another one holds a part of it.
-        """
-        values = [edit.after for edit in edits if edit.after is not MISSING]
-        are_large = any(map(is_large, map(contents.data_in, values)))
-        if not are_large and not (self._waiting and any(map(_has_containers, new))):
-            return set()
-        paths = list(self._modules)
-        modules = [copies[0] for copies in self._copies.values()]
-        found = find_late(modules, [place.original for place in self._modules.values()])
-        late = {(paths[position], name) for position, name in found}
-        edited = {(edit.place, edit.name) for edit in edits}
-        return late & edited if self._waiting - edited <= late else None
-
-    def _bring_late(self, path: str, name: str) -> None:
-        """Copies an attribute of a module for all replicas, if it waits. Called on the thread of any replica."""
-        with self._bringing:
-            _, original, insides = self._modules[path]
-            waiting = [r for r, inside in enumerate(insides) if type(inside.get(name)) is Later]
-            if not waiting:
-                return
-            value = original[name]
-            if contents.data_in(value) is None:
-                raise RuntimeError(_NO_DATA.format(path=f"{path}.{name}"))
-            try:
-                copies = [deep_copied(value, {}) for _ in waiting]  # of data only: replicas have nothing of it already
-            except Exception as error:
-                raise uncopyable(f"{path}.{name}", error) from error
-            places: dict[int, Place] = {}
-            if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
-                places, _, _ = contents.places_and_leaves([Place(f"{path}.{name}", value, copies)])
-            brought = LateCopies.of(path, name, copies, _by_path(places.values()))
-            self._containers.update(brought.places)
-            self._held += [place.original for place in brought.places.values()]
-            self._held_here += [place.local[0] for place in brought.places.values()]
-            self._known_things += brought.places.values()
-            self._brought.append(brought)
-            self._has_brought = True
-            self._waiting.discard((path, name))
-            # Last, since other replicas go on as soon as they find their copies.
-            for r, copied in zip(waiting, copies, strict=True):
-                insides[r][name] = copied
-        for module in self._copies[path]:
-            settle(module)
-
-    def _is_brought(self, edit: Edit) -> bool:
-        """Whether an edit is no write of a step: a copy came in the place of what stood for it."""
-        copies = (one.copies for one in self._brought if (one.path, one.name) == (edit.place, edit.name))
-        return type(edit.before) is Later and any(edit.after is own for of_one in copies for own in of_one)
+    def _take_brought(self, places: dict[str, Place]) -> None:
+        """Takes in the containers of an attribute that a step has read first."""
+        self._containers.update(places)
+        self._held += [place.original for place in places.values()]
+        self._held_here += [place.local[0] for place in places.values()]
+        self._known_things += places.values()
 
     def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
         """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
@@ -292,15 +240,10 @@ class PlainAttributes:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
         new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
         new.update(((path, ""), contents.named_items(self._containers[path].original)) for path in changed)
-        waiting = self._find_waiting(brought, new.values())
+        waiting = self._late.find(brought, new.values())
         if waiting is None or self.replicas[0].lacks_parts_in(new.values()):
             return False
-        self._waiting -= {(edit.place, edit.name) for edit in brought}
-        laters = {(path, f".{name}"): Later(f"{path}.{name}") for path, name in waiting}
-        for path, name in waiting:
-            self._let_wait(path, name, laters[path, f".{name}"])
-            for copied in self._copies[path]:
-                postpone(copied, {name})
+        laters = self._late.replace(brought, waiting)
         new = {key: value for key, value in new.items() if key not in laters}
         known = [*self._leaves.values(), *self._containers.values()]
         for r, replica in enumerate(self.replicas if brought or changed else ()):
@@ -340,10 +283,10 @@ class PlainAttributes:
         edits = [edit for r in present for edit in self._known_insides[r].edits() if edit.name not in TABLES]
         edits += [edit for r in present for edit in self._known_tensors_local[r].edits()]
         edits += self._edits_of_new_buffers(present, replaced)
-        edits = [edit for edit in edits if not self._is_brought(edit)]
+        edits = [edit for edit in edits if not self._late.is_brought(edit)]
         changed = {path for r in present for path in self._known_local[r].differing()} if self._containers else set()
         changed.update(
-            path for one in self._brought if one.places for r in present for path in one.local[r].differing()
+            path for one in self._late.brought if one.places for r in present for path in one.local[r].differing()
         )
         if changed or edits:
             users = functools.cache(functools.partial(self.known_in_replicas, originals))
@@ -389,7 +332,7 @@ class PlainAttributes:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._tables[path]
             if path in self._modules:
-                self._bring_late(path, name)  # other replicas have not read what one of them has replaced
+                self._late.bring(path, name)  # other replicas have not read what one of them has replaced
             merged = self._merged.setdefault(path, {})
             before, value, *others = (inside.get(name, ABSENT) for inside in (original, *(local[r] for r in present)))
             if name in self._computed.get(path, ()):
@@ -502,98 +445,7 @@ class PlainAttributes:
             writes.note()
 
 
-@final
-class _OfTensors:
-    """The attributes of some tensors, when this was made or last taken again.
-
-    Args:
-        tables: The `__dict__`s of the tensors, by keys of the caller's.
-    """
-
-    def __init__(self, tables: dict[str, dict[str, Any]]) -> None:
-        self._tables = tables
-        self._all = list(tables.values())
-        self.take()
-
-    def take(self) -> None:
-        """Remembers the attributes of now."""
-        # Mostly no tensor has any. Then nothing has to be kept, and it takes one look to see that nothing has changed.
-        self._known = Snapshot(self._tables) if any(self._all) else None
-
-    def edits(self) -> list[Edit]:
-        """What has changed since."""
-        if self._known is None and not any(self._all):
-            return []
-        if self._known is not None:
-            return list(self._known.edits())
-        return [Edit(path, name, MISSING, value) for path, one in self._tables.items() for name, value in one.items()]
-
-    def forget(self, path: str, name: str) -> None:
-        """Counts an attribute as changed, whatever it is, until this is taken again."""
-        if self._known is not None and path in self._tables:
-            self._known.forget(path, name)
-
-
-@dataclass(eq=False)
-class LateCopies:
-    """An attribute that waited until a step has read it, which made the copies.
-
-    Args:
-        path: The path of its module.
-        name: Its name.
-        copies: The copies.
-        places: The containers in it, by their paths.
-        originals: What these hold in the user's attribute.
-        local: What they hold in the copies, by replica.
-    """
-
-    path: str
-    name: str
-    copies: Sequence[Any]
-    places: dict[str, Place]
-    originals: Snapshot
-    local: Sequence[Snapshot]
-
-    @classmethod
-    def of(cls, path: str, name: str, copies: Sequence[Any], places: dict[str, Place]) -> LateCopies:
-        """Notes what all containers hold now."""
-        originals = Snapshot({where: place.original for where, place in places.items()})
-        local = [Snapshot({where: place.local[r] for where, place in places.items()}) for r in range(len(copies))]
-        return cls(path, name, copies, places, originals, local)
-
-
-def _has_containers(value: Any) -> bool:
-    """Whether a value holds anything, beside tensors and modules, that may be changed in place."""
-    closed = (*PLAIN, torch.Tensor, nn.Module, PerReplica)
-    return any(not isinstance(thing, closed) for _, thing in contents.things_in("", value, has_data=True))
-
-
-_NO_DATA = (
-    "{path} was nothing but data when replicas got their copies of the module, and since then something else was put "
-    "into it: a tensor, an array, a module or a function. Assign the attribute anew, and replicas get it before the "
-    "next run: module.index = dict(module.index)."
-)
-
 _TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write
-
-
-def _tables_of(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], of_replicas: Sequence[Sequence[torch.Tensor]]
-) -> list[Place]:
-    """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
-    inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
-    return [Place(*one) for one in zip(names, map(vars, tensors), inside, strict=True)]
-
-
-def _by_path(things: Iterable[Place]) -> dict[str, Place]:
-    """The same things by their paths, no two of which are one: two models may be of one class."""
-    seen: Counter[str] = Counter()
-    made = {}
-    for thing in things:
-        seen[thing.path] += 1
-        path = thing.path if seen[thing.path] == 1 else f"{thing.path} ({seen[thing.path]})"
-        made[path] = thing._replace(path=path)
-    return made
 
 
 def _is_of_package(thing: object) -> bool:

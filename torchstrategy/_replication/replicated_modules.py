@@ -43,7 +43,7 @@ from torchstrategy._replication.module_replica import ModuleReplica, differ
 from torchstrategy._replication.placement import Placement
 from torchstrategy._replication.plain_attributes import PlainAttributes
 from torchstrategy._replication.run_warnings import LostNumbers
-from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of
+from torchstrategy._replication.tensor_copies import copies_of, sharing_memory, storage_of, train
 from torchstrategy._training.replica_gradients import ReplicaParameter, written_in_replica
 from torchstrategy._variables.variable import Variable
 
@@ -159,7 +159,7 @@ class ReplicatedModules:
         trained = requires_grad_of(self.owners)
         if trained != self._trained:
             for replica in self.replicas:
-                _train(replica.parameters, trained)
+                train(replica.parameters, trained)
             self._trained = trained
         # All copies agree, so one is compared. No version counts what a forward writes on the user's own statistics.
         buffers, first = self._buffers, self.replicas[0]
@@ -338,7 +338,7 @@ class ReplicatedModules:
             metric.write_back()
         trained = requires_grad_of(lead.parameters)
         if not trained == self._trained == requires_grad_of(self.owners):
-            _train(self.owners, trained)
+            train(self.owners, trained)
             self._trained = []  # unknown: replicas without rows may have others
         replaced = {i: value for i, value in values.items() if lead.has_replaced(i) or not self._buffers.fits(i, value)}
         for index, value in values.items():
@@ -473,19 +473,13 @@ class ReplicatedModules:
         return combined
 
 
-def _train(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
-    for parameter, flag in zip(parameters, flags, strict=True):
-        parameter.requires_grad_(flag)
-
-
 _UNSAVED = "_non_persistent_buffers_set"
 
 
 def _shown(edit: Edit) -> str:
     """What a step did to a buffer, or to hooks, whose keys count all hooks of a process."""
-    if edit.place[1] != "_buffers":
-        return f"{edit.place[1]} {edit.verb()}"
-    return f"{edit.name} {'made' if isinstance(edit.after, torch.Tensor) else 'taken away'}"
+    what = "made" if isinstance(edit.after, torch.Tensor) else "taken away"
+    return f"{edit.name} {what}" if edit.place[1] == "_buffers" else f"{edit.place[1]} {edit.verb()}"
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)

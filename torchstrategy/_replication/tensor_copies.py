@@ -63,3 +63,9 @@ def _copied_together(tensors: Sequence[torch.Tensor], device: Device) -> list[to
 def storage_of(tensor: torch.Tensor) -> int:
     """The id of a tensor's memory; -1 if it has none, as a sparse tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
+
+
+def train(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    """Says which of some parameters are trained."""
+    for parameter, flag in zip(parameters, flags, strict=True):
+        parameter.requires_grad_(flag)
