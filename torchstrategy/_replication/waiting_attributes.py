@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -37,7 +38,7 @@ class WaitingAttributes:
         modules: By path: the `__dict__` of a module, with those of its copies.
         copies: By path: the copies of a module.
         late: The attributes that wait.
-        take: Called with the containers in an attribute, by path, when the replicas have got their copies.
+        take: A method that is called with the containers in an attribute, by path, when replicas have their copies.
 
     Attributes:
         brought: Those that a step has read since the owner has listed all containers anew.
@@ -53,7 +54,7 @@ class WaitingAttributes:
     ) -> None:
         self._modules = modules
         self._copies = copies
-        self._take = take
+        self._take = weakref.WeakMethod(take)  # else the copies of a model would be freed late, by Python's collector
         self._bringing = threading.Lock()
         self._waiting: set[Key] = set()
         self.brought: list[LateCopies] = []
@@ -105,7 +106,8 @@ class WaitingAttributes:
             if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
                 places, _, _ = places_and_leaves([Place(f"{path}.{name}", original[name], copies)])
             brought = LateCopies.of(path, name, copies, by_path(places.values()))
-            self._take(brought.places)
+            if (take := self._take()) is not None:
+                take(brought.places)
             self.brought.append(brought)
             self.has_brought = True
             self._waiting.discard((path, name))

@@ -320,7 +320,7 @@ def test_run_names_the_replicas_whose_results_differ(several: Strategy) -> None:
     with pytest.raises(
         ValueError, match=rf"^Replicas 0 and {last} returned values of different structure.*\['x'\]\[1\]: "
     ):
-        several.run(lambda: {"x": [1, (2,) if replica_id() < last else ()]})
+        several.run(lambda: {"x": (1, (2,) if replica_id() < last else ())})
 
 
 # select
@@ -523,7 +523,7 @@ def test_lists_of_different_lengths_are_kept(strategy: Strategy) -> None:
     ("first", "other", "path"),
     [
         ({"a": [1], "b": (1,)}, {"a": [1, 2], "b": (1, 2)}, r"\['b'\]: a tuple of 1 and a tuple of 2"),
-        ([[1], {"k": 1}], [[1, 2], {"l": 1}], r"\[1\]: keys \['k'\] and keys \['l'\]"),
+        (([1], {"k": 1}), ([1, 2], {"l": 1}), r"\[1\]: keys \['k'\] and keys \['l'\]"),
         ([1], 1, "a list of 1 and an int"),
         ((1, [2]), (1, (2,)), r"\[1\]: a list of 1 and a tuple of 1"),
     ],
