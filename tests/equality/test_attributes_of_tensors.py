@@ -362,6 +362,20 @@ def test_a_step_sets_changes_and_deletes_them(strategy: torchstrategy.Strategy) 
     assert ours.kept.last.device == next(ours.parameters()).device
 
 
+def test_what_a_step_has_set_first_is_deleted_between_runs(strategy: torchstrategy.Strategy) -> None:
+    """No tensor had attributes before the first run. What it set was deleted, and the next run went on with it."""
+    model = strategy.distribute_module(nn.Linear(2, 1))
+
+    def step() -> None:
+        model.weight.count = getattr(model.weight, "count", 0) + 1
+
+    strategy.run(step)
+    assert model.weight.count == 1
+    del model.weight.count
+    strategy.run(step)
+    assert model.weight.count == 1
+
+
 def test_replicas_set_other_numbers(strategy: torchstrategy.Strategy) -> None:
     """The first replica's are kept, with a warning, as for any plain attribute."""
     model = strategy.distribute_module(Net())

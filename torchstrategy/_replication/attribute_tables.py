@@ -39,9 +39,12 @@ class AttributesOfTensors:
         return [Edit(path, name, MISSING, value) for path, one in self._tables.items() for name, value in one.items()]
 
     def forget(self, path: str, name: str) -> None:
-        """Counts an attribute as changed, whatever it is, until this is taken again."""
-        if self._known is not None and path in self._tables:
-            self._known.forget(path, name)
+        """Counts an attribute as changed, whatever it is or if it is gone, until this is taken again."""
+        if path not in self._tables:
+            return
+        if self._known is None:
+            self._known = Snapshot(self._tables)
+        self._known.forget(path, name)
 
 
 def tables_of_tensors(
