@@ -44,6 +44,29 @@ def of_a_part() -> Any:
     return strategy.num_replicas_in_sync, total.item()
 
 
+def of_a_group_for_devices() -> Any:
+    """The script has made its group as one for DDP does: with a backend for CUDA only, which gloo plays here."""
+    dist.init_process_group("cuda:gloo")
+    config = dist.get_backend_config()
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        torch.nn.functional.dropout(model(rows), 0.5).square().mean().backward()
+        optimizer.step()
+        return rows.sum()
+
+    loader = torch.utils.data.DataLoader(torch.ones(7, 2), batch_size=4, shuffle=True)
+    sums = [
+        strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None).item()
+        for batch in strategy.experimental_distribute_dataset(loader)
+    ]
+    return config, dist.get_backend_config() == config, sums, model.weight.tolist()
+
+
 def of_unequal_workers() -> None:
     torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * (dist.get_rank() + 1))
 

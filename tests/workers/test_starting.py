@@ -51,6 +51,16 @@ def test_where_nobody_says_there_is_one_worker() -> None:
         assert outcome.value == (1, [0], False, True), outcome.trace
 
 
+def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
+    """`init_process_group("nccl")` is the first line of scripts for DDP: its group takes no tensors of the CPU."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    first, *others = alone(starting.of_a_group_for_devices, environments("torchrun", addresses))
+    assert first.error is None, first.trace
+    config, is_untouched, sums, _ = first.value
+    assert (config, is_untouched, sums) == ("cuda:gloo", True, [8.0, 6.0])
+    assert [other.value for other in others] == [first.value, first.value]
+
+
 def test_a_group_of_some_processes_trains_alone() -> None:
     assert cluster(3).run(starting.of_a_part) == [(2, 4.0), None, (2, 4.0)]
 
