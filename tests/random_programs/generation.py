@@ -103,7 +103,7 @@ class _Draw:
             tuple(step),
             tuple(then),
             tuple(after),
-            tuple(draw.randint(2 if self._sees_the_batch else 1, 7) for _ in range(self._steps)),
+            tuple(self._rows() for _ in range(self._steps)),
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
             draw.choice(["closure", "closure", "trainer", "trainer with parts", "arguments"]),
@@ -112,6 +112,12 @@ class _Draw:
             scaler,
         )
         return self._with_side_stream(program) if draw.random() < 0.15 else program
+
+    def _rows(self) -> int:
+        """How many rows a batch has."""
+        if "each_replica=True" in self._text:  # a replica without rows does not change its value of a variable
+            return self._draw.choice([8, 12])
+        return self._draw.randint(2 if self._sees_the_batch else 1, 7)
 
     def _with_side_stream(self, program: Program) -> Program:
         """The same program, with a part of its step on a stream of its own."""

@@ -128,8 +128,9 @@ def kept_rows(reads: list[Read], outputs: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(len(outputs), dtype=outputs.dtype, device=outputs.device)
     for read in reads:
         kept = read()
-        if isinstance(kept, torchstrategy.PerReplica):  # outside of the replicas of a DataParallel
+        # Outside of the replicas of a DataParallel, what they have kept is where they run.
+        if isinstance(kept, torchstrategy.PerReplica):
             kept = torch.cat([part.to(outputs.device) for part in kept.values])
         if kept is not None and len(kept) == len(outputs):
-            rows = rows + kept.square().mean(1)
+            rows = rows + kept.to(outputs.device).square().mean(1)
     return rows
