@@ -77,6 +77,7 @@ class Replica(ABC):
     device: Device
     device_streams: DeviceStreams | None = field(default=None, kw_only=True)
     was_asked = False  # whether the step asked which replica it is in
+    num_calls = 0  # how often the step has called a method of its context that synchronizes
     # Told of each synchronization point to which the replica comes. None: there is nobody to tell, in other processes.
     telling: Callable[[str], None] | None = field(default=None, init=False)
 
@@ -313,6 +314,9 @@ class ReplicaGroup:
                     check(column)
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
+                # A call that a step of one worker has refused, and caught, is one call here, too.
+                self.workers.compare("the number of this call in the step:", self.replica.num_calls)
+                self.workers.compare("the parts of the value:", ", ".join(brought[0][2]))
                 wants_grad = any(map(any, self.workers.all_gather_bytes(bytes([wants_grad]), name)))
                 columns = [(one,) for one in over_workers(joined(self.run.present[0], columns), name)]
             # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.

@@ -243,6 +243,8 @@ class ReplicaContext:
                 f"{what} is where replicas synchronize, and replica {self._replica_id} of {self.num_replicas_in_sync} "
                 f"of {self._strategy!r} was entered by hand: bring the replicas' results together after run."
             )
+        if self._group is not None:
+            self._group.replica.num_calls += 1
         return self._group or ALONE
 
     def _require_here(self, what: str, can_synchronize: bool = True) -> None:

@@ -33,7 +33,7 @@ from torchstrategy._core.options import ReduceOp, RunOptions
 from torchstrategy._core.row_lists import own_rows
 from torchstrategy._core.torch_internals import are_parametrizations_cached, parametrizations_computed_anew
 from torchstrategy._core.trace import traced
-from torchstrategy._core.tree import map_leaves, tree_flatten, tree_leaves
+from torchstrategy._core.tree import by_name, map_leaves, tree_flatten, tree_leaves
 from torchstrategy._core.types import Device, ReplicaFn, Tree
 from torchstrategy._execution.device_streams import DeviceStreams
 from torchstrategy._execution.instruments import performed_alone
@@ -274,12 +274,33 @@ class ReplicatedExtended(StrategyExtended):
         self, op: ReduceOp, pairs: Sequence[Any], options: CommunicationOptions, method: str = "batch_reduce_to"
     ) -> list[Tree]:
         check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
-        leaves, spec = tree_flatten([value for value, _ in pairs])
-        reduced = zip(spec.unflatten(self._reduce_all(op, leaves, options)), pairs, strict=True)
+        names, leaves, put_back = by_name([value for value, _ in pairs])
+        self._agree_on_parts(lambda: names)
+        reduced = zip(put_back(self._reduce_all(op, leaves, options)), pairs, strict=True)
         return [map_leaves(partial(_sent, destinations=where), value) for value, (_, where) in reduced]
 
     def _reduce(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_all(op, [value], USUAL_OPTIONS)[0]
+
+    def _agree_on_parts(self, paths: Callable[[], Sequence[str]]) -> None:
+        if self._workers.count == 1:
+            return
+        own = list(paths())
+        if own == [""]:  # a value of one part; a worker with several comes to another exchange
+            return
+        of_all = self._workers.all_gather_object(own, "the parts of a value")
+        for w, theirs in enumerate(of_all):
+            differing = sorted(set(theirs).symmetric_difference(of_all[0]))
+            if theirs != of_all[0]:
+                shown = f"value{differing[0]}" if differing else "some part twice"
+                error = ValueError(
+                    f"Workers 0 and {w} brought values of different structure: only one of them has {shown}. Each part "
+                    "is put together with that of the same name, so every worker brings the same parts: a number for "
+                    "each metric, also where there was nothing to measure. Rows belong into one tensor, or into one "
+                    "list of Python objects."
+                )
+                self._workers.note_of_all(error)
+                raise error
 
     def _reduce_leaves(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)

@@ -24,7 +24,7 @@ from torchstrategy._core.context import Frame, current_frame, is_default, requir
 from torchstrategy._core.distributed_values import PerReplica
 from torchstrategy._core.errors import hide_frames, plural, require_type, unpicklable
 from torchstrategy._core.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
-from torchstrategy._core.result_leaves import map_results
+from torchstrategy._core.result_leaves import map_results, paths_of_results
 from torchstrategy._core.row_lists import is_row_list_or_one_thing
 from torchstrategy._core.torch_internals import is_profiling
 from torchstrategy._core.trace import traced
@@ -387,6 +387,7 @@ class StrategyBase:
         require_cross_replica(self, "Strategy.reduce", instead="all_reduce()")
         with self._extended._exchanging("strategy.reduce"):
             op, axis = ReduceOp.of(reduce_op), None if axis == () else axis
+            self._extended._agree_on_parts(lambda: paths_of_results(value))
             if weights is not None:
                 if op is not ReduceOp.MEAN or axis is not None:
                     raise ValueError(
@@ -636,6 +637,7 @@ class Strategy(StrategyBase):
         """
         require_cross_replica(self, "Strategy.gather", instead="all_gather()")
         with self._extended._exchanging("strategy.gather"):
+            self._extended._agree_on_parts(lambda: paths_of_results(value, is_row_list_or_one_thing))
             return map_results(self._extended._gathering(axis), value, is_leaf=is_row_list_or_one_thing)
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:

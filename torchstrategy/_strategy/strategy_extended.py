@@ -433,6 +433,9 @@ class StrategyExtended(VariablesOfExtended):
     def _gather(self, value: Tree, axis: int) -> Tree:
         raise self._missing("_gather")
 
+    def _agree_on_parts(self, paths: Callable[[], Sequence[str]]) -> None:
+        """Refuses a value of which several workers have other parts. `paths` says how Python code reads each part."""
+
     def _gathering(self, axis: int) -> Callable[[Tree], Tree]:
         """A function that gathers a leaf: a value of all replicas, or a list of Python objects."""
 
