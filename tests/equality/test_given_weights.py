@@ -533,3 +533,21 @@ def test_weights_that_are_given_around_a_run_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"layer\.weight is a plain tensor .* functional_call in the step"):
         functional_call(model, {"layer.weight": torch.ones(2, 3, device=FIRST)}, ())
     model()
+
+
+class Gained(nn.Linear):
+    """Reads an attribute of its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self.weight, "gain", 1.0)
+
+
+def test_attributes_of_given_weights_come_to_all_replicas() -> None:
+    """Only the rows of the first replica were scaled: the weights of the others had lost the attribute."""
+    model = Gained(3, 2).double().to(FIRST)
+    given = {name: value.detach().clone() for name, value in model.named_parameters()}
+    given["weight"].gain = 5.0  # type: ignore[attr-defined]
+    x = torch.randn(7, 3, **F64, device=FIRST)
+    expected = functional_call(model, given, (x,))
+    actual = functional_call(parallel(model), {f"module.{name}": value for name, value in given.items()}, (x,))
+    assert torch.allclose(actual.to(expected.device), expected, rtol=1e-12, atol=0)

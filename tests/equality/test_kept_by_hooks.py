@@ -13,7 +13,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -858,6 +858,69 @@ def test_what_replicas_cannot_have_for_themselves_is_refused(
     with pytest.raises(RuntimeError, match=r"was written in a replica.*each replica has its own"):
         several.run(step, args=(deal(several, data(9)),))
     assert PASSED == []
+
+
+class Store:
+    """Keeps on its class what it sees, in one of several ways."""
+
+    rows: Any = None
+    by_name: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, way: str) -> None:
+        self.way, self.append = way, [].append
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self.way == "the class by its name":
+            Store.rows = len(output)
+        elif self.way == "type(self)":
+            type(self).rows = len(output)
+        elif self.way == "self.__class__":
+            self.__class__.rows = len(output)
+        elif self.way == "a dict of the class":
+            self.by_name["rows"] = len(output)
+        elif self.way == "a Python module":
+            hook_state.rows = len(output)
+        else:
+            self.append(len(output))
+
+
+hook_state = types.ModuleType("hook_state")
+
+
+@pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "the class by its name",
+        "type(self)",
+        "self.__class__",
+        "a dict of the class",
+        "a Python module",
+        "a bound method of a list",
+    ],
+)
+def test_what_is_one_for_all_replicas_is_refused_by_name(
+    several: torchstrategy.Strategy, way: str, is_method: bool
+) -> None:
+    """Replicas read what another one's hook had kept, or what was kept was gone after the run."""
+    model = several.distribute_module(nn.Linear(2, 1))
+    store = Store(way)
+    hook = store.hook if is_method else lambda *args: store.hook(*args)
+    model.register_forward_hook(hook)
+    kept = store.append.__self__  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="was written in a replica"):
+        several.run(lambda: model(torch.ones(3, 2)))
+    assert Store.rows is None and not Store.by_name and not hasattr(hook_state, "rows") and not kept
+    assert "rows" not in vars(type(store)) or type(store).rows is None
+
+
+def test_a_list_that_has_grown_too_long_is_refused_with_the_reason(several: torchstrategy.Strategy) -> None:
+    """The message spoke of global variables, and the program had none."""
+    model, history = several.distribute_module(nn.Linear(2, 1)), [0.0] * 5000
+    model.register_forward_hook(lambda module, args, output: history.append(1.0))
+    with pytest.raises(RuntimeError, match=r"history\[5000\] was written .* more than 4096 items"):
+        several.run(lambda: model(torch.ones(3, 2)))
+    assert len(history) == 5000
 
 
 def test_a_global_that_a_hook_only_reads_is_no_fault(several: torchstrategy.Strategy) -> None:

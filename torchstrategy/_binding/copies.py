@@ -10,6 +10,7 @@ replica gets functions over its own parts.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import operator
 import traceback
@@ -162,7 +163,21 @@ def _is_in(value: object, cell: types.CellType) -> bool:
 
 def globals_of(fn: types.FunctionType) -> list[str]:
     """The global names that a function may use."""
-    return [name for name in names_in(fn.__code__) if name in fn.__globals__]
+    return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
+
+
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"})
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals in a function, and in functions and comprehensions inside it, each once.
+
+    An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
+    """
+    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS]
+    return tuple(dict.fromkeys([*own, *chain.from_iterable(inner)]))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -39,6 +39,7 @@ _OBJECTS = 4  # how deep attributes of objects are followed; containers are foll
 MANY = 4096  # a container with more items is one for all replicas, which may not write on it
 
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NEVER = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, type, types.ModuleType, DistributedValues, *PLAIN)
 # Objects of Python's own classes, such as locks, queues, loggers and threads, are one for all replicas.
@@ -74,6 +75,7 @@ class References:
         # By id: objects, containers, variables (cells), and tensors and arrays that hold constant numbers.
         self.things: dict[int, Found] = {}
         self.shared: dict[int, Found] = {}  # the same, if it is reached in ways only that lead all replicas to one
+        self.large: set[int] = set()  # the ids of those of them that have too many items to be one for each replica
         self.reached_as_shared: set[int] = set()  # the ids of what is reached in such a way, whatever else leads there
         self.stored: dict[tuple[int, str], dict[str, Any]] = {}  # global variables to which a function assigns
         # By the id of a thing: the ids of the objects, containers and functions that hold it.
@@ -101,9 +103,13 @@ class References:
             functions: How many calls are followed from here on.
             objects: How many objects are looked into from here on.
         """
+        if isinstance(value, (type, types.ModuleType)):
+            self._watch(name, value)
         if type(value) in PLAIN_TYPES or id(value) in self._left_out or isinstance(value, _NEVER):
             return
-        if isinstance(value, _CALLED):
+        if isinstance(value, _BOUND):  # as `kept.append`: nobody can bind it to another object
+            self.look_at(name, value.__self__, Way.FIXED, holder, functions, objects)
+        elif isinstance(value, _CALLED):
             if functions:
                 self._look_into_function(name, value, way, holder, functions - 1, objects)
         elif isinstance(value, (tuple, frozenset)):
@@ -117,6 +123,18 @@ class References:
                 way = Way.OWN
             if self._record(name, value, way, holder):
                 self._look_inside(name, value, way, functions, objects)
+
+    def _watch(self, name: str, thing: type | types.ModuleType) -> None:
+        """Notes a class or a Python module of the user's, whose attributes are one for all replicas."""
+        package = thing.__name__.partition(".")[0] if isinstance(thing, types.ModuleType) else package_of(thing)
+        if package in _LIBRARIES or self._is_of_step or (id(thing), Way.FIXED) in self._seen:
+            return
+        self._seen.add((id(thing), Way.FIXED))
+        self.shared.setdefault(id(thing), Found(name, thing))
+        if isinstance(thing, type):
+            for attribute, held in list(vars(thing).items()):
+                if type(held) in COPIED:
+                    self.look_at(f"{name}.{attribute}", held, Way.FIXED)
 
     def _record(self, name: str, thing: Any, way: Way, holder: int) -> bool:
         """Notes that something was reached. Returns whether it is to be looked into."""
@@ -136,10 +154,13 @@ class References:
         is_builtin = type(value) in COPIED
         if not is_builtin and not objects:
             return
+        for cls in () if is_builtin else type(value).__mro__:
+            self._watch(cls.__name__, cls)
         items = named_items(value)
         if len(items) > MANY:
             self.things.pop(id(value), None)
             self.shared[id(value)] = Found(name, value)
+            self.large.add(id(value))
             return
         for (shown, key), held in items.items():
             left = objects if is_builtin else objects - 1
@@ -155,6 +176,8 @@ class References:
         elif isinstance(fn, types.MethodType):
             self._seen.add((id(fn.__func__), Way.FIXED))  # this method itself can be made anew
             self.look_at("self", fn.__self__, way, holder, functions, objects)
+            for cls in type(fn.__self__).__mro__:
+                self._watch(cls.__name__, cls)
             self._look_into_methods(type(fn.__self__), names_in_method(fn), functions, objects)
             self.look_at(name, fn.__func__, way, holder, functions + 1, objects)
         elif not is_users(fn):
@@ -175,6 +198,8 @@ class References:
                 self._record(variable, cell, way, id(fn))
             for value in named_items(cell).values():
                 self.look_at(variable, value, way, id(fn), functions, objects)
+                if functions and not self._is_of_step:  # as `store.note(output)`: of a step all methods are looked at
+                    self._look_into_methods(type(value), names_in(fn.__code__), functions - 1, objects)
         for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             self.look_at("a default argument", value, way, id(fn), functions, objects)
         stored = stored_globals(fn.__code__)

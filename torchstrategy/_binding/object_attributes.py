@@ -10,6 +10,7 @@ it is, and values that differ become a `PerReplica`. In the next run, each repli
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -294,12 +295,14 @@ class SharedGlobal:
         name: The global name, with the path that leads on from there.
         thing: A container, an object, a tensor or an array.
         only: The names of the entries that are looked at. None: all.
+        is_large: Whether it is one for all replicas since it has so many items.
     """
 
-    def __init__(self, name: str, thing: Any, only: frozenset[str] | None = None) -> None:
+    def __init__(self, name: str, thing: Any, only: frozenset[str] | None = None, is_large: bool = False) -> None:
         self._name = name
         self.thing = thing
         self._only = only
+        self._is_large = is_large
         self.refresh()
 
     def refresh(self) -> None:
@@ -311,9 +314,19 @@ class SharedGlobal:
             return {"version": version(self.thing)}
         if isinstance(self.thing, np.ndarray):
             return {"numbers": self.thing.tobytes()}
+        if isinstance(self.thing, (type, types.ModuleType)):
+            places = self._places()
+            return {key: held for place in reversed(places) for key, held in vars(place).items() if key[0] != "_"}
         if self._only is None:
             return named_items(self.thing)
         return {name: self.thing[name] for name in self._only if name in self.thing}
+
+    def _places(self) -> list[Any]:
+        """The class or Python module, and before a class those that its objects have while they are proxies."""
+        if not isinstance(self.thing, type):
+            return [self.thing]
+        classes: list[Any] = type.__subclasses__(self.thing)
+        return [*(one for one in classes if plain_class(one) is self.thing), self.thing]
 
     def check_unwritten(self) -> None:
         """Raises an error if a step wrote on it.
@@ -329,10 +342,18 @@ class SharedGlobal:
         written = next(edits(self._known, now), None)
         if written is None:
             return
+        if isinstance(self.thing, (type, types.ModuleType)):
+            for place in self._places():
+                if written.name in vars(place):
+                    delattr(place, written.name)
+            if written.before is not MISSING:
+                setattr(self.thing, written.name, written.before)
+            raise RuntimeError(written_globally(f"{self._name}.{written.name}"))
         if self._only is None:
             write_items(self.thing, self._known)
             shown, key = written.name
-            raise RuntimeError(written_globally(self._name + shown.format(key)))
+            name = self._name + shown.format(key)
+            raise RuntimeError(_LARGE.format(name=name) if self._is_large else written_globally(name))
         written._replace(after=written.before).apply(self.thing)
         raise RuntimeError(written_globally(written.name))
 
@@ -345,6 +366,13 @@ def written_globally(name: str) -> str:
         "replica has its own: on an object of a class of your own, of which the hook is a method, as in self.kept = "
         "output; or in a variable of a function in which you define both the hook and the step."
     )
+
+
+_LARGE = (
+    "{name} was written in a replica, by a hook or by the step. What a hook reaches each replica has for itself, but "
+    "not a container of more than 4096 items, since each run would look at all of them. Keep fewer in it: take its "
+    "items out between runs, as in history.extend(kept); kept.clear()."
+)
 
 
 def in_replica(value: Any, replica: int, num_replicas: int) -> Any:

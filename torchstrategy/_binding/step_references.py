@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._binding.attribute_contents import attributes, closed_over
-from torchstrategy._binding.copies import names_in
+from torchstrategy._binding.copies import globals_of
 from torchstrategy._core.types import Tree
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
@@ -146,7 +146,7 @@ class StepReferences:
             self.look_at(name, fn.__func__, functions + 1)
         elif id(fn) not in self._seen and package_of(fn) not in NOT_THE_USERS:
             self._seen.add(id(fn))
-            names = {key: fn.__globals__[key] for key in names_in(fn.__code__) if key in fn.__globals__}
+            names = {key: fn.__globals__[key] for key in globals_of(fn)}
             defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
             unnamed = (("a default argument", value) for value in defaults)
             for found, value in (*closed_over(fn), *names.items(), *unnamed):

@@ -36,7 +36,7 @@ from torchstrategy._core.options import ReduceOp
 from torchstrategy._core.torch_internals import hide_from_compiler, is_transforming
 from torchstrategy._core.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
 from torchstrategy._core.types import Device, DeviceLike, Tree
-from torchstrategy._data_parallel.given_weights import call_with, own_weights_in_place
+from torchstrategy._data_parallel.given_weights import call_with, own_weights_in_place, send_given
 from torchstrategy._input.steps import in_equal_parts
 from torchstrategy._replication.copyable import refuse_uncopyable
 from torchstrategy._strategy.strategies import CentralStorageStrategy, devices_of_replicas
@@ -176,7 +176,7 @@ class DataParallel(nn.Module):
         # default device of the replicas' type, it is on the replica's device, as in a step.
         default = torch.get_default_device()
         callers_device = None if default.type == self._devices[0].type else default
-        weights = PerReplica([moved(given, device) for device in self._devices]) if given else None
+        weights = PerReplica([send_given(given, device) for device in self._devices]) if given else None
         owners = list(self.module.parameters())
         outputs = self._strategy.run(forward, (self.module, owners, pieces, callers_device, weights))
         present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrategy._binding.proxies import plain_class
 from torchstrategy._core.torch_internals import versions
+from torchstrategy._core.types import Device
 from torchstrategy._variables.variable import is_variable
 
 Table = dict[str, Any]  # the `_parameters` or the `_buffers` of a module
@@ -112,6 +113,17 @@ def _own_for(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torch
             stand_ins[id(tensor)] = content[place.name] = own
         pairs.append((place, own))
     return pairs
+
+
+def send_given(given: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+    """Given tensors on the device of a replica, through autograd, with the attributes that the user has set on them."""
+    sent = {}
+    for path, tensor in given.items():
+        sent[path] = there = tensor.to(device)
+        if there is not tensor:
+            held = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in vars(tensor).items()}
+            vars(there).update(held)
+    return sent
 
 
 def call_with(

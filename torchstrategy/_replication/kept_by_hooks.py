@@ -264,7 +264,9 @@ class KeptInRun(Translation):
                     self._global_parts.append((name, part))
         self._global_arrays = [key for key in arrays.known if key in as_shared]
         proxies = {id(part.original) for part in self.parts}
-        self.watched = [SharedGlobal(*one) for key, one in found.shared.items() if key not in proxies]
+        self.watched = [
+            SharedGlobal(*one, is_large=key in found.large) for key, one in found.shared.items() if key not in proxies
+        ]
         for (_, name), table in found.stored.items():
             self.watched.append(SharedGlobal(name, table, only=frozenset({name})))
 
