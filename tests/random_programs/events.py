@@ -511,7 +511,8 @@ class TrainOutside(Event):
         if not linear:
             return
         device, width = training.device(), linear[0].in_features
-        batch = tuple(modules.numbers((3, width), start).to(device) for start in (3, 5))
+        # As many rows as no batch has: what a hook has kept of them is no part of a batch.
+        batch = tuple(modules.numbers((9, width), start).to(device) for start in (3, 5))
         Backward().do(Hands(training.model, [], []), (batch[0], batch[1]), 0)
 
 
