@@ -81,7 +81,14 @@ def _deque(module: nn.Module) -> Read:
 def _list_of_lists(module: nn.Module) -> Read:
     kept: list[list[Any]] = [[], []]
     module.register_forward_hook(lambda module, args, output, own=kept[1]: own.append(output))
-    return lambda: kept[1].pop() if kept[1] else None
+
+    def newest() -> Any:
+        # Earlier ones go, too: a replica may have had as many rows then as the whole batch has now.
+        found = kept[1].pop() if kept[1] else None
+        kept[1].clear()
+        return found
+
+    return newest
 
 
 def _variable(module: nn.Module) -> Read:
