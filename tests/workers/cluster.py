@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -119,11 +120,21 @@ def alone(
 
 
 def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
+    """Ports that nobody listens at, and that the system gives to nobody who asks for any: it would take one of those.
+
+    The processes of tests listen at many ports that the system chooses, and a store may begin to listen seconds later.
+    """
+    held: list[socket.socket] = []
+    while len(held) < count:
+        with suppress(OSError):
+            held.append(socket.create_server(("127.0.0.1", _drawn.randrange(15_000, 32_000))))
+    ports = [int(one.getsockname()[1]) for one in held]
     for one in held:
         one.close()
     return ports
+
+
+_drawn = random.Random()  # other ports in each process
 
 
 _started: dict[int, Cluster] = {}
