@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import torchstrategy
+from conditions import takes_long
 from workers import blaming
 from workers.cluster import Outcome, alone, cluster, free_ports
 
@@ -44,6 +45,7 @@ def test_only_the_worker_that_was_killed_is_named(count: int, culprit: int, busy
         assert "is gone: the process has ended" in outcome.value
 
 
+@takes_long
 @pytest.mark.parametrize(("count", "culprit"), [(2, 0), (4, 0), (3, 1)])
 def test_a_worker_that_was_stopped_is_said_not_to_answer(count: int, culprit: int) -> None:
     """Where worker 0 was stopped, which keeps the store, the others asked the store for ever."""
@@ -54,6 +56,7 @@ def test_a_worker_that_was_stopped_is_said_not_to_answer(count: int, culprit: in
         assert re.search(r"has not answered for \d+ s", outcome.value)
 
 
+@takes_long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("how", ["fork", "loader"])
 def test_a_death_is_heard_of_although_children_live_on(how: str) -> None:
@@ -88,6 +91,7 @@ def test_who_has_not_come_is_named(culprit: int) -> None:
         assert seconds < SOON_S
 
 
+@takes_long
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
     outcomes = together(3, blaming.of_joining, culprit, "is stopped", without=[culprit])

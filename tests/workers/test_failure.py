@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from conditions import takes_long
 from workers import failing, faults
 from workers.cluster import cluster
 
@@ -30,6 +31,7 @@ def test_the_others_hear_who_failed_and_why(name: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is left is looked for in /proc")
+@takes_long
 def test_at_random_moments_the_others_hear_who_is_lost() -> None:
     command = [sys.executable, "-m", "tests.workers.random_faults", "--runs", "4", "--seed", "1", "--slack", "30"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
