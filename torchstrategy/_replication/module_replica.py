@@ -178,10 +178,7 @@ class ModuleReplica:
             postpone(pairs[id(modules[position])], {name for other, name in late if other == position})
         if any(value is MISSING for value in own.objects.values()):
             drop(with_attributes, MISSING)
-            for inside in self.insides:
-                plain = {name: inside.pop(name) for name in inside.keys() - TABLES}
-                drop(plain, MISSING)
-                inside.update(plain)
+            self._drop_missing()
         self._slots = slots
         self.buffers = StepWrites(copies[: len(buffers.tensors)])
         self._structure = Snapshot(tables_of(self.insides))
