@@ -92,11 +92,6 @@ class Lifelines:
         return bool(self.ended) or any(self.words.values())
 
     @property
-    def num_open(self) -> int:
-        """How many others are connected and alive."""
-        return len(self._sockets) - len(self.ended)
-
-    @property
     def dead(self) -> list[int]:
         """The workers that have ended without a word."""
         return [w for w in self.ended if not self.words[w]]
