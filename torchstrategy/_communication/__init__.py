@@ -13,6 +13,7 @@ Tensors of several replicas come in; copies of them on other devices, or their s
     bounded             calls that may never return
     inherited           what a process that is forked from a worker gives back
     lifelines           connections between all workers, by which they hear why and that one of them is lost
+    network_interfaces  the addresses of the network interfaces that the user has chosen
     blame               which worker is lost, and why
     meeting             how workers find each other, and who has not come
     joining             how a process joins groups of `torch.distributed`, and leaves them

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._communication.bounded import NoAnswer, ask
 from torchstrategy._communication.lifelines import Lifelines
+from torchstrategy._communication.network_interfaces import chosen_addresses
 from torchstrategy._communication.workers import WorkerError
 from torchstrategy._core.errors import described
 
@@ -286,8 +287,8 @@ def _server() -> socket.socket:
 
 
 def _addresses(home: tuple[str, int] | None) -> list[str]:
-    """Where other workers may reach this machine: as it reaches the store, or by its name."""
-    found = []
+    """Where other workers may reach this machine: by the chosen interfaces, as it reaches the store, or by its name."""
+    found = chosen_addresses()
     if home is not None:
         with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(*home, type=socket.SOCK_DGRAM)[0]
