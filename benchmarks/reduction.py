@@ -16,9 +16,10 @@ import torchstrategy
 from contest import Contender, Measure, Row, compared, hold, timed
 from torchstrategy import ReduceOp
 from torchstrategy._core.options import NO_OPTIONS
+from torchstrategy._execution.replica import InlineReplica
 from torchstrategy._execution.replica_weights import ReplicaWeights
 from torchstrategy._training.gradient_reducer import GradientReducer
-from torchstrategy._training.replica_gradients import ReplicaParameter
+from torchstrategy._training.replica_gradients import ReplicaParameter, make_local
 
 REPLICAS, WEIGHT, BAR = 4, 0.25, 1.1
 LAYOUTS = {"10 of 10 MB": (10, 2_500_000), "1,000 of 100 kB": (1_000, 25_000), "10,000 of 10 kB": (10_000, 2_500)}
@@ -105,13 +106,15 @@ def by_hand(layout: str, is_new: bool = False) -> Way:
 
 def reduced(layout: str) -> Way:
     """As in a run under CentralStorageStrategy."""
-    model = Model.of(layout, lambda data: ReplicaParameter.over(data, requires_grad=True))
+    model = Model.of(layout, lambda data: make_local(ReplicaParameter, data, requires_grad=True))
     together = GradientReducer(model.owners, [""] * len(model.owners), model.local, take_turns=True)
     replica_weights = ReplicaWeights.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
+    replicas = [InlineReplica(index, torch.device("cpu")) for index in range(REPLICAS)]
 
     def combine() -> None:
         together.begin(replica_weights, (), lambda update: update())
         for replica in replica_weights.present:
+            together.of_replicas[replica].enter(replicas[replica])
             together.accumulate(replica)
         together.reduce()
         together.end()
